@@ -1,0 +1,120 @@
+"""Measures draft heads against each other and against plain decoding: same model, same prompts, same run.
+
+    python bench.py heads                                     # demo/clover and demo/medusa on demo/
+    python bench.py heads --model DIR --heads DIR DIR ...     # others; the first is what the rest is compared with
+
+Prints tables and, last, one JSON line with the numbers, the hardware and the versions.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from clover import CloverHeads
+from data import heldout_prompts, load_tokens, tokenizer_hash
+from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
+from train_heads import evaluate
+
+
+def machine():
+    """What the numbers were measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
+                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                python=platform.python_version(), torch=torch.__version__, commit=commit.stdout.strip() or None)
+
+
+def measure(model, prompts, args, heads, temperature, tree_size):
+    """One decoding run as a dict: tokens per step, tokens per second, and the tokens themselves."""
+    options = dict(temperature=temperature, tree_size=tree_size, batch_size=args.batch_size)
+    generate(model, prompts[:args.batch_size], 8, heads, **options)  # warm
+    out = generate(model, prompts, args.max_new_tokens, heads, **options)
+    return dict(tokens_per_step=out.tokens_per_step, tokens_per_second=out.tokens_per_second, tokens=out.tokens)
+
+
+def measure_heads(model, encoding, args):
+    """Rows of the decoding table: every heads folder at every temperature and tree size, plain decoding with each."""
+    prompts = heldout_prompts(encoding, args.prompts, args.prompt_length, paths=args.data)
+    loaded = {path: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in args.heads}
+    rows = []
+    for temperature in args.temperatures:
+        plain = measure(model, prompts, args, None, temperature, 1)
+        for tree_size in args.tree_sizes:
+            base = None
+            for path, heads in loaded.items():
+                run = measure(model, prompts, args, heads, temperature, tree_size)
+                extra = run["tokens_per_step"] - 1
+                base = base or extra
+                rows.append(dict(
+                    heads=Path(path).name, temperature=temperature, tree_size=tree_size,
+                    tokens_per_step=run["tokens_per_step"], extra_over_first=extra / base,
+                    tokens_per_second=run["tokens_per_second"], plain_tokens_per_second=plain["tokens_per_second"],
+                    speed_up=run["tokens_per_second"] / plain["tokens_per_second"],
+                    identical=sum(a == b for a, b in zip(run["tokens"], plain["tokens"])) / len(prompts)))
+                print(decoding_line(rows[-1]), flush=True)
+    return rows
+
+
+def decoding_line(row):
+    return (f"| {row['heads']} | {row['temperature']:g} | {row['tree_size']} | {row['tokens_per_step']:.2f} "
+            f"| {row['extra_over_first']:.2f} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x | {row['identical']:.0%} |")
+
+
+def measure_accuracy(model, encoding, args):
+    """Held-out head accuracy of every folder: {name: [share per head]}."""
+    tokens = load_tokens(args.data, encoding, "heldout")
+    autocast, found = torch.autocast(model.device.type, enabled=False), {}
+    for path in args.heads:
+        heads = CloverHeads.from_pretrained(path, model)
+        args.block_size = min(256, model.config.block_size - heads.config.heads - 1)
+        found[Path(path).name] = accuracy = evaluate(heads, tokens, args, autocast)
+        print(f"| {Path(path).name} | " + " | ".join(f"{share:.1%}" for share in accuracy) + " |", flush=True)
+    return found
+
+
+def bench_heads(args):
+    model, encoding = load_model(args)
+    print("| heads | " + " | ".join(f"accuracy of head {i + 1}" for i in range(4)) + " |\n|---|" + "---|" * 4)
+    accuracy = measure_accuracy(model, encoding, args)
+    print(f"\n| heads | temperature | tree size | tokens per step | extra over {Path(args.heads[0]).name} "
+          f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
+    rows = measure_heads(model, encoding, args)
+    return dict(bench="heads", batch_size=args.batch_size, prompts=args.prompts, prompt_length=args.prompt_length,
+                max_new_tokens=args.max_new_tokens, accuracy=accuracy, decoding=rows)
+
+
+def parse(argv):
+    parser = Parser("Measures heads against each other and against plain decoding.")
+    parser.add_argument("what", choices=("heads",))
+    add_model_flags(parser)
+    parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: the Python standard library's source")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--tree-sizes", type=int, nargs="+", default=[5, 17])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    args = parser.parse_args(argv)
+    for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size"):
+        check(name.replace("_", " "), getattr(args, name), 1, 10**6, whole=True)
+    return args
+
+
+def main(argv=None):
+    args = parse(sys.argv[1:] if argv is None else argv)
+    result = bench_heads(args)
+    print(json.dumps(result | dict(machine=machine(), model=Path(args.model).name)))
+
+
+if __name__ == "__main__":
+    command(main)

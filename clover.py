@@ -1,0 +1,306 @@
+"""Draft heads and token trees. Four presets of one class: medusa (arXiv 2401.10774), hydra (arXiv 2402.05109),
+clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
+
+Letters: B sequences, T tree nodes (root included), K heads, W beams, C hidden size, V vocabulary.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from kernels import project_topk
+from model import Block, InputError, KVCache, Norm, Span, atomic_write, read_json
+
+MAX_TREE = 64  # nodes, root included: ancestors are one int64
+
+
+@dataclass
+class CloverConfig:
+    preset: str = "clover"
+    heads: int = 4              # K
+    augment_layers: int = 1     # transformer blocks between the model's hidden state and the heads
+    mix: str = "attention"      # how the token guessed before enters: "attention", "concat" or "none"
+    mix_before: bool = False    # the next token also enters before the augmenting block
+    projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
+    shared: bool = False        # head 1 has its own weights, the later heads share one set
+
+
+PRESETS = {
+    "medusa": CloverConfig("medusa", augment_layers=0, mix="none"),
+    "hydra": CloverConfig("hydra", augment_layers=0, mix="concat"),
+    "clover": CloverConfig("clover"),
+    "clover2": CloverConfig("clover2", augment_layers=2, mix_before=True, projector="linear", shared=True),
+}
+
+
+def preset(name, **switches):
+    """The CloverConfig of a preset, with single switches flipped for an ablation."""
+    if name not in PRESETS:
+        raise InputError(f"unknown preset {name!r}; presets: {', '.join(PRESETS)}")
+    return replace(PRESETS[name], **switches)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules. z, state [..., C]; e [..., C] is the embedding of a token: its row of the LM head.
+
+class AttentionDecoder(nn.Module):
+    """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e), per attention head.
+    With a single key a softmax would always be 1, hence the cosine."""
+
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.heads = math.gcd(config.n_head, C)
+        self.norm = Norm(config.norm, C, config.norm_eps)
+        self.query = nn.Linear(C, C)
+        self.key_value = nn.Linear(C, 2 * C)
+        with torch.no_grad():
+            self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
+            self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
+            self.query.bias.zero_()
+            self.key_value.bias.zero_()
+
+    def forward(self, z, e):
+        q = self.query(self.norm(z)).unflatten(-1, (self.heads, -1))              # (..., heads, C / heads)
+        k, v = self.key_value(e).unflatten(-1, (2, self.heads, -1)).unbind(-3)    # likewise
+        return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
+
+
+class Concat(nn.Module):
+    """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b, zero at the start."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
+        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, z, e):
+        return z + self.linear(torch.cat((self.norm(z), e), dim=-1))
+
+
+class ResBlock(nn.Module):
+    """z + SiLU(W z + b), the identity at the start (Medusa, arXiv 2401.10774, section 2.1.1)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.linear = nn.Linear(config.n_embd, config.n_embd)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, z, e):
+        return z + F.silu(self.linear(z))
+
+
+class Projector(nn.Module):
+    """W [z, e] + b, started as z (Clover-2, arXiv 2408.00264)."""
+
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.linear = nn.Linear(2 * C, C)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
+            self.linear.bias.zero_()
+
+    def forward(self, z, e):
+        return self.linear(torch.cat((z, e), dim=-1))
+
+
+MIXERS = {"attention": AttentionDecoder, "concat": Concat}
+PROJECTORS = {"res": ResBlock, "linear": Projector}
+
+
+class Head(nn.Module):
+    """One draft head: takes in the token guessed before, hands out the next state and what the LM head reads."""
+
+    def __init__(self, config, base):
+        super().__init__()
+        self.mix = MIXERS[config.mix](base) if config.mix != "none" else None
+        self.project = PROJECTORS[config.projector](base)
+
+    def forward(self, state, e):
+        if self.mix is not None:
+            state = self.mix(state, e)
+        return state, self.project(state, e)
+
+
+class Tree(NamedTuple):
+    """Token trees of B sequences, parents before children; node 0 is the root.
+    tokens, parents, depths int64 [B, T]; ancestors int64 [B, T], 0 for a row that is not in use."""
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+
+def root_tree(root):
+    """The tree of plain decoding: root [B] alone."""
+    tokens = root[:, None]
+    return Tree(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), torch.ones_like(tokens))
+
+
+class CloverHeads(nn.Module):
+    """K draft heads on a frozen model (a `GPT`, which is not part of this module's own weights)."""
+
+    def __init__(self, config, model):
+        super().__init__()
+        object.__setattr__(self, "model", model)  # past nn.Module, which would count it among our weights
+        self.config, self.info = config, {}
+        base = model.config
+        self.heads = nn.ModuleList(Head(config, base) for _ in range(min(config.heads, 2) if config.shared else config.heads))
+        self.mix_in = MIXERS[config.mix](base) if config.mix_before else None
+        self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
+        for block in self.augment_blocks:
+            block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
+
+    def head(self, i):
+        return self.heads[min(i, len(self.heads) - 1)]
+
+    def embedding(self, tokens):
+        return F.embedding(tokens, self.model.head.weight)
+
+    def new_cache(self, batch, rows):
+        """The augmenting block's own KV cache."""
+        c = self.model.config
+        return KVCache(self.config.augment_layers, batch, c.n_kv_head, rows, c.head_size, self.model.dtype, self.model.device)
+
+    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None):
+        """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from.
+        positions, cache, ancestors as in `GPT.forward`."""
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+        x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
+        if not len(self.augment_blocks):
+            return x
+        table = self.model.rope(positions)
+        span = None if cache is None else Span(cache, positions, ancestors)
+        for layer, block in enumerate(self.augment_blocks):
+            x = block(x, table, span, None if cache is None else cache.kv[layer])
+        return x
+
+    def forward(self, hidden, tokens):
+        """Teacher forcing: hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K.
+        Returns a list of K outputs [B, T, C]; head i (from 0) at position t guesses the token at t + 2 + i."""
+        T = hidden.shape[1]
+        state, outputs = self.augment(hidden, tokens[:, :T]), []
+        for i in range(self.config.heads):
+            state, out = self.head(i)(state, self.embedding(tokens[:, i:i + T]))
+            outputs.append(out)
+        return outputs
+
+    @torch.no_grad()
+    def draft(self, state, root, tree_size, beams):
+        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes.
+
+        At each depth the W best beams by joint log-probability propose their W best tokens, and of all proposals the
+        best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's joint probability is never above its
+        parent's and ties go to the shallower node, so what is kept is a tree. Nothing is read back to the host.
+        """
+        (B, C), W, depths = state.shape, beams, min(self.config.heads, tree_size - 1)
+        states, tokens, joint = state[:, None], root[:, None], state.new_zeros(B, 1, dtype=torch.float32)
+        # all proposals, the root first: joint log-probability, token, parent's place in this list, depth
+        found = [(joint, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens))]
+        places = torch.zeros_like(tokens)
+        for depth in range(1, depths + 1):
+            states, out = self.head(depth - 1)(states, self.embedding(tokens))
+            logprobs, guesses = project_topk(self.model.norm(out).flatten(0, 1), self.model.head.weight, W)
+            if depth > 1 and out.shape[1] < tokens.shape[1]:  # heads that do not look at the token say the same to all
+                logprobs, guesses = (x.view(B, 1, W).expand(B, tokens.shape[1], W) for x in (logprobs, guesses))
+            joint = (joint[:, :, None] + logprobs.view(B, -1, W).clamp(max=0)).flatten(1)  # (B, w * W)
+            guesses = guesses.reshape(B, -1)
+            first = sum(f[0].shape[1] for f in found)
+            found.append((joint, guesses, places.repeat_interleave(W, dim=1), torch.full_like(guesses, depth)))
+            if depth < depths:
+                best = best_of(joint, guesses, W)  # (B, W)
+                joint, tokens, places = joint.gather(1, best), guesses.gather(1, best), first + best
+                if self.config.mix != "none":
+                    states = states.gather(1, (best // W)[:, :, None].expand(B, W, C))
+        return self.tree_of(*(torch.cat(column, dim=1) for column in zip(*found)), tree_size)
+
+    def tree_of(self, joint, tokens, parents, depths, tree_size):
+        """The tree_size best of all proposals [B, N] (the root is the first of them) as a `Tree`."""
+        B, N = joint.shape
+        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, min(tree_size, N)).sort(dim=1).values
+        nodes = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        node_at = torch.zeros_like(tokens).scatter_(1, kept, nodes)
+        parents = node_at.gather(1, parents.gather(1, kept))
+        bits = torch.ones_like(nodes) << nodes
+        ancestors = bits
+        for _ in range(self.config.heads):
+            ancestors = bits | ancestors.gather(1, parents)
+        columns = (tokens.gather(1, kept), parents, depths.gather(1, kept), ancestors)
+        return Tree(*(F.pad(x, (0, tree_size - x.shape[1])) for x in columns))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Files
+
+    def save_pretrained(self, path, tokenizer="", **info):
+        """Writes heads.safetensors and heads.json: the config, the base model's identity, and `info` (training, accuracy)."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        record = dict(config=asdict(self.config), base=dict(weights=model_identity(self.model), tokenizer=tokenizer), **info)
+        atomic_write(path / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
+        atomic_write(path / "heads.json", lambda tmp: Path(tmp).write_text(json.dumps(record, indent=2) + "\n"))
+
+    @classmethod
+    def from_pretrained(cls, path, model, tokenizer=""):
+        """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the folder is missing or
+        broken, or when the heads were trained on another model (or, where `tokenizer` is given, with another tokenizer)."""
+        path = Path(path)
+        if not path.is_dir():
+            raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py writes them")
+        config, record = read_record(path / "heads.json")
+        base, mine = record["base"], model_identity(model)
+        if base["weights"] != mine:
+            raise InputError(f"{path}: these heads belong to another model (theirs {base['weights']}, this one {mine}); "
+                             f"train heads for this one with train_heads.py")
+        if tokenizer and base["tokenizer"] not in ("", tokenizer):
+            raise InputError(f"{path}: these heads were trained with another tokenizer; use the model folder's own")
+        heads = cls(config, model)
+        try:
+            heads.load_state_dict(load_file(path / "heads.safetensors"))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights ({reason})") from None
+        heads.info = record
+        return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
+
+
+def read_record(path):
+    """heads.json -> (its CloverConfig, all of it). Raises InputError unless every key of both is there with its type."""
+    record = read_json(path)
+    config, base = record.get("config"), record.get("base")
+    kinds = {field.name: type(field.default) for field in fields(CloverConfig)}
+    if not (isinstance(config, dict) and {name: type(value) for name, value in config.items()} == kinds
+            and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base) and config["heads"] >= 1
+            and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
+        raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
+    return CloverConfig(**config), record
+
+
+def best_of(scores, keys, n):
+    """Places [B, n] of the n highest scores [B, N], best first; equal scores: lower key, then lower place."""
+    order = keys.argsort(dim=1, stable=True)
+    return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
+
+
+def model_identity(model):
+    """A hash over the names, shapes and a sample of the values of a model's weights, the same in any dtype of at least
+    bfloat16's range (values are rounded to bfloat16 first)."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        sample = value.flatten()[::max(1, value.numel() // 64)].to("cpu", torch.bfloat16).view(torch.int16)
+        digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

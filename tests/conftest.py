@@ -1,0 +1,57 @@
+"""Small models that the tests make for themselves."""
+
+import json
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+torch.set_num_threads(2)
+
+SHAPES = {
+    "llama": dict(),
+    "untied-biased": dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
+    "qk-norm": dict(qk_norm=True, n_kv_head=1),
+    "gpt2": dict(norm="layer", rope_theta=0, activation="gelu", gated=False, n_kv_head=4, qkv_bias=True, proj_bias=True,
+                 mlp_bias=True),
+}
+
+
+def toy_model(seed=0, scale=4.0, **flags):
+    """A random model of 97 tokens; `scale` sharpens its next-token distributions so that guesses can be right."""
+    sizes = dict(vocab_size=97, block_size=256, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+    model = GPT(GPTConfig(**sizes | flags)).init_weights(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(scale) if p.dim() == 2 else p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+    return model.requires_grad_(False).eval()
+
+
+def random_prompts(lengths, vocab_size=97, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="session")
+def toy():
+    return toy_model()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A checkpoint folder with random weights and a tokenizer of the 256 bytes, 'ab' and an end-of-text token."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    toy_model(vocab_size=258, block_size=128).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path):
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+    spec = dict(version="1.0", added_tokens=[dict(id=257, content="<|endoftext|>", special=True)], normalizer=None,
+                pre_tokenizer=dict(type="ByteLevel", add_prefix_space=False, use_regex=True), decoder=dict(type="ByteLevel"),
+                model=dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"]))
+    (path / "tokenizer.json").write_text(json.dumps(spec))

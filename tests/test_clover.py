@@ -1,0 +1,187 @@
+"""clover.py: drafting against a plain beam search, heads that draft as they were trained, heads' folders."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import clover
+from clover import PRESETS, CloverHeads, best_of, model_identity, preset
+from conftest import random_prompts, toy_model
+from model import GPT, InputError
+
+
+def random_heads(model, name="clover", seed=0, **switches):
+    """Heads as if trained: random weights large enough that each head says something of its own."""
+    heads = CloverHeads(preset(name, **switches), model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in heads.parameters():
+            p.add_(0.15 * torch.randn(p.shape, generator=generator))
+    return heads.requires_grad_(False).eval()
+
+
+def beam_search(heads, state, root, tree_size, beams):
+    """The tree of one sequence as {path of tokens: joint log-probability}, by plain Python."""
+    found, front = {(): 0.0}, [((), 0.0, state)]
+    for depth in range(min(heads.config.heads, tree_size - 1)):
+        proposals = []
+        for path, joint, z in front:
+            token = torch.tensor(path[-1] if path else root)
+            z, out = heads.head(depth)(z, heads.embedding(token))
+            logprobs = heads.model.lm_head(out).double().log_softmax(-1)
+            for token in logprobs.topk(beams).indices.tolist():
+                proposals.append((path + (token,), joint + min(logprobs[token].item(), 0.0), z))
+        found.update((path, joint) for path, joint, _ in proposals)
+        front = sorted(proposals, key=lambda p: -p[1])[:beams]
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:tree_size])
+
+
+def paths(tree, b):
+    """The same of a drafted tree: {path of tokens: node}."""
+    found = {}
+    for node in range(tree.tokens.shape[1]):
+        if tree.ancestors[b, node] != 0:
+            path, at = (), node
+            while at:
+                path, at = (tree.tokens[b, at].item(),) + path, tree.parents[b, at].item()
+            found[path] = node
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tree_size, beams", [(2, 1), (5, 2), (17, 4), (64, 8), (30, 3)])
+def test_draft_equals_a_plain_beam_search(toy, name, tree_size, beams):
+    """Catches a beam that reads another beam's state, a wrong parent and a dropped proposal; B = 3 at once."""
+    heads = random_heads(toy, name)
+    generator = torch.Generator().manual_seed(1)
+    state, root = torch.randn(3, 64, generator=generator), torch.tensor([5, 0, 96])
+    tree = heads.draft(state, root, tree_size, beams)
+    assert all(x.shape == (3, tree_size) and x.dtype == torch.int64 for x in tree)
+    for b in range(3):
+        assert tree.tokens[b, 0] == root[b] and tree.parents[b, 0] == 0 and tree.ancestors[b, 0] == 1
+        got, want = paths(tree, b), beam_search(heads, state[b], root[b].item(), tree_size, beams)
+        assert set(got) == set(want)
+        for path, node in got.items():  # parents come first, depths and ancestor bits follow the path
+            chain = [got[path[:n]] for n in range(len(path) + 1)]
+            assert chain == sorted(chain) and tree.depths[b, node] == len(path)
+            assert tree.ancestors[b, node].item() % 2**64 == sum(1 << i for i in chain)
+
+
+def test_rows_beyond_the_proposals_are_unused(toy):
+    """Catches a tree that is padded with rows that could be accepted: 1 + 3 + 9 proposals for 20 rows."""
+    heads = random_heads(toy, heads=2)
+    tree = heads.draft(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2]), 20, 3)
+    assert (tree.ancestors[:, :13] != 0).all() and (tree.ancestors[:, 13:] == 0).all()
+
+
+def test_ties_go_to_the_lower_key_and_a_chain_of_certain_tokens_stays_a_tree():
+    """Catches an order that depends on the sort's mood, which could keep a child without its parent."""
+    scores = torch.tensor([[0.0, -1.0, 0.0, -1.0, 0.0]])
+    assert best_of(scores, torch.tensor([[9, 4, 3, 2, 9]]), 5).tolist() == [[2, 0, 4, 3, 1]]
+
+
+def test_drafting_reads_nothing_back_to_the_host(toy, monkeypatch):
+    """Catches an .item(), a bool() of a tensor or a shape that depends on values: fake tensors have none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def projected(hidden, weight, k):
+        values, tokens = (hidden @ weight.T).log_softmax(-1).topk(k)
+        return values, tokens
+    monkeypatch.setattr(clover, "project_topk", projected)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in PRESETS:
+            tree = CloverHeads(preset(name), toy).draft(torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), 17, 4)
+            assert tree.ancestors.shape == (2, 17)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_decoding_states_equal_training_states(toy, name):
+    """Catches heads that are fed in decoding what they were not fed in training: another token, position or cache row."""
+    heads, K = random_heads(toy, name), 4
+    tokens = torch.tensor(random_prompts([30, 30]))
+    hidden = toy(tokens)
+    outputs = heads(hidden[:, :-K - 1], tokens[:, 1:])
+    whole = heads.augment(hidden[:, :-1], tokens[:, 1:])
+    cache = heads.new_cache(2, 40)
+    chain = ((2 << torch.arange(3)) - 1).expand(2, -1)
+    first = heads.augment(hidden[:, :20], tokens[:, 1:21], torch.arange(20).expand(2, -1), cache)
+    cache.lengths += 20
+    then = heads.augment(hidden[:, 20:23], tokens[:, 21:24], torch.arange(20, 23).expand(2, -1), cache, chain)
+    torch.testing.assert_close(torch.cat((first, then), 1), whole[:, :23], atol=1e-4, rtol=1e-4)
+    state = then[:, -1]  # position 22; head i reads token 23 + i
+    for i in range(K):
+        state, out = heads.head(i)(state, heads.embedding(tokens[:, 23 + i]))
+        torch.testing.assert_close(out, outputs[i][:, 22], atol=1e-4, rtol=1e-4)
+
+
+def test_presets_start_where_the_papers_start(toy):
+    """Catches an initial state that is far from the frozen model's own: Medusa's and Hydra's heads begin as the LM head."""
+    hidden, tokens = toy(torch.tensor(random_prompts([12]))), torch.tensor(random_prompts([16]))
+    for name in ("medusa", "hydra"):
+        for out in CloverHeads(preset(name), toy)(hidden, tokens):
+            assert torch.equal(out, hidden)
+    block = CloverHeads(preset("clover"), toy).augment_blocks[0]
+    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), toy.blocks[-1].state_dict().values()))
+
+
+def test_the_presets_are_the_table_of_the_design():
+    rows = {name: (c.augment_layers, c.mix, c.mix_before, c.projector, c.shared) for name, c in PRESETS.items()}
+    assert rows == {"medusa": (0, "none", False, "res", False), "hydra": (0, "concat", False, "res", False),
+                    "clover": (1, "attention", False, "res", False), "clover2": (2, "attention", True, "linear", True)}
+    assert len(CloverHeads(preset("clover2"), toy_model()).heads) == 2
+    with pytest.raises(InputError, match="unknown preset 'eagle'; presets: medusa"):
+        preset("eagle")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_save_and_load(toy, name, tmp_path):
+    """Catches a weight or a switch that is lost on the way to disk."""
+    heads = random_heads(toy, name, heads=3)
+    heads.save_pretrained(tmp_path, tokenizer="abc", accuracy=[0.5], training=dict(steps=7))
+    same = CloverHeads.from_pretrained(tmp_path, toy, tokenizer="abc")
+    assert same.config == heads.config and same.info["accuracy"] == [0.5] and same.info["training"] == dict(steps=7)
+    assert all(torch.equal(a, b) for a, b in zip(heads.state_dict().values(), same.state_dict().values(), strict=True))
+
+
+def test_a_model_is_the_same_in_any_dtype_and_another_one_is_refused(toy, tmp_path):
+    """Catches heads that silently draft for a model they were not trained on."""
+    toy.save_pretrained(tmp_path / "base")
+    half = GPT.from_pretrained(tmp_path / "base", dtype=torch.bfloat16, device="cpu")
+    assert model_identity(half) == model_identity(toy)
+    random_heads(toy).save_pretrained(tmp_path / "heads", tokenizer="abc")
+    assert CloverHeads.from_pretrained(tmp_path / "heads", half).heads[0].project.linear.weight.dtype == torch.bfloat16
+    with pytest.raises(InputError, match="belong to another model"):
+        CloverHeads.from_pretrained(tmp_path / "heads", toy_model(seed=1))
+    with pytest.raises(InputError, match="another tokenizer"):
+        CloverHeads.from_pretrained(tmp_path / "heads", toy, tokenizer="xyz")
+
+
+BROKEN = {
+    "no record": lambda p: (p / "heads.json").unlink(),
+    "record is cut": lambda p: (p / "heads.json").write_text("{"),
+    "record of something else": lambda p: (p / "heads.json").write_text("{}"),
+    "record without base": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(preset="clover")))),
+    "record with wrong types": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(heads="x"), base="y"))),
+    "no weights": lambda p: (p / "heads.safetensors").unlink(),
+    "weights are cut": lambda p: (p / "heads.safetensors").write_bytes((p / "heads.safetensors").read_bytes()[:999]),
+    "a weight is missing": lambda p: save_file(dict(list(load_file(p / "heads.safetensors").items())[1:]), p / "heads.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
+    random_heads(toy).save_pretrained(tmp_path)
+    BROKEN[case](tmp_path)
+    with pytest.raises(InputError) as caught:
+        CloverHeads.from_pretrained(tmp_path, toy)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named(toy, tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
+        CloverHeads.from_pretrained(tmp_path / "nowhere", toy)

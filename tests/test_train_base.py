@@ -1,0 +1,83 @@
+"""train_base.py: a run learns, is resumed to the same weights, and leaves a folder that everything else reads."""
+
+import math
+
+import pytest
+import torch
+
+import train_base
+from data import load_encoding
+from model import GPT, InputError
+
+pytest.importorskip("tokenizers", reason="learning a tokenizer needs the tokenizers package")
+TINY = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 1 --head-size 16 --n-embd 32 --n-inner 48 --device cpu " \
+       "--batch-size 4 --block-size 32 --lr 0.01".split()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(60):
+        lines = [f"def function_{i}_{j}(x):\n    return x + {i * j}\n" for j in range(12)]
+        (folder / f"{i}.py").write_text("\n".join(lines))
+    return folder
+
+
+def run(texts, out, *flags):
+    train_base.main([*TINY, "--data", str(texts), "--out", str(out), *flags])
+    return GPT.from_pretrained(out, dtype=torch.float32, device="cpu")
+
+
+def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypatch, capsys):
+    """Catches a resume that forgets the optimiser, the schedule or the place in the data."""
+    whole = run(texts, tmp_path / "whole", "--steps", "40")
+    report = capsys.readouterr().out
+    loss = float(report.split("held-out loss ")[1].split()[0])
+    assert loss < math.log(300) - 1.5 and "tokens/s" in report and "left" in report
+    assert load_encoding(tmp_path / "whole").n_vocab == 300
+
+    train_step = train_base.Optimizer.step
+
+    def interrupted(self, step):
+        if step == 15:
+            raise KeyboardInterrupt
+        train_step(self, step)
+    monkeypatch.setattr(train_base.Optimizer, "step", interrupted)
+    run(texts, tmp_path / "parts", "--steps", "40")
+    assert "interrupted at step 15" in capsys.readouterr().out
+    monkeypatch.undo()
+    parts = run(texts, tmp_path / "parts", "--steps", "40", "--resume")
+    for a, b in zip(whole.parameters(), parts.parameters()):
+        torch.testing.assert_close(a, b, atol=0, rtol=0.02)  # the folder is bfloat16
+
+
+def test_transformers_reads_what_was_trained(texts, tmp_path):
+    """Catches a tokenizer or a config that only we can read."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    run(texts, tmp_path, "--steps", "2")
+    text = "def function_1(x):\n    return  x + 12345  # é 😀 <|endoftext|>"
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
+    assert ids == load_encoding(tmp_path).encode(text, allowed_special="all")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = GPT.from_pretrained(tmp_path, device="cpu")
+    tokens = torch.tensor([ids])
+    torch.testing.assert_close(ours.lm_head(ours(tokens)), model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+BAD = {
+    "no steps": (["--steps", "0"], "steps must be"),
+    "rate of nan": (["--lr", "nan"], "learning rate must be"),
+    "tiny vocabulary": (["--vocab-size", "100"], "vocab_size must be at least 257"),
+    "heads do not divide": (["--n-head", "3", "--n-kv-head", "2"], "a multiple of n_kv_head"),
+    "missing data": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "nothing to resume": (["--resume"], "--resume needs a run"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(texts, tmp_path, case):
+    flags, says = BAD[case]
+    with pytest.raises(InputError) as caught:
+        train_base.main([*TINY, "--data", str(texts), "--out", str(tmp_path / "out"), *flags])
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,124 @@
+"""train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_heads
+from clover import PRESETS, CloverHeads
+from conftest import random_prompts, toy_model
+from generate import generate
+from model import GPT, InputError
+from test_clover import random_heads
+
+TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    file.write_text("".join(json.dumps(dict(text=f"line {i} of a text, {i * i} " * 20)) + "\n" for i in range(200)))
+    return file
+
+
+def run(checkpoint, texts, out, *flags):
+    train_heads.main([*TINY, "--model", str(checkpoint), "--data", str(texts), "--out", str(out), *flags])
+    return json.loads((out / "heads.json").read_text())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
+    """Catches heads that are trained towards the wrong token: accuracy must rise far above that of the untrained start."""
+    record = run(checkpoint, texts, tmp_path / "start", "--preset", name, "--steps", "1", "--lr", "1e-9")
+    start = record["accuracy"]
+    record = run(checkpoint, texts, tmp_path / "heads", "--preset", name, "--steps", "60")
+    assert all(b > a + 0.1 for a, b in zip(start, record["accuracy"])), (start, record["accuracy"])
+    assert record["config"]["preset"] == name and record["training"]["steps"] == 60 and record["tokens_per_step"] >= 1
+    said = capsys.readouterr().out
+    assert "held-out accuracy" in said and f"--heads {tmp_path / 'heads'}" in said
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
+    prompts = random_prompts([9, 20])
+    assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
+
+
+def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeypatch, capsys):
+    """Catches a resume that forgets the optimiser, the schedule or the place in the data; and a Ctrl-C that loses work."""
+    run(checkpoint, texts, tmp_path / "whole", "--steps", "12")
+    train_step = train_heads.Run.train_step
+
+    def interrupted(self, tokens):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return train_step(self, tokens)
+    monkeypatch.setattr(train_heads.Run, "train_step", interrupted)
+    run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
+    assert "interrupted at step 5" in capsys.readouterr().out
+    monkeypatch.undo()
+    run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume")
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    whole, parts = (CloverHeads.from_pretrained(tmp_path / name, model).state_dict() for name in ("whole", "parts"))
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=1e-4)
+    with pytest.raises(InputError, match="holds a run of preset 'clover', not 'medusa'"):
+        run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
+
+
+def test_losses_equal_cross_entropy_against_the_shifted_teacher():
+    """Catches a head that is compared with the distribution one place too early or too late."""
+    model = toy_model()
+    heads, tokens = random_heads(model), torch.tensor(random_prompts([25, 25]))
+    teacher, guesses = train_heads.forward(heads, tokens, torch.autocast("cpu", enabled=False))
+    T = 25 - 4 - 1
+    distill = list(train_heads.losses(teacher, guesses, tokens, "distill"))
+    data = list(train_heads.losses(teacher, guesses, tokens, "data"))
+    whole = model.lm_head(model(tokens))
+    for i in range(4):
+        for b, t in [(0, 0), (1, T - 1), (0, 7)]:  # the guess of the token at t + 2 + i is made up for by position t + 1 + i
+            torch.testing.assert_close(teacher[b, t + 1 + i], whole[b, t + 1 + i], atol=1e-4, rtol=1e-4)
+        logs = guesses[i].log_softmax(-1)
+        want = -(whole[:, i + 1:i + 1 + T].softmax(-1) * logs).sum(-1).mean()
+        torch.testing.assert_close(distill[i], want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(data[i], F.nll_loss(logs.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten()))
+
+
+def test_the_model_stays_frozen(checkpoint, texts, tmp_path):
+    """Catches heads that train the model under them."""
+    before = (checkpoint / "model.safetensors").read_bytes()
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    assert not any(p.requires_grad for p in model.parameters())
+    heads = CloverHeads(PRESETS["clover"], model)
+    assert not any(p is q for p in heads.parameters() for q in model.parameters())
+    run(checkpoint, texts, tmp_path, "--steps", "2")
+    assert (checkpoint / "model.safetensors").read_bytes() == before
+
+
+BAD = {
+    "unknown preset": (["--preset", "eagle"], "unknown preset 'eagle'"),
+    "no steps": (["--steps", "0"], "steps must be"),
+    "rate below 0": (["--lr", "-1"], "learning rate must be"),
+    "block beyond the context": (["--block-size", "4000"], "block size must be"),
+    "missing data": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "unknown objective": (["--objective", "hope"], "hope"),
+    "nothing to resume": (["--resume"], "--resume needs a run"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, case):
+    flags, says = BAD[case]
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, texts, tmp_path / "out", *flags)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content, says", [(b"", "empty"), (b"\xff\xfe\x80", "UTF-8"), (b"short", "")],
+                         ids=["empty", "undecodable", "too short"])
+def test_bad_data_files_are_named(checkpoint, tmp_path, content, says):
+    (tmp_path / "data.txt").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path / "data.txt", tmp_path / "out")
+    assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,228 @@
+"""Trains the small base model of demo/ from scratch and writes it as a Hugging Face folder.
+
+    python train_base.py --out out/base                 # the built-in corpus: this machine's Python standard library
+    python train_base.py --out out/base --resume        # go on where an earlier run stopped
+
+Matrices learn by Muon (torch.optim has it), which needs far fewer tokens here than AdamW does, the rest by AdamW. The
+tokenizer is a byte-level BPE learned from the same text.
+"""
+
+import json
+import pickle
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from data import batch, builtin_corpus, load_encoding, load_tokens, read_documents
+from generate import Parser, check, command, pick_device
+from model import GPT, GPTConfig, InputError, atomic_write
+
+END_OF_TEXT = "<|endoftext|>"
+# words with the one character before them, up to three digits, punctuation with its line end, line ends, other space
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SIZES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_size", "n_embd", "n_inner")  # of GPTConfig, as flags
+SAVE_EVERY = 250  # steps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared with train_heads.py
+
+def add_training_flags(parser, steps, batch_size, block_size, lr):
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: the Python standard library's source")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per step")
+    parser.add_argument("--block-size", type=int, default=block_size, help="tokens per sequence; where none is given, 256 or what the context allows")
+    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
+
+
+def check_training_flags(args):
+    for name in ("steps", "batch_size"):
+        check(name.replace("_", " "), getattr(args, name), 1, 10**9, whole=True)
+    if args.block_size is not None:
+        check("block size", args.block_size, 1, 10**9, whole=True)
+    check("learning rate", args.lr, 0, 10, above=True)
+    check("seed", args.seed, 0, 2**31, whole=True)
+
+
+def load_state(path, device):
+    """A training state as atomic_write left it."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path}: not a training state ({str(error).splitlines()[0]}); start without --resume") from None
+
+
+class Progress:
+    """The line that a training run prints: step, what the caller measured, tokens per second, time left."""
+
+    def __init__(self, start, steps, tokens_per_step):
+        self.start, self.steps, self.tokens_per_step = start, steps, tokens_per_step
+        self.began = time.perf_counter()
+
+    def show(self, step, measured):
+        speed = (step - self.start) / (time.perf_counter() - self.began)  # steps per second
+        left = int((self.steps - step) / speed)
+        print(f"step {step}/{self.steps}  {measured}  {speed * self.tokens_per_step:.0f} tokens/s  "
+              f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+def train_tokenizer(documents, vocab_size, out):
+    """Learns a byte-level BPE of vocab_size tokens, the end-of-text token last, and writes it for transformers to read."""
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise InputError("learning a tokenizer needs the tokenizers package: pip install tokenizers") from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(json.dumps(config, indent=2) + "\n"))
+    atomic_write(out / "tokenizer.json", lambda tmp: tokenizer.save(tmp, pretty=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+class Optimizer:
+    """Muon for the matrices inside the blocks, AdamW for the rest; the rate rises for 2% of the steps, holds, and falls
+    linearly to zero over the last 40%."""
+
+    def __init__(self, model, lr, steps):
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+        self.lr, self.steps, self.parts = lr, steps, [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+    def step(self, step):
+        scale = min(1.0, (step + 1) / (0.02 * self.steps), (self.steps - step) / (0.4 * self.steps))
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.lr * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states):
+        for part, state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+
+def loss_of(model, tokens):
+    """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        logits = model.lm_head(model(tokens[:, :-1]))
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def window(tokens, args, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    return batch(tokens, args.batch_size, args.block_size + 1, generator).to(device)
+
+
+@torch.no_grad()
+def heldout_loss(loss_fn, tokens, args, device, batches=16):
+    """The mean loss over fixed random windows of the held-out tokens."""
+    return sum(loss_fn(window(tokens, args, seed, device)).item() for seed in range(batches)) / batches
+
+
+class Run:
+    """One training run: what is trained, and how it is saved and resumed."""
+
+    def __init__(self, args, config, device):
+        self.args, self.out, self.device, self.step = args, Path(args.out), device, 0
+        self.model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
+        self.optimizer = Optimizer(self.model, args.lr, args.steps)
+        loss_fn = lambda tokens: loss_of(self.model, tokens)
+        self.loss_fn = torch.compile(loss_fn) if args.compile else loss_fn
+        if args.resume:
+            state = load_state(self.out / "train_state.pt", device)
+            try:
+                self.model.load_state_dict(state["model"])
+            except RuntimeError:
+                raise InputError(f"{self.out} holds a model of other sizes; repeat that run's flags or choose another --out") from None
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+
+    def save(self):
+        state = dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), step=self.step)
+        atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
+        self.model.save_pretrained(self.out, torch.bfloat16)
+
+    def train(self, tokens):
+        """Trains to the last step, or until Ctrl-C. Batches are seeded by the step, so a resumed run sees the same ones."""
+        a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
+        try:
+            while self.step < a.steps:
+                loss = self.loss_fn(window(tokens, a, a.seed * 1_000_003 + self.step, self.device))
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step(self.step)
+                self.step += 1
+                if self.step % 20 == 0 or self.step == a.steps:
+                    progress.show(self.step, f"loss {loss.item():.3f}")
+                if self.step % SAVE_EVERY == 0:
+                    self.save()
+        except KeyboardInterrupt:
+            print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
+        self.save()
+
+
+def parse(argv):
+    parser = Parser("Trains a small base model from scratch.")
+    add_training_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
+    parser.add_argument("--out", default="out/base")
+    for name in SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(GPTConfig, name))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the loss: a fifth faster, needs a C++ compiler on a CPU")
+    args = parser.parse_args(argv)
+    check_training_flags(args)
+    for name in SIZES:
+        check(name, getattr(args, name), 1, 2**20, whole=True)
+    if args.vocab_size < 257 or args.n_head % args.n_kv_head or args.head_size % 2:
+        raise InputError("vocab_size must be at least 257, n_head a multiple of n_kv_head, head_size even; "
+                         f"got {args.vocab_size}, {args.n_head} and {args.n_kv_head}, {args.head_size}")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    device, out = pick_device(args.device), Path(args.out)
+    documents = builtin_corpus("train") if args.data is None else args.data
+    if args.resume:
+        load_state(out / "train_state.pt", device)
+    else:
+        texts = list(read_documents(documents))  # before the folder is made: bad data leaves nothing behind
+        out.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(texts, args.vocab_size, out)
+    encoding = load_encoding(out)
+    train_tokens, heldout = (load_tokens(args.data, encoding, split) for split in ("train", "heldout"))
+    config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
+    run = Run(args, config, device)
+    size = sum(p.numel() for p in run.model.parameters())
+    print(f"{size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens, {len(heldout) / 1e6:.2f}M held out", flush=True)
+    run.train(train_tokens)
+    print(f"held-out loss {heldout_loss(run.loss_fn, heldout, args, device):.3f} nats per token\n\n"
+          f"next:  python train_heads.py --model {out}")
+
+
+if __name__ == "__main__":
+    command(main)
