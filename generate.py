@@ -140,7 +140,11 @@ class Slots:
                 self.heads_cache.lengths[slot] = end
 
     def release(self, slot):
+        """An idle slot goes on computing, since shapes are fixed: on an empty sequence, and nobody listens."""
         self.active[slot] = 0
+        self.cache.lengths[slot] = 0
+        if self.heads:
+            self.heads_cache.lengths[slot] = 0
 
     def step(self):
         """One step for every slot -> emitted tokens int64 [B, K + 1] and how many of each row count, int32 [B]."""

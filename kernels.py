@@ -60,7 +60,7 @@ def _dot(a, b, acc):
 #   out[b, i, h] = sum_n softmax_n(scale * q[b, i, h] . k[b, h // G, n]) v[b, h // G, n]
 #   over n < lengths[b] (committed) and n = lengths[b] + j for each set bit j of ancestors[b, i]
 #
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, each read once: the floor. Each of them meets T * G rows, so
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each of them meets T * G rows, so
 # 2 * T * G FLOPs: at T = 17, G = 4, bf16 that is 68 FLOPs a byte, under the 150 to 300 at which a data-centre GPU stops
 # being bound by memory. Hence: pack all T * G rows that share a kv head into one tile, and cut the cache into splits so
 # that B * Hkv * splits programs fill the GPU (flash-decoding). The partial results add splits * B * T * Hq * D floats,
@@ -277,7 +277,7 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
     """Attention of a token tree over the committed cache and each node's own ancestors.
 
-    q [B, T, Hq, D] and caches [B, Hkv, S, D] in one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256;
+    q [B, T, Hq, D], caches [B, Hkv, S, D], one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256;
     lengths int32 [B], 0..S - T; ancestors int64 [B, T], bit j of node i set: node j is i or an ancestor of i. Node j's
     keys and values already stand at cache row lengths[b] + j. Cache rows that no node sees may hold anything.
     scale: default D ** -0.5. mask: `tree_mask(lengths, ancestors, N)`, read by the reference alone.
@@ -290,11 +290,11 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 # ---------------------------------------------------------------------------------------------------------------------
 # project_topk
 #
-#   logits = hidden @ weight.T;  logprobs = logits - logsumexp(logits);  the k largest of each row, of equals the lowest id
+#   logits = hidden @ weight.T;  logprobs = logits - logsumexp(logits);  the k largest of a row, of equals the lowest id
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.31 ms at 3.35 TB/s).
-# FLOPs: 2 * M * V * C, so M a byte in bf16: bound by memory up to M = 64 and beyond. Stored logits would be written once
-# and read twice, M * V floats each time: at M = 64 another 10%, and two launches. Here each program walks a run of
+# FLOPs: 2 * M * V * C, so M a byte in bf16: bound by memory up to M = 64 and beyond. Storing M * V logits would write
+# them once and read them twice: at M = 64 another 10%, and two launches. Here each program walks a run of
 # vocabulary tiles with a running log-sum-exp and a running top-k, and a second kernel merges the programs' lists.
 
 
@@ -315,7 +315,8 @@ def _logits_tile(
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels[None, :] * stride_hc, mask=row_mask & channel_mask[None, :], other=0.0)
         # [BLOCK_C, BLOCK_V]
-        weight = tl.load(weight_ptrs + channels[:, None] * stride_wc, mask=token_mask & channel_mask[:, None], other=0.0)
+        weight_mask = token_mask & channel_mask[:, None]
+        weight = tl.load(weight_ptrs + channels[:, None] * stride_wc, mask=weight_mask, other=0.0)
         # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
         logits = _dot(hidden, weight, logits)
     return tl.where(token_mask, logits, float("-inf"))
@@ -395,6 +396,9 @@ def _merge_lists_kernel(
         values = tl.where(places == place, float("-inf"), values)
 
 
+MAX_ROWS = 64  # of hidden that one pass over the weight serves
+
+
 def _project_blocks(M, V, dtype):
     """(blocks, programs, run): at most 256 programs, two per multiprocessor of a large GPU, each over `run` entries."""
     BLOCK_M = max(16, triton.next_power_of_2(M))
@@ -407,7 +411,7 @@ def _project_blocks(M, V, dtype):
 def _check_project(hidden, weight):
     _check(hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1] > 0 and weight.shape[0] > 0,
            "hidden [M, C] and weight [V, C]", hidden, weight)
-    _check(1 <= hidden.shape[0] <= 64, "1 to 64 rows of hidden", hidden)
+    _check(len(hidden) > 0, "at least 1 row of hidden", hidden)
     _check(hidden.dtype in FLOATS and hidden.dtype == weight.dtype,
            "hidden and weight of one dtype: float32, float16 or bfloat16", hidden, weight)
 
@@ -420,6 +424,8 @@ def _check_topk(hidden, weight, k):
 def project_topk_triton(hidden, weight, k):
     """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
     _check_topk(hidden, weight, k)
+    if len(hidden) > MAX_ROWS:
+        return tuple(torch.cat(x) for x in zip(*(project_topk_triton(rows, weight, k) for rows in hidden.split(MAX_ROWS))))
     (M, C), V = hidden.shape, weight.shape[0]
     blocks, programs, run = _project_blocks(M, V, hidden.dtype)
     BLOCK_K = triton.next_power_of_2(k)
@@ -451,7 +457,8 @@ def project_topk_reference(hidden, weight, k):
 def project_topk(hidden, weight, k):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the lowest id first.
 
-    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, M 1..64, k 1..min(32, V).
+    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, k 1..min(32, V);
+    above 64 rows the weight is read once per 64.
     Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes and k.
     """
     project = project_topk_triton if _runs_triton(hidden) else project_topk_reference
@@ -544,6 +551,9 @@ def project_sample_triton(hidden, weight, temperature, seed, sequence, position)
     """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
     _check_project(hidden, weight)
     _check_noise(len(hidden), temperature, sequence, position)
+    if len(hidden) > MAX_ROWS:
+        parts = zip(*(x.split(MAX_ROWS) for x in (hidden, sequence, position)))
+        return torch.cat([project_sample_triton(rows, weight, temperature, seed, *place) for rows, *place in parts])
     (M, C), V = hidden.shape, weight.shape[0]
     blocks, programs, run = _project_blocks(M, V, hidden.dtype)
     values = hidden.new_empty((M, programs), dtype=torch.float32)
@@ -612,7 +622,7 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
 def project_sample(hidden, weight, temperature, seed, sequence, position):
     """The model's own next token of each row: argmax at temperature 0, else a sample that depends on nothing drafted.
 
-    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, M 1..64; temperature float;
+    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; temperature float;
     seed int of at most 64 bits; sequence and position int tensors [M]: whose token, and at which place of its text.
     Returns int64 [M]. Equal logits: the lowest token id. ValueError for shapes, dtypes, temperature and seed.
     """
@@ -625,8 +635,8 @@ def project_sample(hidden, weight, temperature, seed, sequence, position):
 #
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
-# Bytes: 2 * L * Hkv * D elements read and written per moved row, 10 kB to 1 MB a step. What costs is the launch, so there
-# is one for all layers. Nodes already in place (path[j] == j) are not touched.
+# Bytes: 2 * L * Hkv * D elements read and written per moved row, 10 kB to 1 MB a step. What costs is the launch, so one
+# serves all layers. Nodes already in place (path[j] == j) are not touched.
 
 
 @triton.jit

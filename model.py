@@ -116,7 +116,7 @@ class Norm(nn.Module):
 
     def forward(self, x):
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # autocast leaves x in bf16
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
