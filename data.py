@@ -40,7 +40,7 @@ def load_encoding(path):
     Raises InputError for a missing or broken file, for any other kind of tokenizer, and for merges that BPE by token
     id, which is what tiktoken does, would not follow.
     """
-    file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
+    file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
     try:
         spec = json.loads(file.read_bytes())
     except OSError as error:
@@ -262,23 +262,25 @@ def read_documents(paths):
     for a named file that is not UTF-8, and for a broken .jsonl line. In folders, files that are no UTF-8 are left out.
     """
     for path in map(Path, paths):
-        if not path.exists():
-            raise InputError(f"{path}: expected a file or folder of text, but there is none; check the path")
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        if not os.access(path, os.R_OK):
+            raise InputError(f"{path}: expected a file or folder of text, but there is none to read; check the path")
+        files = [path]
+        if path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.suffix in TEXT_SUFFIXES and file.is_file()]
+        texts = (text for file in files for text in _texts(file) if text)
         count = 0
-        for file in files:
-            if file == path or (file.suffix in TEXT_SUFFIXES and file.is_file()):
-                for document in _split_lines(file) if file.suffix == ".jsonl" else [_read(file)]:
-                    count += bool(document)
-                    if document:
-                        yield document
+        for count, text in enumerate(texts, start=1):
+            yield text
         if not count:
             wanted = f"{' '.join(TEXT_SUFFIXES)} files" if path.is_dir() else "text"
             raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not UTF-8; name another")
 
 
-def _split_lines(file):
-    """The documents of a .jsonl file."""
+def _texts(file):
+    """The documents of one file: None for what is not UTF-8."""
+    if file.suffix != ".jsonl":
+        yield _read(file)
+        return
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

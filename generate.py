@@ -355,8 +355,7 @@ def pick_device(name):
 def load_model(args):
     """--model, --device, --dtype -> (GPT, its tiktoken.Encoding)."""
     device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
-    encoding = load_encoding(args.model) if Path(args.model).is_dir() else None
-    model = GPT.from_pretrained(args.model, dtype=dtype, device=device)
+    model, encoding = GPT.from_pretrained(args.model, dtype=dtype, device=device), load_encoding(args.model)
     if encoding.max_token_value >= model.config.vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
                          f"{model.config.vocab_size} embeddings; they do not belong together")

@@ -349,9 +349,9 @@ def _project_topk_kernel(
     stride_hm, stride_hc, stride_wv, stride_wc, M, V, C, programs, run,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program p: the k best of vocabulary entries p * run .. (p + 1) * run for all rows, and their log-sum-exp."""
+    """Program (p, row tile): the k best of vocabulary entries p * run .. (p + 1) * run, and their log-sum-exp."""
     program = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     slots = tl.arange(0, BLOCK_K)
     values = tl.full([BLOCK_M, BLOCK_K], float("-inf"), tl.float32)
     tokens = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
@@ -396,16 +396,16 @@ def _merge_lists_kernel(
         values = tl.where(places == place, float("-inf"), values)
 
 
-MAX_ROWS = 64  # of hidden that one pass over the weight serves
-
-
 def _project_blocks(M, V, dtype):
-    """(blocks, programs, run): at most 256 programs, two per multiprocessor of a large GPU, each over `run` entries."""
-    BLOCK_M = max(16, triton.next_power_of_2(M))
+    """(blocks, grid, run): at most 256 programs, two per multiprocessor of a large GPU, each over `run` entries.
+
+    More than 64 rows take one pass over the weight per 64 of them.
+    """
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     blocks = dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=128 // dtype.itemsize,
                   num_warps=8 if BLOCK_M >= 32 or dtype == torch.float32 else 4, num_stages=3)
     run = triton.cdiv(triton.cdiv(V, 128), 256) * 128
-    return blocks, triton.cdiv(V, run), run
+    return blocks, (triton.cdiv(V, run), triton.cdiv(M, BLOCK_M)), run
 
 
 def _check_project(hidden, weight):
@@ -424,17 +424,16 @@ def _check_topk(hidden, weight, k):
 def project_topk_triton(hidden, weight, k):
     """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
     _check_topk(hidden, weight, k)
-    if len(hidden) > MAX_ROWS:
-        return tuple(torch.cat(x) for x in zip(*(project_topk_triton(rows, weight, k) for rows in hidden.split(MAX_ROWS))))
     (M, C), V = hidden.shape, weight.shape[0]
-    blocks, programs, run = _project_blocks(M, V, hidden.dtype)
+    blocks, grid, run = _project_blocks(M, V, hidden.dtype)
+    programs = grid[0]
     BLOCK_K = triton.next_power_of_2(k)
     values = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.float32)
     listed = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int32)
     lse = hidden.new_empty((M, programs), dtype=torch.float32)
     logprobs = hidden.new_empty((M, k), dtype=torch.float32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    _project_topk_kernel[(programs,)](
+    _project_topk_kernel[grid](
         hidden, weight, values, listed, lse, *hidden.stride(), *weight.stride(), M, V, C, programs, run,
         K=k, BLOCK_K=BLOCK_K, **blocks)
     _merge_lists_kernel[(M,)](
@@ -504,9 +503,9 @@ def _project_sample_kernel(
     stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, C, programs, run,
     NOISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program p: the best of vocabulary entries p * run .. (p + 1) * run for all rows."""
+    """Program (p, row tile): the best of vocabulary entries p * run .. (p + 1) * run."""
     program = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK_M], tl.int32)
     if NOISE:
@@ -551,15 +550,13 @@ def project_sample_triton(hidden, weight, temperature, seed, sequence, position)
     """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
     _check_project(hidden, weight)
     _check_noise(len(hidden), temperature, sequence, position)
-    if len(hidden) > MAX_ROWS:
-        parts = zip(*(x.split(MAX_ROWS) for x in (hidden, sequence, position)))
-        return torch.cat([project_sample_triton(rows, weight, temperature, seed, *place) for rows, *place in parts])
     (M, C), V = hidden.shape, weight.shape[0]
-    blocks, programs, run = _project_blocks(M, V, hidden.dtype)
+    blocks, grid, run = _project_blocks(M, V, hidden.dtype)
+    programs = grid[0]
     values = hidden.new_empty((M, programs), dtype=torch.float32)
     listed = hidden.new_empty((M, programs), dtype=torch.int32)
     tokens = hidden.new_empty((M,), dtype=torch.int64)
-    _project_sample_kernel[(programs,)](
+    _project_sample_kernel[grid](
         hidden, weight, sequence.contiguous(), position.contiguous(), values, listed,
         *hidden.stride(), *weight.stride(), float(temperature), _seed_key(seed), M, V, C, programs, run,
         NOISE=temperature > 0, **blocks)

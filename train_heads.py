@@ -7,7 +7,6 @@
 The frozen model's hidden states are computed on the fly. Ctrl-C saves what is there; --resume goes on from it.
 """
 
-import time
 from pathlib import Path
 
 import torch
@@ -42,13 +41,13 @@ def forward(heads, tokens, autocast):
 def losses(teacher, guesses, tokens, objective):
     """Per head the mean cross-entropy in nats against what the model would say (distill) or what the text says (data)."""
     T = guesses[0].shape[1]
+    probs = teacher.softmax(dim=-1, dtype=torch.float32) if objective == "distill" else None
     for i, logits in enumerate(guesses):
         logits = logits.float()
         if objective == "data":
             yield F.cross_entropy(logits.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten())
         else:
-            probs = teacher[:, i + 1:i + 1 + T].float().softmax(dim=-1)
-            yield (logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)).mean()
+            yield (logits.logsumexp(dim=-1) - (probs[:, i + 1:i + 1 + T] * logits).sum(dim=-1)).mean()
 
 
 @torch.no_grad()

@@ -12,20 +12,25 @@ import data
 from model import InputError
 
 LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES_ONLY = BYTE_LEVEL | {"use_regex": False}
 EOT = "<|endoftext|>"
 
 
+def sequence(*steps):
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
 def split_form(regex, behavior="Isolated", invert=False):
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": invert}
-    return {"type": "Sequence", "pretokenizers": [split, BYTES_ONLY]}
+    return sequence(split, BYTES_ONLY)
 
 
 def digits_form(individual):
-    return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": individual}, BYTE_LEVEL]}
+    return sequence({"type": "Digits", "individual_digits": individual}, BYTE_LEVEL)
 
 
 FORMS = {
@@ -87,9 +92,11 @@ def hostile_texts():
     for alphabet in (" \t\n\r\u00a0\u2003\u0085xA1", "aAé'stDLl 1२½Ⅷ²,\n", "<|endofx>t "):
         for _ in range(25):
             yield "".join(rng.choice(alphabet) for _ in range(50))
-    yield from ("", " ", "\n", "\x00", "\x00\x7f\x1b[0m", " " * 300 + "x", "\r\n\r\n  \r\nx", "e\u0301 é", "don't WE'LL '", "a" * 500)
-    yield from ("👩‍👩‍👧‍👦🇩🇪👍🏽", "naïve café 日本語テキスト العربية हिन्दी ไทย", "x = 12345 + 0x1F  # ½Ⅷ²", "def f(a):\n\treturn a\n\n\n")
-    yield from (EOT, f"a {EOT}{EOT} b", "<|endoftext|", "<|endo<|endoftext|>ftext|>", "\ufeffBOM", "\U0010ffff\U000f0000")
+    yield from ("", " ", "\n", "\x00", "\x00\x7f\x1b[0m", " " * 300 + "x", "\r\n\r\n  \r\nx", "a" * 500)
+    yield from ("e\u0301 é", "don't WE'LL '", "x = 12345 + 0x1F  # ½Ⅷ²", "def f(a):\n\treturn a\n\n\n")
+    yield from ("👩‍👩‍👧‍👦🇩🇪👍🏽", "naïve café 日本語テキスト العربية हिन्दी ไทย")
+    yield from (EOT, f"a {EOT}{EOT} b", "<|endoftext|", "<|endo<|endoftext|>ftext|>")
+    yield from ("\ufeffBOM", "\U0010ffff\U000f0000")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +143,8 @@ def corpus():
 def trained(corpus, form, whole_alphabet=True):
     """A tokenizer.json that the tokenizers package trains: 700 tokens for one form of pre-tokenizer."""
     tokenizers = pytest.importorskip("tokenizers", reason="the reference ids come from the tokenizers package")
-    spec = {"version": "1.0", "added_tokens": [], "pre_tokenizer": form, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    spec = {"version": "1.0", "added_tokens": [], "pre_tokenizer": form, "model": model}
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet() if whole_alphabet else []
     trainer = tokenizers.trainers.BpeTrainer(
@@ -170,8 +178,8 @@ def test_ids_with_every_merge_of_each_token_as_llama_3_files_have(corpus, tmp_pa
     model = spec["model"]
     vocab = {token: i for token, i in model["vocab"].items() if i > 1} | {"hello": 700}
     model["vocab"]["hello"] = 700  # no merge leads there: it is taken when it is a whole piece, and only then
-    parts = lambda token: [(token[:i], token[i:]) for i in range(1, len(token))]
-    model["merges"] = [pair for token in vocab for pair in parts(token) if token != "hello" and set(pair) <= set(vocab)]
+    splits = [(token[:i], token[i:]) for token in vocab if token != "hello" for i in range(1, len(token))]
+    model["merges"] = [pair for pair in splits if set(pair) <= set(vocab)]
     model["ignore_merges"] = True
     encoding = data.load_encoding(save(tmp_path, spec))
     assert len(model["merges"]) > 443 and encoding.encode_ordinary("hello") == [700]
@@ -222,10 +230,10 @@ REFUSED = {
     "end_of_word_suffix": changed("model.end_of_word_suffix", "</w>"),
     "NFC": changed("normalizer", {"type": "NFC"}),
     "Metaspace": changed("pre_tokenizer", {"type": "Metaspace"}),
-    "Whitespace+ByteLevel": changed("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, BYTE_LEVEL]}),
+    "Whitespace+ByteLevel": changed("pre_tokenizer", sequence({"type": "Whitespace"}, BYTE_LEVEL)),
     "no pre_tokenizer": changed("pre_tokenizer", 0),
     "add_prefix_space": changed("pre_tokenizer", {"type": "ByteLevel"}),
-    "use_regex=True": changed("pre_tokenizer", {"type": "Sequence", "pretokenizers": split_form("a")["pretokenizers"][:1] + [BYTE_LEVEL]}),
+    "use_regex=True": changed("pre_tokenizer", sequence(split_form("a")["pretokenizers"][0], BYTE_LEVEL)),
     "use_regex=False": changed("pre_tokenizer", BYTES_ONLY),
     "MergedWithNext": changed("pre_tokenizer", split_form(LLAMA3, "MergedWithNext")),
     "Parsing error": changed("pre_tokenizer", split_form("(a")),
@@ -396,7 +404,7 @@ def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
 
 def test_token_array_separates_documents_and_takes_special_text_as_text(tiny, monkeypatch):
     documents = ["hell", f"a{EOT}", "", "日本"]
-    expected = [id for text in documents for id in [*tiny.encode_ordinary(text), 300]]
+    expected = [token for text in documents for token in [*tiny.encode_ordinary(text), 300]]
     whole = data.token_array(iter(documents), tiny, 300)
     assert whole.dtype == np.uint16 and whole.tolist() == expected and expected.count(300) == 4
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", 1)
