@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from clover import CloverHeads
+from clover import MAX_TREE, CloverHeads
 from data import heldout_prompts, load_tokens, tokenizer_hash
-from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
+from generate import DEMO, Parser, Sampling, add_model_flags, check, command, generate, load_model
+from model import InputError
 from train_heads import evaluate
 
 
@@ -27,16 +28,20 @@ def machine():
     if Path("/proc/cpuinfo").is_file():
         names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git: the numbers still count
+        commit = None
     return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                python=platform.python_version(), torch=torch.__version__, commit=commit.stdout.strip() or None)
+                python=platform.python_version(), torch=torch.__version__, commit=commit)
 
 
 def measure(model, prompts, args, heads, temperature, tree_size):
     """One decoding run as a dict: tokens per step, tokens per second, and the tokens themselves."""
     options = dict(temperature=temperature, tree_size=tree_size, batch_size=args.batch_size)
-    generate(model, prompts[:args.batch_size], 8, heads, **options)  # warm
+    generate(model, prompts[:args.batch_size], args.max_new_tokens, heads, **options)  # warm: compiled, loaded
     out = generate(model, prompts, args.max_new_tokens, heads, **options)
     return dict(tokens_per_step=out.tokens_per_step, tokens_per_second=out.tokens_per_second, tokens=out.tokens)
 
@@ -53,10 +58,10 @@ def measure_heads(model, encoding, args):
             for path, heads in loaded.items():
                 run = measure(model, prompts, args, heads, temperature, tree_size)
                 extra = run["tokens_per_step"] - 1
-                base = base or extra
+                base = extra if base is None else base
                 rows.append(dict(
                     heads=Path(path).name, temperature=temperature, tree_size=tree_size,
-                    tokens_per_step=run["tokens_per_step"], extra_over_first=extra / base,
+                    tokens_per_step=run["tokens_per_step"], extra_over_first=extra / base if base else None,
                     tokens_per_second=run["tokens_per_second"], plain_tokens_per_second=plain["tokens_per_second"],
                     speed_up=run["tokens_per_second"] / plain["tokens_per_second"],
                     identical=sum(a == b for a, b in zip(run["tokens"], plain["tokens"])) / len(prompts)))
@@ -65,8 +70,9 @@ def measure_heads(model, encoding, args):
 
 
 def decoding_line(row):
+    ratio = "-" if row["extra_over_first"] is None else f"{row['extra_over_first']:.2f}"
     return (f"| {row['heads']} | {row['temperature']:g} | {row['tree_size']} | {row['tokens_per_step']:.2f} "
-            f"| {row['extra_over_first']:.2f} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x | {row['identical']:.0%} |")
+            f"| {ratio} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x | {row['identical']:.0%} |")
 
 
 def measure_accuracy(model, encoding, args):
@@ -88,7 +94,7 @@ def bench_heads(args):
     print(f"\n| heads | temperature | tree size | tokens per step | extra over {Path(args.heads[0]).name} "
           f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
     rows = measure_heads(model, encoding, args)
-    return dict(bench="heads", batch_size=args.batch_size, prompts=args.prompts, prompt_length=args.prompt_length,
+    return dict(bench="heads", device=str(model.device), dtype=str(model.dtype), batch_size=args.batch_size, prompts=args.prompts, prompt_length=args.prompt_length,
                 max_new_tokens=args.max_new_tokens, accuracy=accuracy, decoding=rows)
 
 
@@ -107,6 +113,12 @@ def parse(argv):
     args = parser.parse_args(argv)
     for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size"):
         check(name.replace("_", " "), getattr(args, name), 1, 10**6, whole=True)
+    for tree_size in args.tree_sizes:
+        check("tree size", tree_size, 1, MAX_TREE, whole=True)
+    for temperature in args.temperatures:
+        Sampling(temperature)
+    if len({Path(path).name for path in args.heads}) < len(args.heads):
+        raise InputError("two of the heads folders have the same name; rename one, so that the table can tell them apart")
     return args
 
 

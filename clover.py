@@ -4,7 +4,6 @@ clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 Letters: B sequences, T tree nodes (root included), K heads, W beams, C hidden size, V vocabulary.
 """
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import project_topk
-from model import Block, InputError, KVCache, Norm, Span, atomic_write, read_json
+from model import Block, InputError, KVCache, Linear, Norm, Span, atomic_write, identity, read_json
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
 
@@ -61,8 +60,8 @@ class AttentionDecoder(nn.Module):
         C = config.n_embd
         self.heads = math.gcd(config.n_head, C)
         self.norm = Norm(config.norm, C, config.norm_eps)
-        self.query = nn.Linear(C, C)
-        self.key_value = nn.Linear(C, 2 * C)
+        self.query = Linear(C, C)
+        self.key_value = Linear(C, 2 * C)
         with torch.no_grad():
             self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
             self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
@@ -81,7 +80,7 @@ class Concat(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
+        self.linear = Linear(2 * config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -94,7 +93,7 @@ class ResBlock(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.linear = nn.Linear(config.n_embd, config.n_embd)
+        self.linear = Linear(config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -108,7 +107,7 @@ class Projector(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.linear = nn.Linear(2 * C, C)
+        self.linear = Linear(2 * C, C)
         with torch.no_grad():
             self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
             self.linear.bias.zero_()
@@ -151,24 +150,36 @@ def root_tree(root):
 
 
 class CloverHeads(nn.Module):
-    """K draft heads on a frozen model (a `GPT`, which is not part of this module's own weights)."""
+    """K draft heads on a frozen model (a `GPT`, which is not part of this module's own weights).
+
+    States and embeddings are scaled to a root mean square of 1 before the heads see them. The norm in front of the LM head
+    undoes the scale of a state, and without it a model whose hidden states are large would hardly hear a small token.
+    """
 
     def __init__(self, config, model):
         super().__init__()
         object.__setattr__(self, "model", model)  # past nn.Module, which would count it among our weights
         self.config, self.info = config, {}
+        self.embedding_scale = 1 / model.head.weight.float().pow(2).mean().sqrt().item()
         base = model.config
         self.heads = nn.ModuleList(Head(config, base) for _ in range(min(config.heads, 2) if config.shared else config.heads))
-        self.mix_in = MIXERS[config.mix](base) if config.mix_before else None
+        self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         for block in self.augment_blocks:
             block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
 
+    @property
+    def reads_tokens(self):
+        """Whether what a head says depends on the token before it; Medusa's do not, and run once for all beams."""
+        return self.config.mix != "none" or self.config.projector == "linear"
+
     def head(self, i):
+        """Head i, counted from 0."""
         return self.heads[min(i, len(self.heads) - 1)]
 
     def embedding(self, tokens):
-        return F.embedding(tokens, self.model.head.weight)
+        """tokens [...] -> their rows of the LM head [..., C], by one factor for all of them."""
+        return F.embedding(tokens, self.model.head.weight) * self.embedding_scale
 
     def new_cache(self, batch, rows):
         """The augmenting block's own KV cache."""
@@ -181,13 +192,11 @@ class CloverHeads(nn.Module):
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
-        if not len(self.augment_blocks):
-            return x
         table = self.model.rope(positions)
-        span = None if cache is None else Span(cache, positions, ancestors)
+        span = Span(cache, positions, ancestors) if cache is not None and self.augment_blocks else None
         for layer, block in enumerate(self.augment_blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
-        return x
+        return F.rms_norm(x, x.shape[-1:])
 
     def forward(self, hidden, tokens):
         """Teacher forcing: hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K.
@@ -215,7 +224,7 @@ class CloverHeads(nn.Module):
         for depth in range(1, depths + 1):
             states, out = self.head(depth - 1)(states, self.embedding(tokens))
             logprobs, guesses = project_topk(self.model.norm(out).flatten(0, 1), self.model.head.weight, W)
-            if depth > 1 and out.shape[1] < tokens.shape[1]:  # heads that do not look at the token say the same to all
+            if out.shape[1] < tokens.shape[1]:  # heads that do not look at the token say the same to all beams
                 logprobs, guesses = (x.view(B, 1, W).expand(B, tokens.shape[1], W) for x in (logprobs, guesses))
             joint = (joint[:, :, None] + logprobs.view(B, -1, W).clamp(max=0)).flatten(1)  # (B, w * W)
             guesses = guesses.reshape(B, -1)
@@ -224,7 +233,7 @@ class CloverHeads(nn.Module):
             if depth < depths:
                 best = best_of(joint, guesses, W)  # (B, W)
                 joint, tokens, places = joint.gather(1, best), guesses.gather(1, best), first + best
-                if self.config.mix != "none":
+                if self.reads_tokens:
                     states = states.gather(1, (best // W)[:, :, None].expand(B, W, C))
         return self.tree_of(*(torch.cat(column, dim=1) for column in zip(*found)), tree_size)
 
@@ -285,7 +294,7 @@ def read_record(path):
     kinds = {field.name: type(field.default) for field in fields(CloverConfig)}
     if not (isinstance(config, dict) and {name: type(value) for name, value in config.items()} == kinds
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base) and config["heads"] >= 1
-            and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
+            and config["augment_layers"] >= 0 and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
     return CloverConfig(**config), record
 
@@ -297,10 +306,5 @@ def best_of(scores, keys, n):
 
 
 def model_identity(model):
-    """A hash over the names, shapes and a sample of the values of a model's weights, the same in any dtype of at least
-    bfloat16's range (values are rounded to bfloat16 first)."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        sample = value.flatten()[::max(1, value.numel() // 64)].to("cpu", torch.bfloat16).view(torch.int16)
-        digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """What heads remember of their model: see `identity`."""
+    return getattr(model, "identity", None) or identity(model.state_dict())

@@ -6,6 +6,7 @@ built-in corpus is the Python standard library's own source, so that every comma
 
 import codecs
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 DIGITS_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".jsonl")
+PIECE = 4096  # characters of a long document that are held out, or not, together
 CHUNK_CHARACTERS = 4_000_000  # documents encoded at once: bounds the memory that lists of ids take
 
 
@@ -330,24 +332,30 @@ def token_array(documents, encoding, separator):
 def load_tokens(paths, encoding, split):
     """The tokens of a split, "train" or "heldout": an array [N] as token_array gives it.
 
-    paths: files and folders as for read_documents, of whose documents 1 in 20 is held out, by a hash of its text; None
-    is the built-in corpus. Raises InputError as read_documents does, and where the split is empty.
+    paths and errors as for `documents`."""
+    return token_array(documents(paths, split), encoding, end_of_text(encoding))
+
+
+def documents(paths, split):
+    """Yield the documents of a split, "train" or "heldout". paths None is the built-in corpus.
+
+    Of files and folders as for read_documents 1 piece in 20 is held out, by a hash of its text; a piece is a document,
+    or PIECE characters of a longer one, so that a single file has both splits. Neighbours in one split stay together.
+    Raises InputError as read_documents does, and where the split is empty.
     """
-    return token_array(_documents(paths, split), encoding, end_of_text(encoding))
-
-
-def _documents(paths, split):
     if paths is None:
         yield from read_documents(builtin_corpus(split))
         return
     count = 0
     for document in read_documents(paths):
-        if _in_split(document, split):
-            count += 1
-            yield document
+        pieces = (document[i : i + PIECE] for i in range(0, len(document), PIECE))
+        for wanted, run in itertools.groupby(pieces, lambda piece: _in_split(piece, split)):
+            if wanted:
+                count += 1
+                yield "".join(run)
     if not count:
         names = " ".join(map(str, paths))
-        raise InputError(f"{names}: expected documents for the {split} split, but it is empty; give more documents")
+        raise InputError(f"{names}: expected documents for the {split} split, but it is empty; give more text")
 
 
 def batch(tokens, batch_size, block_size, generator):
@@ -368,10 +376,10 @@ def heldout_prompts(encoding, n, length, seed=0, paths=None):
     if length < 1:
         raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask for more")
     rng = random.Random(seed)
-    documents = list(_documents(paths, "heldout"))
-    rng.shuffle(documents)
+    heldout = list(documents(paths, "heldout"))
+    rng.shuffle(heldout)
     usable = []
-    for document in documents:
+    for document in heldout:
         if len(usable) == n:
             break
         usable += [tokens.tolist() for tokens in _encode([document], encoding) if len(tokens) >= length]

@@ -27,6 +27,7 @@ from model import GPT, InputError
 DEMO = Path(__file__).parent / "demo"
 TREE_SIZE = 17
 BATCH_SIZE = 8
+ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}  # of the largest logit: what two orders of summing may differ by
 HEAD_COLOURS = (32, 36, 34, 35, 33, 31)  # ANSI; a head beyond the last takes the last
 
 
@@ -162,7 +163,7 @@ class Slots:
         if self.heads:
             self.extend(hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2])), emitted, last)
             self.heads_cache.lengths += count
-        self.root = torch.where(self.active > 0, emitted.gather(1, last)[:, 0], self.root)
+        self.root.copy_(torch.where(self.active > 0, emitted.gather(1, last)[:, 0], self.root))
         self.cache.lengths += count
         return emitted, count
 
@@ -171,7 +172,7 @@ class Slots:
         steps = torch.arange(self.longest, device=hidden.device)
         positions = self.heads_cache.lengths[:, None] + steps
         states = self.heads.augment(hidden, tokens, positions, self.heads_cache, self.chain)
-        self.state = states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0]
+        self.state.copy_(states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0])
 
 
 @dataclass
@@ -180,7 +181,7 @@ class Output:
     tokens: list
     steps: int = 0                                   # verify steps, counted per sequence
     seconds: float = 0.0                             # wall time, prefill included
-    accepted: Counter = field(default_factory=Counter)  # path length (root included) -> how many steps had it
+    accepted: Counter = field(default_factory=Counter)  # tokens a step emitted (its path length) -> how many steps did
 
     @property
     def emitted(self):
@@ -238,9 +239,10 @@ def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top
     tokens of each step. Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    tree_size = 1 if heads is None else TREE_SIZE if tree_size is None else tree_size
+    tree_size = TREE_SIZE if tree_size is None else tree_size
     check("tree size", tree_size, 1, MAX_TREE, whole=True)
-    beams = max(1, math.isqrt(tree_size)) if beams is None else beams
+    tree_size = tree_size if heads else 1
+    beams = min(math.isqrt(tree_size), model.config.vocab_size) if beams is None else beams
     check("beams", beams, 1, min(32, model.config.vocab_size), whole=True)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     check_prompts(model, prompts)
@@ -287,25 +289,26 @@ def run(slots, prompts, limits, stop, output, on_tokens):
 def first_difference(model, prompts, ours, plain, **sampling):
     """The first token where two outputs differ: None, or (prompt, place, gap, kind).
 
-    gap: between the best two scores (logits, or logits / temperature + noise) there; kind is "tie" when the gap is within
-    rounding of the model's dtype, so that the order of summation may decide, and "bug" otherwise.
+    gap: how far the worse of the two tokens is below the best score there (logit, or logit / temperature + noise). kind is
+    "tie" when that is within rounding of the model's dtype, so that the order of summation may decide, else "bug". Where
+    one text just ends earlier there is no gap (None), and no excuse.
     """
     s = Sampling(**sampling)
     for i, (a, b) in enumerate(zip(ours, plain)):
         at = next((j for j in range(max(len(a), len(b))) if a[j:j + 1] != b[j:j + 1]), None)
         if at is None:
             continue
+        if at >= min(len(a), len(b)):
+            return i, at, None, "bug"
         context = torch.tensor([list(prompts[i]) + a[:at]], device=model.device)
         scores = model.lm_head(model(context)[:, -1]).float()
-        rounding = 32 * torch.finfo(model.dtype).eps * scores.abs().max().item()
+        scale = s.temperature or 1.0
+        rounding = ROUNDINGS[model.dtype] * torch.finfo(model.dtype).eps * scores.abs().max().item() / scale
         if s.temperature > 0:
-            scores, rounding = scores / s.temperature, rounding / s.temperature
-            scores = keep_likely(scores, s.top_k, s.top_p)
             tokens = torch.arange(scores.shape[-1], device=model.device)
             place = (torch.tensor([x], device=model.device) for x in (i, context.shape[1]))
-            scores = scores + gumbel(s.seed, *place, tokens)
-        best = scores[0].topk(2).values
-        gap = (best[0] - best[1]).item()
+            scores = keep_likely(scores / scale, s.top_k, s.top_p) + gumbel(s.seed, *place, tokens)
+        gap = (scores.max() - scores[0, [a[at], b[at]]].min()).item()
         return i, at, gap, "tie" if gap <= rounding else "bug"
     return None
 
@@ -325,6 +328,8 @@ class Parser(argparse.ArgumentParser):
 
 def command(main):
     """Runs a command line: bad input is one line on standard error and exit code 2, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         main()
     except InputError as error:
@@ -368,6 +373,12 @@ def load_heads(path, args, model, encoding):
     return None if str(path) == "none" else CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
 
 
+def decode_text(encoding, tokens):
+    """Text of token ids; ids that the tokenizer does not have (a padded vocabulary has such) give U+FFFD."""
+    stream = TextStream(encoding)
+    return stream.feed(tokens) + stream.finish()
+
+
 class Printer:
     """Prints text as it is accepted; on a terminal, each guessed token in the colour of the head that guessed it."""
 
@@ -395,7 +406,7 @@ def statistics(output):
 
 def report(output, encoding, prompts):
     """The --json object of one run."""
-    return dict(prompts=prompts, tokens=output.tokens, texts=[encoding.decode(tokens) for tokens in output.tokens],
+    return dict(prompts=prompts, tokens=output.tokens, texts=[decode_text(encoding, tokens) for tokens in output.tokens],
                 steps=output.steps, seconds=output.seconds, tokens_per_step=output.tokens_per_step,
                 tokens_per_second=output.tokens_per_second, accepted=dict(sorted(output.accepted.items())))
 
@@ -442,8 +453,8 @@ def main(argv=None):
     decode = lambda heads, on_tokens=None: generate(model, prompts, args.max_new_tokens, heads, tree_size=args.tree_size,
                                                     stop=stop, on_tokens=on_tokens, **sampling)
     printer = Printer(encoding, stop) if len(prompts) == 1 and not args.json else None
-    if args.compare:  # both runs are timed with the machine warm
-        generate(model, prompts, 8, heads, tree_size=args.tree_size, **sampling)
+    if args.compare:  # both runs are timed with everything loaded and compiled
+        decode(heads), decode(None)
     if printer:
         print(texts[0], end="", flush=True)
     try:
@@ -456,11 +467,16 @@ def main(argv=None):
         printer.finish()
     else:
         for text, tokens in zip(texts, output.tokens):
-            print(f"{text}{encoding.decode([t for t in tokens if t not in stop])}\n{'-' * 40}")
+            print(f"{text}{decode_text(encoding, [t for t in tokens if t not in stop])}\n{'-' * 40}")
     if not args.json:
         print(f"\n{statistics(output)}")
+    plain = None
     if args.compare:
-        plain = decode(None)
+        try:
+            plain = decode(None)
+        except Interrupted:
+            print("interrupted: no comparison", file=sys.stderr)
+    if plain:
         difference = first_difference(model, prompts, output.tokens, plain.tokens, **sampling)
         if args.json:
             result |= dict(plain=report(plain, encoding, texts), difference=difference)
@@ -476,7 +492,8 @@ def compare_lines(output, plain, difference):
     if difference is None:
         return f"{speed}\nthe text is identical, all {plain.emitted} tokens"
     prompt, place, gap, kind = difference
-    return f"{speed}\nthe text differs first at new token {place} of prompt {prompt}: a {kind}, the best two scores are {gap:.2g} apart"
+    apart = "one of them ends there" if gap is None else f"the two scores are {gap:.2g} apart"
+    return f"{speed}\nthe text differs first at new token {place} of prompt {prompt}: a {kind}, {apart}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import batch, builtin_corpus, load_encoding, load_tokens, read_documents
+from data import batch, documents, end_of_text, load_encoding, token_array
 from generate import Parser, check, command, pick_device
 from model import GPT, GPTConfig, InputError, atomic_write
 
@@ -58,6 +58,42 @@ def load_state(path, device):
         raise InputError(f"{path}: not a training state ({str(error).splitlines()[0]}); start without --resume") from None
 
 
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from None
+
+
+class Optimizer:
+    """Muon for the matrices inside the network, AdamW for the rest (embedding, norms, biases), under one learning rate: it
+    rises for 2% of the steps, holds, and falls linearly to zero over the last 40%."""
+
+    def __init__(self, module, lr, steps, weight_decay=0.0):
+        matrices = [p for name, p in module.named_parameters() if p.dim() == 2 and not name.startswith("embed")]
+        others = [p for p in module.parameters() if not any(p is m for m in matrices)]
+        self.lr, self.steps, self.parts = lr, steps, []
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+
+    def step(self, step):
+        scale = min(1.0, (step + 1) / (0.02 * self.steps), (self.steps - step) / (0.4 * self.steps))
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.lr * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states):
+        for part, state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+
 class Progress:
     """The line that a training run prints: step, what the caller measured, tokens per second, time left."""
 
@@ -98,33 +134,6 @@ def train_tokenizer(documents, vocab_size, out):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-class Optimizer:
-    """Muon for the matrices inside the blocks, AdamW for the rest; the rate rises for 2% of the steps, holds, and falls
-    linearly to zero over the last 40%."""
-
-    def __init__(self, model, lr, steps):
-        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-        others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-        self.lr, self.steps, self.parts = lr, steps, [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-
-    def step(self, step):
-        scale = min(1.0, (step + 1) / (0.02 * self.steps), (self.steps - step) / (0.4 * self.steps))
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = self.lr * scale
-            part.step()
-            part.zero_grad(set_to_none=True)
-
-    def state_dict(self):
-        return [part.state_dict() for part in self.parts]
-
-    def load_state_dict(self, states):
-        for part, state in zip(self.parts, states):
-            part.load_state_dict(state)
-
-
 def loss_of(model, tokens):
     """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
     with torch.autocast(tokens.device.type, torch.bfloat16):
@@ -149,7 +158,7 @@ class Run:
     def __init__(self, args, config, device):
         self.args, self.out, self.device, self.step = args, Path(args.out), device, 0
         self.model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
-        self.optimizer = Optimizer(self.model, args.lr, args.steps)
+        self.optimizer = Optimizer(self.model, args.lr, args.steps, weight_decay=0.1)
         loss_fn = lambda tokens: loss_of(self.model, tokens)
         self.loss_fn = torch.compile(loss_fn) if args.compile else loss_fn
         if args.resume:
@@ -197,8 +206,8 @@ def parse(argv):
     check_training_flags(args)
     for name in SIZES:
         check(name, getattr(args, name), 1, 2**20, whole=True)
-    if args.vocab_size < 257 or args.n_head % args.n_kv_head or args.head_size % 2:
-        raise InputError("vocab_size must be at least 257, n_head a multiple of n_kv_head, head_size even; "
+    if args.vocab_size < 257 or args.n_head % args.n_kv_head or args.head_size % 2 or not 16 <= args.head_size <= 256:
+        raise InputError("vocab_size must be at least 257, n_head a multiple of n_kv_head, head_size even, from 16 to 256; "
                          f"got {args.vocab_size}, {args.n_head} and {args.n_kv_head}, {args.head_size}")
     return args
 
@@ -206,15 +215,17 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     device, out = pick_device(args.device), Path(args.out)
-    documents = builtin_corpus("train") if args.data is None else args.data
+    texts = {split: list(documents(args.data, split)) for split in ("train", "heldout")}
     if args.resume:
         load_state(out / "train_state.pt", device)
-    else:
-        texts = list(read_documents(documents))  # before the folder is made: bad data leaves nothing behind
-        out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(texts, args.vocab_size, out)
+    elif (out / "train_state.pt").exists():
+        raise InputError(f"{out} holds a run already; --resume goes on with it, another --out starts a new one")
+    else:  # only now: bad data leaves nothing behind
+        make_folder(out)
+        train_tokenizer(texts["train"], args.vocab_size, out)
     encoding = load_encoding(out)
-    train_tokens, heldout = (load_tokens(args.data, encoding, split) for split in ("train", "heldout"))
+    train_tokens, heldout = (token_array(texts[split], encoding, end_of_text(encoding)) for split in texts)
+    window(heldout, args, 0, device)  # what the evaluation needs is here, or we say so before training
     config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
     run = Run(args, config, device)
     size = sum(p.numel() for p in run.model.parameters())

@@ -4,7 +4,8 @@
     python train_heads.py --preset medusa --out out/medusa
     python train_heads.py --model DIR --data my_texts/ --out out/heads
 
-The frozen model's hidden states are computed on the fly. Ctrl-C saves what is there; --resume goes on from it.
+The frozen model's hidden states are computed on the fly, with bfloat16 products unless --dtype float32 is given. Ctrl-C
+saves what is there; --resume goes on from it.
 """
 
 from pathlib import Path
@@ -12,12 +13,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from clover import PRESETS, CloverHeads, preset
+from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens, tokenizer_hash
 from generate import Parser, add_model_flags, check, command, generate, load_model
 from model import InputError, atomic_write
-from train_base import Progress, add_training_flags, check_training_flags, load_state
+from train_base import Optimizer, Progress, add_training_flags, check_training_flags, load_state, make_folder
 
+SHOW_EVERY, SAVE_EVERY = 20, 500  # steps
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
 
 
@@ -77,13 +79,13 @@ class Run:
         self.args, self.out, self.tokenizer = args, Path(args.out), tokenizer_hash(encoding)
         torch.manual_seed(args.seed)
         self.heads = CloverHeads(preset(args.preset), model).to(model.device)
-        self.optimizer = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizer = Optimizer(self.heads, args.lr, args.steps)
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
         self.step = 0
         if args.resume:
             state = load_state(self.out / "train_state.pt", model.device)
-            if state["preset"] != args.preset:
-                raise InputError(f"{self.out} holds a run of preset {state['preset']!r}, not {args.preset!r}; choose another --out")
+            if (state.get("preset"), state.get("base")) != (args.preset, model_identity(model)):
+                raise InputError(f"{self.out} holds a run of preset {state.get('preset')!r}, or on another model; choose another --out")
             self.heads.load_state_dict(state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
@@ -94,22 +96,21 @@ class Run:
                         block_size=a.block_size, lr=a.lr, seed=a.seed, objective=a.objective,
                         data=[Path(p).name for p in a.data] if a.data else "the Python standard library's source")
         self.heads.save_pretrained(self.out, self.tokenizer, training=training, **info)
-        state = dict(preset=a.preset, step=self.step, heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
+        state = dict(preset=a.preset, base=model_identity(self.heads.model), step=self.step,
+                     heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
         atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
 
     def train_step(self, tokens):
-        """One optimiser step on a batch of windows -> (loss, head accuracies)."""
+        """One optimiser step on a batch of windows -> (loss, head accuracies; those only in a step that shows them)."""
         a = self.args
         teacher, guesses = forward(self.heads, tokens, self.autocast)
         loss = sum(HEAD_WEIGHT ** i * part for i, part in enumerate(losses(teacher, guesses, tokens, a.objective)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        for group in self.optimizer.param_groups:  # up for 3% of the steps, then down to zero in a straight line
-            group["lr"] = a.lr * min((self.step + 1) / (0.03 * a.steps), (a.steps - self.step) / a.steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(self.step)
         self.step += 1
-        return loss, lambda: accuracies(teacher, guesses)
+        shown = self.step % SHOW_EVERY == 0 or self.step == a.steps
+        return loss.item(), accuracies(teacher, guesses) if shown else None
 
     def train(self, tokens):
         """Trains to the last step, or until Ctrl-C. Batches are seeded by the step, so a resumed run sees the same ones."""
@@ -117,10 +118,10 @@ class Run:
         try:
             while self.step < a.steps:
                 loss, accuracy = self.train_step(windows(tokens, a, self.heads, a.seed * 1_000_003 + self.step))
-                if self.step % 20 == 0 or self.step == a.steps:
-                    shares = " ".join(f"{share:.3f}" for share in accuracy())
-                    progress.show(self.step, f"loss {loss.item():.3f}  accuracy {shares}")
-                if self.step % 500 == 0:
+                if accuracy:
+                    shares = " ".join(f"{share:.3f}" for share in accuracy)
+                    progress.show(self.step, f"loss {loss:.3f}  accuracy {shares}")
+                if self.step % SAVE_EVERY == 0:
                     self.save()
         except KeyboardInterrupt:
             print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
@@ -148,13 +149,15 @@ def main(argv=None):
     check("block size", args.block_size, 1, longest, whole=True)
     train_tokens, heldout = (load_tokens(args.data, encoding, split) for split in ("train", "heldout"))
     run = Run(args, model, encoding)
+    prompts = heldout_prompts(encoding, 8, min(64, longest // 2 + 1), paths=args.data)
+    windows(heldout, args, run.heads, 0)  # what the evaluation needs is here, or we say so before training
+    make_folder(run.out)
     size = sum(p.numel() for p in run.heads.parameters())
     print(f"{args.preset} heads: {size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens", flush=True)
     run.train(train_tokens)
     run.save()  # before the evaluation: a second Ctrl-C there loses nothing
     accuracy = evaluate(run.heads, heldout, args, run.autocast)
     heads = CloverHeads.from_pretrained(run.out, model)
-    prompts = heldout_prompts(encoding, 8, min(64, longest // 2 + 1), paths=args.data)
     speed = generate(model, prompts, 64, heads, tree_size=17).tokens_per_step
     run.save(accuracy=accuracy, tokens_per_step=speed)
     print(f"{table(accuracy, speed)}\n\nuse them:  python generate.py --model {args.model} --heads {run.out} "
