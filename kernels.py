@@ -442,10 +442,15 @@ def project_topk_triton(hidden, weight, k):
     return logprobs, tokens
 
 
+def _logits(hidden, weight):
+    """[M, V] in float32: half precision would make ties. On a CPU few rows take half the time with the weight first."""
+    return (weight.float() @ hidden.float().T).T.contiguous()
+
+
 def project_topk_reference(hidden, weight, k):
     """`project_topk` by torch, through the [M, V] logits."""
     _check_topk(hidden, weight, k)
-    logits = hidden.float() @ weight.float().T  # (M, V); half precision would make ties
+    logits = _logits(hidden, weight)
     values, tokens = logits.topk(min(k + 1, len(weight)))
     # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
     if (values[:, 1:] == values[:, :-1]).any():
@@ -613,7 +618,7 @@ def gumbel_argmax(logits, temperature, seed, sequence, position):
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position):
     """`project_sample` by torch, through the [M, V] logits."""
     _check_project(hidden, weight)
-    return gumbel_argmax(hidden.float() @ weight.float().T, temperature, seed, sequence, position)
+    return gumbel_argmax(_logits(hidden, weight), temperature, seed, sequence, position)
 
 
 def project_sample(hidden, weight, temperature, seed, sequence, position):

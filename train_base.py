@@ -65,33 +65,10 @@ def make_folder(path):
         raise InputError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from None
 
 
-class Optimizer:
-    """Muon for the matrices inside the network, AdamW for the rest (embedding, norms, biases), under one learning rate: it
-    rises for 2% of the steps, holds, and falls linearly to zero over the last 40%."""
-
-    def __init__(self, module, lr, steps, weight_decay=0.0):
-        matrices = [p for name, p in module.named_parameters() if p.dim() == 2 and not name.startswith("embed")]
-        others = [p for p in module.parameters() if not any(p is m for m in matrices)]
-        self.lr, self.steps, self.parts = lr, steps, []
-        if matrices:
-            self.parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-        if others:
-            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
-
-    def step(self, step):
-        scale = min(1.0, (step + 1) / (0.02 * self.steps), (self.steps - step) / (0.4 * self.steps))
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = self.lr * scale
-            part.step()
-            part.zero_grad(set_to_none=True)
-
-    def state_dict(self):
-        return [part.state_dict() for part in self.parts]
-
-    def load_state_dict(self, states):
-        for part, state in zip(self.parts, states):
-            part.load_state_dict(state)
+def set_learning_rate(optimizer, peak, step, steps):
+    """Up for 2% of the steps, held, and down to zero in a straight line over the last 40%."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
 
 
 class Progress:
@@ -134,6 +111,30 @@ def train_tokenizer(documents, vocab_size, out):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
+class Optimizer:
+    """Muon for the matrices inside the blocks, AdamW for the rest (embedding, norms, biases), under one learning rate."""
+
+    def __init__(self, model, lr, steps):
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+        self.lr, self.steps, self.parts = lr, steps, [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+    def step(self, step):
+        for part in self.parts:
+            set_learning_rate(part, self.lr, step, self.steps)
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states):
+        for part, state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+
 def loss_of(model, tokens):
     """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
     with torch.autocast(tokens.device.type, torch.bfloat16):
@@ -158,7 +159,7 @@ class Run:
     def __init__(self, args, config, device):
         self.args, self.out, self.device, self.step = args, Path(args.out), device, 0
         self.model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
-        self.optimizer = Optimizer(self.model, args.lr, args.steps, weight_decay=0.1)
+        self.optimizer = Optimizer(self.model, args.lr, args.steps)
         loss_fn = lambda tokens: loss_of(self.model, tokens)
         self.loss_fn = torch.compile(loss_fn) if args.compile else loss_fn
         if args.resume:

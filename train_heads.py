@@ -17,7 +17,7 @@ from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens, tokenizer_hash
 from generate import Parser, add_model_flags, check, command, generate, load_model
 from model import InputError, atomic_write
-from train_base import Optimizer, Progress, add_training_flags, check_training_flags, load_state, make_folder
+from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
 SHOW_EVERY, SAVE_EVERY = 20, 500  # steps
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
@@ -79,7 +79,7 @@ class Run:
         self.args, self.out, self.tokenizer = args, Path(args.out), tokenizer_hash(encoding)
         torch.manual_seed(args.seed)
         self.heads = CloverHeads(preset(args.preset), model).to(model.device)
-        self.optimizer = Optimizer(self.heads, args.lr, args.steps)
+        self.optimizer = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
         self.step = 0
         if args.resume:
@@ -107,7 +107,9 @@ class Run:
         loss = sum(HEAD_WEIGHT ** i * part for i, part in enumerate(losses(teacher, guesses, tokens, a.objective)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        self.optimizer.step(self.step)
+        set_learning_rate(self.optimizer, a.lr, self.step, a.steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         shown = self.step % SHOW_EVERY == 0 or self.step == a.steps
         return loss.item(), accuracies(teacher, guesses) if shown else None
@@ -130,7 +132,7 @@ class Run:
 def parse(argv):
     parser = Parser("Trains draft heads on a frozen model.")
     add_model_flags(parser)
-    add_training_flags(parser, steps=1000, batch_size=8, block_size=None, lr=1e-3)
+    add_training_flags(parser, steps=600, batch_size=8, block_size=None, lr=6e-3)
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill")

@@ -33,6 +33,11 @@ def random_prompts(lengths, vocab_size=97, seed=0):
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def toy():
     return toy_model()

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import SHAPES, random_prompts, toy_model
-from model import GPT, InputError, atomic_write, read_config
+from model import GPT, InputError, Linear, atomic_write, read_config
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None)
@@ -178,6 +178,11 @@ BROKEN = {
     "size of zero": (lambda p: edit_config(p, num_hidden_layers=0), "at least 1"),
     "heads do not divide": (lambda p: edit_config(p, num_attention_heads=3), "multiple"),
     "scaled rope": (lambda p: edit_config(p, rope_parameters=dict(rope_type="yarn")), "'yarn' is not supported"),
+    "rope of another type": (lambda p: edit_config(p, rope_parameters="x"), "wrong type"),
+    "rope of zero": (lambda p: edit_config(p, rope_parameters=dict(rope_theta=0)), "above 0"),
+    "no heads": (lambda p: edit_config(p, num_attention_heads=0, head_dim=None), "wrong type"),
+    "family of another type": (lambda p: edit_config(p, model_type=[]), "not supported"),
+    "sliding window": (lambda p: edit_config(p, use_sliding_window=True), "sliding-window"),
     "quantised": (lambda p: edit_config(p, quantization_config=dict(quant_method="gptq")), "quantised"),
     "other shape": (lambda p: edit_config(p, intermediate_size=95), "should have shape"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lacks what norm.weight"),
@@ -194,6 +199,24 @@ def test_broken_folders_are_refused_in_one_line(case, tmp_path):
     with pytest.raises(InputError) as caught:
         GPT.from_pretrained(tmp_path, device="cpu")
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_config_without_a_spelling_is_not_written(tmp_path):
+    """Catches a folder that reads back as another model: Llama's format has one flag for all attention biases."""
+    for flags in (dict(qkv_bias=True), SHAPES["gpt2"]):
+        with pytest.raises(InputError, match="no way to write|not supported"):
+            toy_model(**flags).save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_rows_equal_many():
+    """Catches the product for few rows when it parts from nn.Linear: shapes, bias, the doubled single row."""
+    for bias in (True, False):
+        layer = Linear(48, 80, bias=bias).double()
+        for shape in ((1, 48), (48,), (2, 3, 48), (1, 31, 48), (4, 16, 48)):
+            x = torch.randn(shape, dtype=torch.float64)
+            with torch.no_grad():
+                torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -51,6 +51,19 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
         torch.testing.assert_close(a, b, atol=0, rtol=0.02)  # the folder is bfloat16
 
 
+def test_a_finished_run_is_not_overwritten(texts, tmp_path):
+    """Catches a new tokenizer written beside old weights, and one written before the data is known to be good."""
+    run(texts, tmp_path / "run", "--steps", "1")
+    before = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    with pytest.raises(InputError, match="holds a run already"):
+        run(texts, tmp_path / "run", "--steps", "1", "--vocab-size", "280")
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
+    (tmp_path / "short.txt").write_text("too short for two splits")
+    with pytest.raises(InputError, match="give more text"):
+        run(tmp_path / "short.txt", tmp_path / "new", "--steps", "1")
+    assert not (tmp_path / "new").exists()
+
+
 def test_transformers_reads_what_was_trained(texts, tmp_path):
     """Catches a tokenizer or a config that only we can read."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
@@ -68,6 +81,7 @@ BAD = {
     "no steps": (["--steps", "0"], "steps must be"),
     "rate of nan": (["--lr", "nan"], "learning rate must be"),
     "tiny vocabulary": (["--vocab-size", "100"], "vocab_size must be at least 257"),
+    "tiny heads": (["--head-size", "8"], "from 16 to 256"),
     "heads do not divide": (["--n-head", "3", "--n-kv-head", "2"], "a multiple of n_kv_head"),
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "nothing to resume": (["--resume"], "--resume needs a run"),

@@ -1,6 +1,7 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,8 +63,20 @@ def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeyp
     whole, parts = (CloverHeads.from_pretrained(tmp_path / name, model).state_dict() for name in ("whole", "parts"))
     for name in whole:
         torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=1e-4)
-    with pytest.raises(InputError, match="holds a run of preset 'clover', not 'medusa'"):
+    with pytest.raises(InputError, match="holds a run of preset 'clover', or on another model"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    toy_model(seed=1, vocab_size=258, block_size=128).save_pretrained(other)
+    with pytest.raises(InputError, match="or on another model"):
+        run(other, texts, tmp_path / "parts", "--steps", "12", "--resume")
+
+
+def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
+    """Catches minutes of training that end in an error about the folder."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="cannot be made a folder"):
+        run(checkpoint, texts, tmp_path / "file", "--steps", "1000000")
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher():
@@ -84,15 +97,20 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher():
         torch.testing.assert_close(data[i], F.nll_loss(logs.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten()))
 
 
-def test_the_model_stays_frozen(checkpoint, texts, tmp_path):
+def test_the_model_stays_frozen(checkpoint, texts, tmp_path, monkeypatch):
     """Catches heads that train the model under them."""
-    before = (checkpoint / "model.safetensors").read_bytes()
-    model = GPT.from_pretrained(checkpoint, device="cpu")
-    assert not any(p.requires_grad for p in model.parameters())
-    heads = CloverHeads(PRESETS["clover"], model)
-    assert not any(p is q for p in heads.parameters() for q in model.parameters())
-    run(checkpoint, texts, tmp_path, "--steps", "2")
-    assert (checkpoint / "model.safetensors").read_bytes() == before
+    frozen = []
+
+    class Watched(train_heads.Run):
+        def train(self, tokens):
+            model = self.heads.model
+            frozen.append((model, {name: value.clone() for name, value in model.state_dict().items()}))
+            super().train(tokens)
+    monkeypatch.setattr(train_heads, "Run", Watched)
+    run(checkpoint, texts, tmp_path, "--steps", "3")
+    (model, before), = frozen
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(p is q for p in CloverHeads(PRESETS["clover"], model).parameters() for q in model.parameters())
 
 
 BAD = {
@@ -103,6 +121,7 @@ BAD = {
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "unknown objective": (["--objective", "hope"], "hope"),
     "nothing to resume": (["--resume"], "--resume needs a run"),
+    "block without room for prompts": (["--block-size", "0"], "block size must be"),
 }
 
 
@@ -115,7 +134,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content, says", [(b"", "empty"), (b"\xff\xfe\x80", "UTF-8"), (b"short", "")],
+@pytest.mark.parametrize("content, says", [(b"", "empty"), (b"\xff\xfe\x80", "UTF-8"), (b"short", "give more text")],
                          ids=["empty", "undecodable", "too short"])
 def test_bad_data_files_are_named(checkpoint, tmp_path, content, says):
     (tmp_path / "data.txt").write_bytes(content)
