@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import project_topk
-from model import Block, InputError, KVCache, Linear, Norm, Span, atomic_write, identity, read_json
+from model import Block, InputError, KVCache, Norm, Span, atomic_write, identity, read_json
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
 
@@ -60,8 +60,8 @@ class AttentionDecoder(nn.Module):
         C = config.n_embd
         self.heads = math.gcd(config.n_head, C)
         self.norm = Norm(config.norm, C, config.norm_eps)
-        self.query = Linear(C, C)
-        self.key_value = Linear(C, 2 * C)
+        self.query = nn.Linear(C, C)
+        self.key_value = nn.Linear(C, 2 * C)
         with torch.no_grad():
             self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
             self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
@@ -80,7 +80,7 @@ class Concat(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.linear = Linear(2 * config.n_embd, config.n_embd)
+        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -93,7 +93,7 @@ class ResBlock(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.linear = Linear(config.n_embd, config.n_embd)
+        self.linear = nn.Linear(config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -107,7 +107,7 @@ class Projector(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.linear = Linear(2 * C, C)
+        self.linear = nn.Linear(2 * C, C)
         with torch.no_grad():
             self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
             self.linear.bias.zero_()
@@ -254,11 +254,12 @@ class CloverHeads(nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Files
 
-    def save_pretrained(self, path, tokenizer="", **info):
-        """Writes heads.safetensors and heads.json: the config, the base model's identity, and `info` (training, accuracy)."""
+    def save_pretrained(self, path, tokenizer="", dtype=None, **info):
+        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's identity,
+        and `info` (training, accuracy)."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        tensors = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in self.state_dict().items()}
         record = dict(config=asdict(self.config), base=dict(weights=model_identity(self.model), tokenizer=tokenizer), **info)
         atomic_write(path / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
         atomic_write(path / "heads.json", lambda tmp: Path(tmp).write_text(json.dumps(record, indent=2) + "\n"))

@@ -134,29 +134,13 @@ def rotate(x, table):
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-FEW_ROWS = 32
-
-
-class Linear(nn.Linear):
-    """nn.Linear, quicker for the few rows of a decoding step on a CPU: there BLAS takes half the time with the weight as the
-    left factor, and for two rows less time than for one."""
-
-    def forward(self, x):
-        rows = x.numel() // x.shape[-1]
-        if x.device.type != "cpu" or rows > FEW_ROWS or torch.is_grad_enabled():
-            return super().forward(x)
-        columns = x.reshape(rows, -1).expand(max(rows, 2), -1).T
-        y = self.weight @ columns if self.bias is None else torch.addmm(self.bias[:, None], self.weight, columns)
-        return y.T[:rows].reshape(*x.shape[:-1], -1)
-
-
 class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
         c, self.config = config, config
-        self.qkv = Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
-        self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
+        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
+        self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
             self.q_norm = Norm("rms", c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", c.head_size, c.norm_eps)
@@ -183,8 +167,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c, self.config = config, config
-        self.up = Linear(c.n_embd, c.n_inner * (2 if c.gated else 1), bias=c.mlp_bias)  # rows: gate, then up
-        self.down = Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
+        self.up = nn.Linear(c.n_embd, c.n_inner * (2 if c.gated else 1), bias=c.mlp_bias)  # rows: gate, then up
+        self.down = nn.Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x):
         x = self.up(x)
@@ -217,7 +201,7 @@ class GPT(nn.Module):
         self.embed_positions = None if c.rope_theta else nn.Embedding(c.block_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
-        self.head = Linear(c.n_embd, c.vocab_size, bias=False)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_rope()
 
     def tie_and_rope(self):

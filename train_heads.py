@@ -95,7 +95,7 @@ class Run:
         training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size, batch_size=a.batch_size,
                         block_size=a.block_size, lr=a.lr, seed=a.seed, objective=a.objective,
                         data=[Path(p).name for p in a.data] if a.data else "the Python standard library's source")
-        self.heads.save_pretrained(self.out, self.tokenizer, training=training, **info)
+        self.heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training, **info)
         state = dict(preset=a.preset, base=model_identity(self.heads.model), step=self.step,
                      heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
         atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))

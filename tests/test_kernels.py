@@ -86,9 +86,9 @@ def as_int64(masks):
 ATTENTION = {
     "one-node-empty-cache": ([0], 1, 1, 1, 16, 20, FP32, None),
     "ragged-lengths": ([0, 1, 37, 87], 13, 6, 2, 48, 100, FP32, None),
-    "two-splits-many-row-tiles": ([255, 300], 33, 8, 1, 80, 350, FP32, 0.3),
+    "two-splits-many-row-tiles": ([255], 33, 8, 1, 80, 350, FP32, 0.3),
     "bit-63-wide-head": ([5], 64, 2, 2, 256, 69, FP32, None),
-    "bfloat16": ([130, 0], 13, 8, 1, 80, 150, BF16, None),
+    "bfloat16": ([270, 0], 13, 8, 1, 80, 300, BF16, None),
     "float16": ([257], 33, 3, 1, 64, 300, FP16, None),
 }
 
@@ -149,7 +149,7 @@ def test_tree_mask_follows_the_bits(device):
 
 
 @pytest.mark.parametrize("M, C, V, k, dtype", [
-    (1, 16, 7, 7, FP32), (5, 70, 997, 4, FP32), (70, 40, 300, 32, FP32), (3, 17, 33000, 2, FP32),
+    (1, 16, 7, 7, FP32), (5, 70, 997, 4, FP32), (70, 40, 200, 32, FP32), (3, 17, 33000, 2, FP32),
     (17, 96, 997, 5, BF16), (16, 33, 130, 1, FP16),
 ], ids=["k-is-V", "V-no-tile-divides", "70-rows-k-32", "several-tiles-a-program", "bfloat16", "float16"])
 def test_project_topk_matches_float64(M, C, V, k, dtype, device):
@@ -164,11 +164,13 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, device):
     assert all(len(set(row)) == k for row in tokens.tolist())
 
 
-@pytest.mark.parametrize("V, k", [(300, 32), (997, 5), (33000, 3)])
+@pytest.mark.parametrize("V, k", [(200, 32), (997, 5), (33000, 3)])
 def test_project_topk_gives_equals_to_the_lowest_id(V, k, device):
     """Bug: among equal logits another token wins, within a tile, between tiles, or between programs."""
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randint(-1, 2, (n, 24), generator=generator) for n in (4, V))
+    token = torch.arange(V)
+    weight = weight[token // 256 * 256 + token % 128]  # every other tile of 128 repeats the one before
     weight[V // 2:] = weight[:V - V // 2].clone()
     logits = hidden @ weight.T
     want = [sorted(range(V), key=lambda token: (-row[token], token))[:k] for row in logits.tolist()]
@@ -285,7 +287,7 @@ def test_project_sample_picks_the_best(V, dtype, temperature, device):
 def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     """Bug: a row overwritten before it is read, garbage beyond count followed, or rows outside the path touched."""
     S, garbage = 40, 10**9
-    paths = torch.tensor([[0, 2, 3, 5, 9, 63], [0, 1, 2, 3, 4, 6], [0, -7, garbage, 3, 0, 0], [garbage] * 6])
+    paths = torch.tensor([[0, 2, 3, 5, 9, 20], [0, 1, 2, 3, 4, 6], [0, -7, garbage, 3, 0, 0], [garbage] * 6])
     counts, lengths = torch.tensor([5, 6, 1, 0]), torch.tensor([3, 33, 39, 0])
     outer = torch.randn(2, 2, 4, 3, S + 2, 2 * D).to(dtype)
     want, outer = outer.clone(), outer.to(device)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import SHAPES, random_prompts, toy_model
-from model import GPT, InputError, Linear, atomic_write, read_config
+from model import GPT, InputError, atomic_write, read_config
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None)
@@ -207,16 +207,6 @@ def test_a_config_without_a_spelling_is_not_written(tmp_path):
         with pytest.raises(InputError, match="no way to write|not supported"):
             toy_model(**flags).save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_few_rows_equal_many():
-    """Catches the product for few rows when it parts from nn.Linear: shapes, bias, the doubled single row."""
-    for bias in (True, False):
-        layer = Linear(48, 80, bias=bias).double()
-        for shape in ((1, 48), (48,), (2, 3, 48), (1, 31, 48), (4, 16, 48)):
-            x = torch.randn(shape, dtype=torch.float64)
-            with torch.no_grad():
-                torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 def test_a_missing_folder_is_named(tmp_path):

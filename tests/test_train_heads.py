@@ -62,7 +62,7 @@ def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeyp
     model = GPT.from_pretrained(checkpoint, device="cpu")
     whole, parts = (CloverHeads.from_pretrained(tmp_path / name, model).state_dict() for name in ("whole", "parts"))
     for name in whole:
-        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0.02)  # the folder is bfloat16
     with pytest.raises(InputError, match="holds a run of preset 'clover', or on another model"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
     other = tmp_path / "other"
