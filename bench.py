@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -81,8 +82,8 @@ def measure_accuracy(model, encoding, args):
     autocast, found = torch.autocast(model.device.type, enabled=False), {}
     for path in args.heads:
         heads = CloverHeads.from_pretrained(path, model)
-        args.block_size = min(256, model.config.block_size - heads.config.heads - 1)
-        found[Path(path).name] = accuracy = evaluate(heads, tokens, args, autocast)
+        windows = SimpleNamespace(batch_size=8, block_size=min(256, model.config.block_size - heads.config.heads - 1))
+        found[Path(path).name] = accuracy = evaluate(heads, tokens, windows, autocast)
         print(f"| {Path(path).name} | " + " | ".join(f"{share:.1%}" for share in accuracy) + " |", flush=True)
     return found
 
