@@ -132,7 +132,7 @@ class Run:
 def parse(argv):
     parser = Parser("Trains draft heads on a frozen model.")
     add_model_flags(parser)
-    add_training_flags(parser, steps=600, batch_size=8, block_size=None, lr=6e-3)
+    add_training_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill")
