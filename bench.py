@@ -20,6 +20,7 @@ from clover import MAX_TREE, CloverHeads
 from data import heldout_prompts, load_tokens, tokenizer_hash
 from generate import DEMO, Parser, Sampling, add_model_flags, check, command, generate, load_model
 from model import InputError
+from train_base import add_data_flag
 from train_heads import evaluate
 
 
@@ -95,8 +96,8 @@ def bench_heads(args):
     print(f"\n| heads | temperature | tree size | tokens per step | extra over {Path(args.heads[0]).name} "
           f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
     rows = measure_heads(model, encoding, args)
-    return dict(bench="heads", device=str(model.device), dtype=str(model.dtype), batch_size=args.batch_size, prompts=args.prompts, prompt_length=args.prompt_length,
-                max_new_tokens=args.max_new_tokens, accuracy=accuracy, decoding=rows)
+    settings = {name: getattr(args, name) for name in ("batch_size", "prompts", "prompt_length", "max_new_tokens")}
+    return dict(bench="heads", device=str(model.device), dtype=str(model.dtype), **settings, accuracy=accuracy, decoding=rows)
 
 
 def parse(argv):
@@ -104,7 +105,7 @@ def parse(argv):
     parser.add_argument("what", choices=("heads",))
     add_model_flags(parser)
     parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: the Python standard library's source")
+    add_data_flag(parser)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
     parser.add_argument("--max-new-tokens", type=int, default=128)

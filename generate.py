@@ -27,7 +27,8 @@ from model import GPT, InputError
 DEMO = Path(__file__).parent / "demo"
 TREE_SIZE = 17
 BATCH_SIZE = 8
-ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}  # of the largest logit: what two orders of summing may differ by
+# what two orders of summing may differ by, in units of the dtype's eps times the largest logit
+ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 HEAD_COLOURS = (32, 36, 34, 35, 33, 31)  # ANSI; a head beyond the last takes the last
 
 
@@ -436,7 +437,7 @@ def parse(argv):
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tree-size", type=int, default=TREE_SIZE, help="nodes verified per step, root included; 1 is plain decoding")
+    parser.add_argument("--tree-size", type=int, default=TREE_SIZE, help="nodes per step, root included; 1 is plain decoding")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
     parser.add_argument("--json", action="store_true", help="print one json object instead of text")
     return parser.parse_args(argv)
@@ -488,7 +489,8 @@ def main(argv=None):
 
 def compare_lines(output, plain, difference):
     """What --compare says."""
-    speed = f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up {output.tokens_per_second / plain.tokens_per_second:.2f}x"
+    speed_up = output.tokens_per_second / plain.tokens_per_second
+    speed = f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up {speed_up:.2f}x"
     if difference is None:
         return f"{speed}\nthe text is identical, all {plain.emitted} tokens"
     prompt, place, gap, kind = difference

@@ -29,11 +29,15 @@ SAVE_EVERY = 250  # steps
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared with train_heads.py
 
+def add_data_flag(parser):
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: Python's standard library")
+
+
 def add_training_flags(parser, steps, batch_size, block_size, lr):
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: the Python standard library's source")
+    add_data_flag(parser)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per step")
-    parser.add_argument("--block-size", type=int, default=block_size, help="tokens per sequence; where none is given, 256 or what the context allows")
+    parser.add_argument("--block-size", type=int, default=block_size, help="tokens per sequence; None: 256, or the context")
     parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
@@ -167,7 +171,7 @@ class Run:
             try:
                 self.model.load_state_dict(state["model"])
             except RuntimeError:
-                raise InputError(f"{self.out} holds a model of other sizes; repeat that run's flags or choose another --out") from None
+                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or choose another --out") from None
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
 
@@ -202,7 +206,7 @@ def parse(argv):
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(GPTConfig, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the loss: a fifth faster, needs a C++ compiler on a CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the loss; needs a C++ compiler on a CPU")
     args = parser.parse_args(argv)
     check_training_flags(args)
     for name in SIZES:
@@ -230,7 +234,8 @@ def main(argv=None):
     config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
     run = Run(args, config, device)
     size = sum(p.numel() for p in run.model.parameters())
-    print(f"{size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens, {len(heldout) / 1e6:.2f}M held out", flush=True)
+    print(f"{size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens, "
+          f"{len(heldout) / 1e6:.2f}M held out", flush=True)
     run.train(train_tokens)
     print(f"held-out loss {heldout_loss(run.loss_fn, heldout, args, device):.3f} nats per token\n\n"
           f"next:  python train_heads.py --model {out}")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens, tokenizer_hash
-from generate import Parser, add_model_flags, check, command, generate, load_model
+from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
 from model import InputError, atomic_write
 from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
@@ -85,7 +85,8 @@ class Run:
         if args.resume:
             state = load_state(self.out / "train_state.pt", model.device)
             if (state.get("preset"), state.get("base")) != (args.preset, model_identity(model)):
-                raise InputError(f"{self.out} holds a run of preset {state.get('preset')!r}, or on another model; choose another --out")
+                raise InputError(f"{self.out} holds a run of preset {state.get('preset')!r}, or on another model; "
+                                 f"choose another --out")
             self.heads.load_state_dict(state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
@@ -162,8 +163,8 @@ def main(argv=None):
     heads = CloverHeads.from_pretrained(run.out, model)
     speed = generate(model, prompts, 64, heads, tree_size=17).tokens_per_step
     run.save(accuracy=accuracy, tokens_per_step=speed)
-    print(f"{table(accuracy, speed)}\n\nuse them:  python generate.py --model {args.model} --heads {run.out} "
-          f"--prompt \"def fibonacci(n):\"")
+    flag = "" if args.model == str(DEMO) else f"--model {args.model} "
+    print(f"{table(accuracy, speed)}\n\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
 
 
 if __name__ == "__main__":
