@@ -187,8 +187,8 @@ class CloverHeads(nn.Module):
         return KVCache(self.config.augment_layers, batch, c.n_kv_head, rows, c.head_size, self.model.dtype, self.model.device)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None):
-        """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from.
-        positions, cache, ancestors as in `GPT.forward`."""
+        """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from,
+        at a root mean square of 1. positions, cache, ancestors as in `GPT.forward`. (arXiv 2405.00263, Augmenting Block.)"""
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))

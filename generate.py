@@ -454,11 +454,11 @@ def main(argv=None):
     decode = lambda heads, on_tokens=None: generate(model, prompts, args.max_new_tokens, heads, tree_size=args.tree_size,
                                                     stop=stop, on_tokens=on_tokens, **sampling)
     printer = Printer(encoding, stop) if len(prompts) == 1 and not args.json else None
-    if args.compare:  # both runs are timed with everything loaded and compiled
-        decode(heads), decode(None)
-    if printer:
-        print(texts[0], end="", flush=True)
     try:
+        if args.compare:  # both runs are timed with everything loaded and compiled
+            decode(heads), decode(None)
+        if printer:
+            print(texts[0], end="", flush=True)
         output = decode(heads, (lambda index, tokens: printer.show(tokens)) if printer else None)
     except Interrupted as interrupt:
         output, args.compare = interrupt.output, False
