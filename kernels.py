@@ -34,6 +34,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 LOG2_E = 1.4426950408889634
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
+NOWHERE = tl.constexpr(2**31 - 1)  # no place in the vocabulary
 PIVOT = tl.constexpr(-3.0e38)  # stands for the maximum of no scores: -inf - -inf would be NaN, -inf - PIVOT is not
 
 
@@ -41,6 +42,11 @@ def _check(holds, expected, *came):
     if not holds:
         came = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x) for x in came]
         raise ValueError(f"expected {expected}, got {', '.join(came)}")
+
+
+def _check_device(first, **others):
+    for name, x in others.items():
+        _check(x.device == first.device, f"{name} on {first.device}, as the first argument is", x.device)
 
 
 def _runs_triton(tensor):
@@ -61,13 +67,13 @@ def _dot(a, b, acc):
 #   over n < lengths[b] (committed) and n = lengths[b] + j for each set bit j of ancestors[b, i]
 #
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each of them meets T * G rows, so
-# 2 * T * G FLOPs: at T = 17, G = 4, bf16 that is 68 FLOPs a byte, under the 150 to 300 at which a data-centre GPU stops
+# 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, under the 200 to 300 at which a data-centre GPU stops
 # being bound by memory. Hence: pack all T * G rows that share a kv head into one tile, and cut the cache into splits so
-# that B * Hkv * splits programs fill the GPU (flash-decoding). The partial results add splits * B * T * Hq * D floats,
-# written and read once.
+# that B * Hkv * splits programs fill the GPU (flash-decoding). A split of N cache rows writes and reads back its rows'
+# partial sums in float32: for bf16 that adds 2 * rows / N to the bytes, so many rows want long splits.
 #
-# Splits follow S and never the lengths: a captured CUDA graph needs a fixed grid, and a row's sum is cut at the same
-# places whatever else is in the batch. Programs beyond their sequence's end leave at once.
+# Splits follow the shapes and never the lengths: a captured CUDA graph needs a fixed grid, and a row's sum is cut at the
+# same places however long the other sequences are. Programs beyond their sequence's end leave at once.
 
 
 @triton.jit
@@ -90,123 +96,168 @@ def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    scale, T, G, S, Hq, row_tiles, splits,
-    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    scale, T, G, S, Hkv, splits, split_rows,
+    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (split, kv head and row tile, sequence): its rows over its share of the cache."""
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1) // row_tiles
-    b = tl.program_id(2).to(tl.int64)
+    """Program (row tile, split, sequence and kv head): its rows over its share of the cache."""
+    split = tl.program_id(1)
+    kv_head = (tl.program_id(2) % Hkv).to(tl.int64)
+    b = (tl.program_id(2) // Hkv).to(tl.int64)
     length = tl.load(lengths_ptr + b).to(tl.int32)
-    begin = split * SPLIT
-    end = tl.minimum(tl.minimum(begin + SPLIT, length + T), S)
+    begin = split * split_rows
+    end = tl.minimum(tl.minimum(begin + split_rows, length + T), S)
     if begin >= end:
         return
 
-    rows = tl.program_id(1) % row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # row = node * G + head within group
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # row = node * G + head within the group
     real = rows < T * G
     nodes = (rows // G).to(tl.int64)
-    heads = (kv_head * G + rows % G).to(tl.int64)
+    heads = kv_head * G + rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     columns = tl.arange(0, BLOCK_N)
-    dim_mask = (dims < D)[None, :]
+    dim_mask = (dims < D)[None, :]  # all true where D is a power of two, and compiled away
 
     # [BLOCK_ROWS, BLOCK_D]
     q_ptrs = q_ptr + b * stride_qb + (nodes * stride_qt + heads * stride_qh)[:, None] + dims[None, :] * stride_qd
     q = tl.load(q_ptrs, mask=real[:, None] & dim_mask, other=0.0)
-    k_ptrs = k_ptr + b * stride_kb + kv_head.to(tl.int64) * stride_kh + dims[None, :] * stride_kd
-    v_ptrs = v_ptr + b * stride_vb + kv_head.to(tl.int64) * stride_vh + dims[None, :] * stride_vd
+    k_ptr += b * stride_kb + kv_head * stride_kh
+    v_ptr += b * stride_kb + kv_head * stride_kh
     best = tl.full([BLOCK_ROWS], PIVOT, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
 
-    # Whole tiles of committed rows: every row sees them, so nothing is masked.
+    # Whole tiles of committed rows: every node sees them, so nothing is masked.
     prefix_end = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_N * BLOCK_N
     for start in range(begin, prefix_end, BLOCK_N):
-        cache_rows = (start + columns).to(tl.int64)[:, None]
+        offsets = (start + columns).to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
         # [BLOCK_N, BLOCK_D]
-        keys = tl.load(k_ptrs + cache_rows * stride_kn, mask=dim_mask, other=0.0)
-        values = tl.load(v_ptrs + cache_rows * stride_vn, mask=dim_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
+        values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
         best, total, acc = _attend(q, keys, values, None, scale, best, total, acc)
 
     # The last committed rows and the tree. Rows that nobody here sees are not loaded: 0 * NaN would reach the output.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=real, other=0)
+    low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
     for start in range(prefix_end, end, BLOCK_N):
         cache_rows = start + columns
         node = cache_rows - length
-        ancestor = (bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)[None, :]) & 1
+        word = tl.where((node < 32)[None, :], low[:, None], high[:, None])
+        ancestor = (word >> (node & 31)[None, :]) & 1
         visible = (node < 0)[None, :] | (ancestor != 0)
-        visible = visible & (cache_rows < end)[None, :] & real[:, None]
+        visible = visible & (cache_rows < end)[None, :]
         seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
-        cache_rows = cache_rows.to(tl.int64)[:, None]
+        offsets = cache_rows.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
         # [BLOCK_N, BLOCK_D]
-        keys = tl.load(k_ptrs + cache_rows * stride_kn, mask=seen, other=0.0)
-        values = tl.load(v_ptrs + cache_rows * stride_vn, mask=seen, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=seen, other=0.0)
+        values = tl.load(v_ptr + offsets, mask=seen, other=0.0)
         best, total, acc = _attend(q, keys, values, visible, scale, best, total, acc)
 
     blind = total == 0.0
     acc = acc / tl.where(blind, 1.0, total)[:, None]
-    lse = tl.where(blind, PIVOT, best + tl.log2(tl.where(blind, 1.0, total)))
-    out_rows = ((b * T + nodes) * Hq + heads) * splits + split
-    tl.store(lse_ptr + out_rows, lse, mask=real)
-    tl.store(partial_ptr + out_rows[:, None] * D + dims[None, :], acc, mask=real[:, None] & dim_mask)
+    out_rows = ((b * T + nodes) * Hkv * G + heads) * splits + split
+    tl.store(partial_ptr + out_rows[:, None] * D + dims[None, :], acc.to(partial_ptr.dtype.element_ty),
+             mask=real[:, None] & dim_mask)
+    if lse_ptr is not None:
+        lse = tl.where(blind, PIVOT, best + tl.log2(tl.where(blind, 1.0, total)))
+        tl.store(lse_ptr + out_rows, lse, mask=real)
 
 
 @triton.jit
 def _combine_splits_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, SPLIT: tl.constexpr,
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, split_rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (node and head, sequence): weighs the partial results of the splits that had rows to look at."""
     b = tl.program_id(1).to(tl.int64)
     row = b * T * Hq + tl.program_id(0)
-    end = tl.minimum(tl.load(lengths_ptr + b).to(tl.int32) + T, S)
-    split = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    live = split * SPLIT < end  # the others left early and wrote nothing
-    # [BLOCK_SPLITS]
-    lse = tl.load(lse_ptr + row * splits + split, mask=live, other=PIVOT)
-    weights = tl.where(live, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    # [BLOCK_SPLITS, BLOCK_D]
-    partial_ptrs = partial_ptr + (row * splits + split)[:, None] * D + dims[None, :]
-    partial = tl.load(partial_ptrs, mask=live[:, None] & (dims < D)[None, :], other=0.0)
-    total = tl.maximum(tl.sum(weights, 0), 1.0)  # the largest weight is 1; 0 only where no split is live
-    out = tl.sum(partial * weights[:, None], 0) / total
-    tl.store(out_ptr + row * D + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D)
+    end = tl.minimum(tl.load(lengths_ptr + b).to(tl.int32) + T, S)
+    live = tl.cdiv(end, split_rows)  # the other splits' programs left early and wrote nothing
+    best = PIVOT
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, live, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        places = row * splits + split
+        # [BLOCK_SPLITS]
+        lse = tl.load(lse_ptr + places, mask=split < live, other=float("-inf"))
+        # [BLOCK_SPLITS, BLOCK_D]
+        partial = tl.load(partial_ptr + places[:, None] * D + dims[None, :],
+                          mask=(split < live)[:, None] & (dims < D)[None, :], other=0.0)
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_best)
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
+        best = new_best
+    tl.store(out_ptr + row * D + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
-def _attention_blocks(rows, D, S, dtype):
-    """(blocks, warps): no spilled registers, and two stages fit the shared memory of small GPUs.
+@lru_cache
+def _multiprocessors(device):
+    """Of a GPU. A CPU, where the interpreter runs programs one by one, gets a few, so that tests meet every case."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
-    Exact float32 has no tensor cores, and its unrolled multiply-adds want small tiles.
+
+def _wide(*tensors):
+    """Whether rows can be loaded 16 bytes at a time: the last stride is 1 and the rest are multiples of 16 elements."""
+    return all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+               for x in tensors)
+
+
+def _registers(most):
+    """The launch option that gives a thread up to `most` registers. Left alone, ptxas prefers a few spills to one program
+    less per multiprocessor. AMD's compiler has no such option."""
+    return {} if torch.version.hip else dict(maxnreg=most)
+
+
+def _attention_blocks(rows, D, dtype, wide):
+    """Tile sizes and launch options by shape class. The tests compile every class: nothing spills, and the shared
+    memory of small GPUs suffices.
+
+    A tile of keys is 8 kB, and as much of values: two or three such pairs in flight per program and two or more
+    programs per multiprocessor hide the latency of the memory. Exact float32 has no tensor cores, and its unrolled
+    multiply-adds want small tiles; so do loads of single elements. 128 rows fit only with the commonest head sizes.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
-    if dtype == torch.float32:
-        BLOCK_ROWS, BLOCK_N, num_warps = 16, min(32, 4096 // BLOCK_D), 8
-    else:
-        BLOCK_ROWS = min(max(16, triton.next_power_of_2(rows)), 8192 // BLOCK_D, 64)
-        BLOCK_N = min(8192 // BLOCK_D, 4096 // BLOCK_ROWS, 128)
-        num_warps = 8 if BLOCK_ROWS * BLOCK_D == 8192 else 4
-    SPLIT = 256
-    while SPLIT * 64 < S:  # the combine kernel holds all splits of a row at once
-        SPLIT *= 2
-    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, SPLIT=SPLIT), num_warps
+    if dtype == torch.float32 or not wide:
+        return dict(BLOCK_ROWS=16, BLOCK_N=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
+    BLOCK_ROWS = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
+    small = BLOCK_ROWS == 16 or BLOCK_ROWS <= 64 and BLOCK_D <= 64
+    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=min(32, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
+                num_warps=4 if BLOCK_ROWS <= 64 and BLOCK_ROWS * BLOCK_D <= 8192 else 8,
+                num_stages=4 if BLOCK_ROWS <= 32 else 3, **_registers(168 if small else 255))
+
+
+def _split_rows(S, rows, groups, multiprocessors):
+    """Cache rows per program, a power of two from 256: as long as `groups` programs per split still fill the GPU.
+
+    That is two a multiprocessor; half a one is enough while splits are so short that partial sums weigh (see above).
+    """
+    split_rows = 256
+    while split_rows < S:
+        wanted = multiprocessors // 2 if split_rows < 8 * rows else 2 * multiprocessors
+        if groups * triton.cdiv(S, 2 * split_rows) < wanted:
+            break
+        split_rows *= 2
+    return split_rows
 
 
 def _check_attention(q, k_cache, v_cache, lengths, ancestors):
-    _check(q.dim() == 4, "q of shape [B, T, Hq, D]", q)
-    _check(k_cache.dim() == 4, "k_cache of shape [B, Hkv, S, D]", k_cache)
+    _check(q.dim() == 4 and q.numel() > 0, "q of shape [B, T, Hq, D], not empty", q)
+    _check(q.dtype in FLOATS, "q of float32, float16 or bfloat16", q)
     B, T, Hq, D = q.shape
-    Hkv, S = k_cache.shape[1:3]
-    _check(k_cache.shape == v_cache.shape == (B, Hkv, S, D), "caches [B, Hkv, S, D] that fit q", q, k_cache, v_cache)
-    _check(Hkv > 0 and Hq > 0 and Hq % Hkv == 0, "Hq a multiple of Hkv", Hq, Hkv)
-    _check(B > 0 and 1 <= T <= 64 and T <= S, "at least one sequence and 1 to 64 nodes that fit the cache", q, k_cache)
-    _check(16 <= D <= 256, "a head size of 16 to 256", D)
-    _check(q.dtype in FLOATS and q.dtype == k_cache.dtype == v_cache.dtype,
-           "q and caches of one dtype: float32, float16 or bfloat16", q, k_cache, v_cache)
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths [{B}] int32", lengths)
-    _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, f"ancestors [{B}, {T}] int64", ancestors)
+    _check(T <= 64, "q of 1 to 64 nodes", q)
+    _check(16 <= D <= 256, "q of a head size of 16 to 256", q)
+    for name, cache in dict(k_cache=k_cache, v_cache=v_cache).items():
+        _check(cache.dim() == 4 and cache.shape[0] == B and cache.shape[2] >= T and cache.shape[3] == D,
+               f"{name} of shape [{B}, Hkv, S >= {T}, {D}], to fit q", cache)
+        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, f"{name} of a number of heads that divides q's {Hq}", cache)
+        _check(cache.dtype == q.dtype, f"{name} of {q.dtype}, as q has it", cache)
+    _check(k_cache.shape == v_cache.shape, "k_cache and v_cache of one shape", k_cache, v_cache)
+    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths of shape [{B}], int32", lengths)
+    _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, f"ancestors of shape [{B}, {T}], int64", ancestors)
+    _check_device(q, k_cache=k_cache, v_cache=v_cache, lengths=lengths, ancestors=ancestors)
 
 
 def _check_lengths(lengths, T, rows):
@@ -222,21 +273,27 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     _check_lengths(lengths, T, S)
+    if k_cache.stride() != v_cache.stride():  # one set of addresses serves both; a copy of one layout, where it must be
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
-    blocks, num_warps = _attention_blocks(T * G, D, S, q.dtype)
-    splits = triton.cdiv(S, blocks["SPLIT"])
+    blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache))
     row_tiles = triton.cdiv(T * G, blocks["BLOCK_ROWS"])
+    split_rows = _split_rows(S, min(T * G, blocks["BLOCK_ROWS"]), B * Hkv * row_tiles, _multiprocessors(q.device))
+    splits = triton.cdiv(S, split_rows)
     lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
-    partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
-    lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    partial, lse = out, None  # a single split is the result; 128 rows spill on the way to half precision
+    if splits > 1 or blocks["BLOCK_ROWS"] > 64:
+        partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
+        lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     scale = LOG2_E * (D ** -0.5 if scale is None else scale)  # the kernel's exponentials are base 2
-    _tree_attention_kernel[(splits, Hkv * row_tiles, B)](
-        q, k_cache, v_cache, lengths, ancestors, partial, lse, *q.stride(), *k_cache.stride(), *v_cache.stride(),
-        scale, T, G, S, Hq, row_tiles, splits, D=D, **blocks, num_warps=num_warps, num_stages=2)
-    _combine_splits_kernel[(T * Hq, B)](
-        partial, lse, lengths, out, T, Hq, S, splits, D=D, BLOCK_D=blocks["BLOCK_D"],
-        BLOCK_SPLITS=triton.next_power_of_2(splits), SPLIT=blocks["SPLIT"], num_warps=4)
+    _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
+        q, k_cache, v_cache, lengths, ancestors, partial, lse, *q.stride(), *k_cache.stride(),
+        scale, T, G, S, Hkv, splits, split_rows, D=D, **blocks)
+    if lse is not None:
+        _combine_splits_kernel[(T * Hq, B)](
+            partial, lse, lengths, out, T, Hq, S, splits, split_rows,
+            D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
     return out
 
 
@@ -288,195 +345,21 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# project_topk
+# project_topk and project_sample: one pass over the LM head
 #
-#   logits = hidden @ weight.T;  logprobs = logits - logsumexp(logits);  the k largest of a row, of equals the lowest id
+#   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits), of equals the lowest id
+#   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), at temperature 0
+#                    argmax_t(logits_t): a sample of softmax(logits / temperature) (the Gumbel-max trick)
 #
-# Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.31 ms at 3.35 TB/s).
+# Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22 ms at 4.8 TB/s).
 # FLOPs: 2 * M * V * C, so M a byte in bf16: bound by memory up to M = 64 and beyond. Storing M * V logits would write
-# them once and read them twice: at M = 64 another 10%, and two launches. Here each program walks a run of
-# vocabulary tiles with a running log-sum-exp and a running top-k, and a second kernel merges the programs' lists.
-
-
-@triton.jit
-def _logits_tile(
-    hidden_ptr, weight_ptr, rows, tokens, M, V, C, stride_hm, stride_hc, stride_wv, stride_wc,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
-):
-    """Logits [BLOCK_M, BLOCK_V] of `rows` for `tokens`, -inf beyond the vocabulary."""
-    row_mask = (rows < M)[:, None]
-    token_mask = (tokens < V)[None, :]
-    hidden_ptrs = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hm
-    weight_ptrs = weight_ptr + tokens.to(tl.int64)[None, :] * stride_wv
-    logits = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for start in range(0, C, BLOCK_C):
-        channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)
-        channel_mask = channels < C
-        # [BLOCK_M, BLOCK_C]
-        hidden = tl.load(hidden_ptrs + channels[None, :] * stride_hc, mask=row_mask & channel_mask[None, :], other=0.0)
-        # [BLOCK_C, BLOCK_V]
-        weight_mask = token_mask & channel_mask[:, None]
-        weight = tl.load(weight_ptrs + channels[:, None] * stride_wc, mask=weight_mask, other=0.0)
-        # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
-        logits = _dot(hidden, weight, logits)
-    return tl.where(token_mask, logits, float("-inf"))
-
-
-@triton.jit
-def _merge_topk(logits, first, values, tokens, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Merges a tile into the sorted lists (values, tokens) by taking the larger of both heads K times."""
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    columns = tl.arange(0, BLOCK_V)[None, :]
-    new_values = tl.full(values.shape, float("-inf"), tl.float32)
-    new_tokens = tl.zeros(tokens.shape, tl.int32)
-    place = tl.zeros([values.shape[0]], tl.int32)  # how many entries of its list each row has used
-    for slot in range(K):
-        tile_value, column = tl.max(logits, 1, return_indices=True)  # the leftmost of equals
-        head = slots == place[:, None]
-        list_value = tl.sum(tl.where(head, values, 0.0), 1)
-        list_token = tl.sum(tl.where(head, tokens, 0), 1)
-        from_list = list_value >= tile_value  # the list holds lower token ids than the tile, so it wins ties
-        new_values = tl.where(slots == slot, tl.where(from_list, list_value, tile_value)[:, None], new_values)
-        new_tokens = tl.where(slots == slot, tl.where(from_list, list_token, first + column)[:, None], new_tokens)
-        place += from_list.to(tl.int32)
-        logits = tl.where((columns == column[:, None]) & (from_list == 0)[:, None], float("-inf"), logits)
-    return new_values, new_tokens
-
-
-@triton.jit
-def _project_topk_kernel(
-    hidden_ptr, weight_ptr, values_ptr, tokens_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, M, V, C, programs, run,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
-):
-    """Program (p, row tile): the k best of vocabulary entries p * run .. (p + 1) * run, and their log-sum-exp."""
-    program = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    slots = tl.arange(0, BLOCK_K)
-    values = tl.full([BLOCK_M, BLOCK_K], float("-inf"), tl.float32)
-    tokens = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
-    best = tl.full([BLOCK_M], PIVOT, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    begin = program * run
-    for first in range(begin, tl.minimum(begin + run, V), BLOCK_V):
-        logits = _logits_tile(hidden_ptr, weight_ptr, rows, first + tl.arange(0, BLOCK_V), M, V, C,
-                              stride_hm, stride_hc, stride_wv, stride_wc, BLOCK_M, BLOCK_V, BLOCK_C)
-        new_best = tl.maximum(best, tl.max(logits, 1))
-        total = total * tl.exp(best - new_best) + tl.sum(tl.exp(logits - new_best[:, None]), 1)
-        best = new_best
-        values, tokens = _merge_topk(logits, first, values, tokens, K, BLOCK_K, BLOCK_V)
-    out_rows = rows * programs + program
-    out_places = out_rows[:, None] * BLOCK_K + slots[None, :]
-    tl.store(lse_ptr + out_rows, best + tl.log(total), mask=rows < M)
-    tl.store(values_ptr + out_places, values, mask=(rows < M)[:, None])
-    tl.store(tokens_ptr + out_places, tokens, mask=(rows < M)[:, None])
-
-
-@triton.jit
-def _merge_lists_kernel(
-    values_ptr, tokens_ptr, lse_ptr, logprobs_ptr, out_tokens_ptr, V, programs,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr,
-):
-    """Program m: the k best of all lists for row m. They lie in token order, so the leftmost of equals wins."""
-    row = tl.program_id(0)
-    program = tl.arange(0, BLOCK_PROGRAMS)
-    # [BLOCK_PROGRAMS]
-    lse = tl.load(lse_ptr + row * programs + program, mask=program < programs, other=float("-inf"))
-    best = tl.max(lse, 0)
-    lse = best + tl.log(tl.sum(tl.exp(lse - best), 0))
-    places = tl.arange(0, BLOCK_PROGRAMS * BLOCK_K)
-    # [BLOCK_PROGRAMS * BLOCK_K]
-    first = row * programs * BLOCK_K
-    values = tl.load(values_ptr + first + places, mask=places < programs * BLOCK_K, other=float("-inf"))
-    for slot in range(K):
-        value, place = tl.max(values, 0, return_indices=True)
-        token = tl.minimum(tl.load(tokens_ptr + first + place), V - 1)  # NaN logits still name a token
-        tl.store(logprobs_ptr + row * K + slot, value - lse)
-        tl.store(out_tokens_ptr + row * K + slot, token.to(tl.int64))
-        values = tl.where(places == place, float("-inf"), values)
-
-
-def _project_blocks(M, V, dtype):
-    """(blocks, grid, run): at most 256 programs, two per multiprocessor of a large GPU, each over `run` entries.
-
-    More than 64 rows take one pass over the weight per 64 of them.
-    """
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
-    blocks = dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=128 // dtype.itemsize,
-                  num_warps=8 if BLOCK_M >= 32 or dtype == torch.float32 else 4, num_stages=3)
-    run = triton.cdiv(triton.cdiv(V, 128), 256) * 128
-    return blocks, (triton.cdiv(V, run), triton.cdiv(M, BLOCK_M)), run
-
-
-def _check_project(hidden, weight):
-    _check(hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1] > 0 and weight.shape[0] > 0,
-           "hidden [M, C] and weight [V, C]", hidden, weight)
-    _check(len(hidden) > 0, "at least 1 row of hidden", hidden)
-    _check(hidden.dtype in FLOATS and hidden.dtype == weight.dtype,
-           "hidden and weight of one dtype: float32, float16 or bfloat16", hidden, weight)
-
-
-def _check_topk(hidden, weight, k):
-    _check_project(hidden, weight)
-    _check(isinstance(k, int) and 1 <= k <= min(32, len(weight)), f"k of 1 to {min(32, len(weight))}", k)
-
-
-def project_topk_triton(hidden, weight, k):
-    """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
-    _check_topk(hidden, weight, k)
-    (M, C), V = hidden.shape, weight.shape[0]
-    blocks, grid, run = _project_blocks(M, V, hidden.dtype)
-    programs = grid[0]
-    BLOCK_K = triton.next_power_of_2(k)
-    values = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.float32)
-    listed = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int32)
-    lse = hidden.new_empty((M, programs), dtype=torch.float32)
-    logprobs = hidden.new_empty((M, k), dtype=torch.float32)
-    tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    _project_topk_kernel[grid](
-        hidden, weight, values, listed, lse, *hidden.stride(), *weight.stride(), M, V, C, programs, run,
-        K=k, BLOCK_K=BLOCK_K, **blocks)
-    _merge_lists_kernel[(M,)](
-        values, listed, lse, logprobs, tokens, V, programs,
-        K=k, BLOCK_K=BLOCK_K, BLOCK_PROGRAMS=triton.next_power_of_2(programs), num_warps=4)
-    return logprobs, tokens
-
-
-def _logits(hidden, weight):
-    """[M, V] in float32: half precision would make ties. On a CPU few rows take half the time with the weight first."""
-    return (weight.float() @ hidden.float().T).T.contiguous()
-
-
-def project_topk_reference(hidden, weight, k):
-    """`project_topk` by torch, through the [M, V] logits."""
-    _check_topk(hidden, weight, k)
-    logits = _logits(hidden, weight)
-    values, tokens = logits.topk(min(k + 1, len(weight)))
-    # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
-    if (values[:, 1:] == values[:, :-1]).any():
-        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    return values[:, :k] - logits.logsumexp(-1, keepdim=True), tokens[:, :k]
-
-
-def project_topk(hidden, weight, k):
-    """The k most likely tokens of each row and their log-probabilities, best first, of equals the lowest id first.
-
-    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, k 1..min(32, V);
-    above 64 rows the weight is read once per 64.
-    Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes and k.
-    """
-    project = project_topk_triton if _runs_triton(hidden) else project_topk_reference
-    return project(hidden, weight, k)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# project_sample
+# them once and read them twice: at M = 64 another 10%, and two launches. Here as many programs as fit the GPU at once
+# walk the vocabulary in tiles, each with a running log-sum-exp and a running list of its k best, and a second, small
+# kernel merges the lists. The noise is a pure function of its arguments, made where it is needed: about 15 integer
+# operations and two logarithms per logit against 2 * C FLOPs, under 1% at C = 4096.
 #
-#   token = argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), at temperature 0 argmax_t(logits_t)
-#
-# That argmax is a sample of softmax(logits / temperature) (the Gumbel-max trick). The noise is a pure function of its
-# arguments, made where it is needed: storing it would add M * V floats to a pass whose floor is V * C weight elements.
-# About 15 integer operations and two logarithms per logit against 2 * C FLOPs: under 1% at C = 4096.
+# A tile's logits stay in registers. Its best are taken out one at a time, the maximum over the tile against the worst
+# of the list, until no row has one that enters: the first tile takes k rounds, the later ones few.
 #
 # The noise: a 64-bit key per row from (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit
 # finalizer lowbias32 with the key's halves put in before and between its multiplications. With one half only, two rows
@@ -502,72 +385,242 @@ def _gumbel_kernel(low, high, tokens):
     return -tl.log(-tl.log(uniform))
 
 
+@triton.jit
+def _take_best(scores, first, values, places, BLOCK_V: tl.constexpr):
+    """Moves the scores of a tile that beat the worst of their row's list (values, places) into that list.
+
+    A tile's places are higher than the list's, so an equal never enters, and of equal worst entries the last one goes.
+    """
+    columns = tl.arange(0, BLOCK_V)[None, :]
+    best = tl.max(scores, 1)
+    worst = tl.min(values, 1)
+    while tl.max((best > worst).to(tl.int32), 0) > 0:
+        enters = (best > worst)[:, None]
+        column = tl.min(tl.where(scores == best[:, None], columns, BLOCK_V), 1)
+        leaver = tl.max(tl.where(values == worst[:, None], places, -NOWHERE), 1)
+        slot = (places == leaver[:, None]) & enters
+        values = tl.where(slot, best[:, None], values)
+        places = tl.where(slot, (first + column)[:, None], places)
+        scores = tl.where((columns == column[:, None]) & enters, float("-inf"), scores)
+        best = tl.max(scores, 1)
+        worst = tl.min(values, 1)
+    return values, places
+
+
 @triton.jit(do_not_specialize=["seed_key"])
-def _project_sample_kernel(
-    hidden_ptr, weight_ptr, sequence_ptr, position_ptr, values_ptr, tokens_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, C, programs, run,
-    NOISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+def _project_kernel(
+    hidden_ptr, weight_ptr, rows_ptr, sequence_ptr, position_ptr, values_ptr, places_ptr, lse_ptr,
+    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, N, programs,
+    C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program (p, row tile): the best of vocabulary entries p * run .. (p + 1) * run."""
-    program = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    best_token = tl.zeros([BLOCK_M], tl.int32)
-    if NOISE:
-        sequence = tl.load(sequence_ptr + rows, mask=rows < M, other=0).to(tl.int64)
-        position = tl.load(position_ptr + rows, mask=rows < M, other=0).to(tl.int64)
-        key = _mix64_kernel((sequence + seed_key).to(tl.uint64))
-        key = _mix64_kernel(key + position.to(tl.uint64))
-        low = key.to(tl.uint32)
-        high = (key >> 32).to(tl.uint32)
-    begin = program * run
-    for first in range(begin, tl.minimum(begin + run, V), BLOCK_V):
-        tokens = first + tl.arange(0, BLOCK_V)
-        logits = _logits_tile(hidden_ptr, weight_ptr, rows, tokens, M, V, C,
-                              stride_hm, stride_hc, stride_wv, stride_wc, BLOCK_M, BLOCK_V, BLOCK_C)
-        if NOISE:
-            logits = logits / temperature + _gumbel_kernel(low, high, tokens.to(tl.uint32))
-        value, column = tl.max(logits, 1, return_indices=True)
-        best_token = tl.where(value > best, first + column, best_token)  # an equal of a later tile has a higher id
-        best = tl.maximum(best, value)
-    tl.store(values_ptr + rows * programs + program, best, mask=rows < M)
-    tl.store(tokens_ptr + rows * programs + program, best_token, mask=rows < M)
+    """Program (row tile, p): the K best of vocabulary tiles p, p + programs, ... and, without noise, their log-sum-exp.
+
+    One loop over (tile, channels), so that the next tile's weights are on their way while this one's best are taken.
+    """
+    program = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = m < M
+    hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    # Slots beyond K hold infinity, which nothing beats. Places below 0: nothing there yet.
+    values = tl.zeros([BLOCK_M, BLOCK_K], tl.float32) + tl.where(slots < K, float("-inf"), float("inf"))
+    places = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
+    best = tl.full([BLOCK_M], PIVOT, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sequence_ptr is not None:
+        sequence = tl.load(sequence_ptr + m, mask=real, other=0).to(tl.int64)
+        position = tl.load(position_ptr + m, mask=real, other=0).to(tl.int64)
+        key = _mix64_kernel(_mix64_kernel((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
+        low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+    # The taller side of a product goes first, where the tensor cores of Hopper and later want at least 64.
+    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
+    CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
+    tiles = tl.cdiv(tl.cdiv(N, BLOCK_V) - program, programs)
+    for step in range(0, tiles * CHUNKS):
+        first = (program + step // CHUNKS * programs) * BLOCK_V
+        place = first + tl.arange(0, BLOCK_V)
+        token = tl.minimum(place, N - 1)
+        if rows_ptr is not None:
+            token = tl.load(rows_ptr + token)
+        channels = (step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+        inside = (channels < C) | (C % BLOCK_C == 0)
+        # [BLOCK_V, BLOCK_C]
+        weight_ptrs = weight_ptr + token.to(tl.int64)[:, None] * stride_wv + channels * stride_wc
+        weight = tl.load(weight_ptrs, mask=inside, other=0.0)
+        # [BLOCK_M, BLOCK_C]
+        hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
+        if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
+            acc = _dot(weight, tl.trans(hidden), acc)
+        else:  # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
+            acc = _dot(hidden, tl.trans(weight), acc)
+        if step % CHUNKS == CHUNKS - 1:
+            # [BLOCK_M, BLOCK_V]
+            scores = tl.where((place < N)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
+            acc = tl.zeros(acc.shape, tl.float32)
+            if sequence_ptr is not None:
+                scores = scores / temperature + _gumbel_kernel(low, high, token.to(tl.uint32))
+            if lse_ptr is not None:
+                new_best = tl.maximum(best, tl.max(scores, 1))
+                total = total * tl.exp(best - new_best) + tl.sum(tl.exp(scores - new_best[:, None]), 1)
+                best = new_best
+            values, places = _take_best(scores, first, values, places, BLOCK_V)
+
+    lists = m * programs + program
+    entries = lists[:, None] * K + slots
+    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < K))
+    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < K))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lists, best + tl.log(total), mask=real)
 
 
 @triton.jit
-def _pick_best_kernel(values_ptr, tokens_ptr, out_ptr, V, programs, BLOCK_PROGRAMS: tl.constexpr):
-    """Program m: the best of all programs' bests for row m, the leftmost of equals."""
-    row = tl.program_id(0)
-    program = tl.arange(0, BLOCK_PROGRAMS)
-    # [BLOCK_PROGRAMS]
-    values = tl.load(values_ptr + row * programs + program, mask=program < programs, other=float("-inf"))
-    token = tl.load(tokens_ptr + row * programs + tl.argmax(values, 0))
-    tl.store(out_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
+def _merge_lists_kernel(
+    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, N, programs,
+    K: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
+):
+    """Program m: the K best of all lists for row m, of equals the lowest place."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK_ENTRIES)
+    # [BLOCK_ENTRIES]
+    values = tl.load(values_ptr + row * programs * K + entry, mask=entry < programs * K, other=float("-inf"))
+    places = tl.load(places_ptr + row * programs * K + entry, mask=entry < programs * K, other=NOWHERE)
+    if lse_ptr is not None:
+        program = tl.arange(0, BLOCK_PROGRAMS)
+        # [BLOCK_PROGRAMS]
+        lse = tl.load(lse_ptr + row * programs + program, mask=program < programs, other=float("-inf"))
+        most = tl.max(lse, 0)
+        lse = most + tl.log(tl.sum(tl.exp(lse - most), 0))
+    for slot in range(K):
+        value = tl.max(values, 0)
+        place = tl.min(tl.where(values == value, places, NOWHERE), 0)
+        values = tl.where(places == place, float("-inf"), values)
+        token = tl.minimum(tl.maximum(place, 0), N - 1)  # where all is NaN no list has a place: still name a token
+        if rows_ptr is not None:
+            token = tl.load(rows_ptr + token)
+        tl.store(tokens_ptr + row * K + slot, token.to(tl.int64))
+        if lse_ptr is not None:
+            tl.store(logprobs_ptr + row * K + slot, value - lse)
 
 
-def _check_noise(M, temperature, sequence, position):
+def _project_blocks(M, dtype, wide, gathered):
+    """Tile sizes and launch options by shape class, all compiled in the tests: nothing spills, and the shared memory of
+    small GPUs suffices.
+
+    A tile of weights is 16 kB, and two or three are in flight per program. The loads of gathered rows wait for their
+    indices: one stage more. Exact float32 and loads of single elements want smaller tiles.
+    """
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
+    num_warps = 8 if BLOCK_M == 64 else 4
+    if dtype == torch.float32 or not wide:
+        return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
+                    num_stages=3 if dtype == torch.float32 else 2, **_registers(168))
+    return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
+                num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **({} if BLOCK_M == 64 else _registers(255)))
+
+
+def _project_triton(hidden, weight, rows, k, temperature=0.0, seed_key=0, sequence=None, position=None):
+    """Both kernels. With a temperature, the scores are logits / temperature + noise, and there are no log-probabilities.
+
+    Returns (logprobs float32 [M, k] or None, tokens int64 [M, k]).
+    """
+    M, C = hidden.shape
+    N = len(weight if rows is None else rows)
+    blocks = _project_blocks(M, hidden.dtype, _wide(hidden, weight), rows is not None)
+    row_tiles = triton.cdiv(M, blocks["BLOCK_M"])
+    programs = min(triton.cdiv(N, blocks["BLOCK_V"]), max(1, 2 * _multiprocessors(hidden.device) // row_tiles), 512)
+    values = hidden.new_empty((M, programs, k), dtype=torch.float32)
+    places = hidden.new_empty((M, programs, k), dtype=torch.int32)
+    tokens = hidden.new_empty((M, k), dtype=torch.int64)
+    lse = logprobs = None
+    if temperature:
+        sequence, position = sequence.contiguous(), position.contiguous()
+    else:
+        sequence = position = None
+        lse = hidden.new_empty((M, programs), dtype=torch.float32)
+        logprobs = hidden.new_empty((M, k), dtype=torch.float32)
+    _project_kernel[(row_tiles, programs)](
+        hidden, weight, rows, sequence, position, values, places, lse, *hidden.stride(), *weight.stride(),
+        float(temperature), seed_key, M, N, programs, C=C, K=k, BLOCK_K=triton.next_power_of_2(k), **blocks)
+    entries = triton.next_power_of_2(programs * k)
+    _merge_lists_kernel[(M,)](
+        values, places, lse, rows, logprobs, tokens, N, programs, K=k,
+        BLOCK_PROGRAMS=triton.next_power_of_2(programs), BLOCK_ENTRIES=entries, num_warps=min(max(entries // 512, 1), 16))
+    return logprobs, tokens
+
+
+def _check_project(hidden, weight, rows):
+    _check(hidden.dim() == 2 and len(hidden) > 0, "hidden of shape [M >= 1, C]", hidden)
+    _check(weight.dim() == 2 and len(weight) > 0 and hidden.shape[1] == weight.shape[1] > 0,
+           f"weight of shape [V >= 1, {hidden.shape[1]}], as hidden has it", weight)
+    _check(hidden.dtype in FLOATS, "hidden of float32, float16 or bfloat16", hidden)
+    _check(weight.dtype == hidden.dtype, f"weight of {hidden.dtype}, as hidden has it", weight)
+    _check_device(hidden, weight=weight)
+    if rows is not None:
+        _check(rows.dim() == 1 and len(rows) > 0 and rows.dtype == torch.int32, "rows of shape [N >= 1], int32", rows)
+        _check_device(hidden, rows=rows)
+        if rows.device.type == "cpu":  # reading them back would stall a GPU
+            low, high = rows.aminmax()
+            _check(0 <= low and high < len(weight), f"rows of 0 to {len(weight) - 1}", int(low), int(high))
+
+
+def _check_topk(hidden, weight, k, rows):
+    _check_project(hidden, weight, rows)
+    most = min(32, len(weight if rows is None else rows))
+    _check(isinstance(k, int) and 1 <= k <= most, f"k of 1 to {most}", k)
+
+
+def project_topk_triton(hidden, weight, k, rows=None):
+    """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
+    _check_topk(hidden, weight, k, rows)
+    return _project_triton(hidden, weight, rows, k)
+
+
+def _logits(hidden, weight, rows):
+    """[M, V] in float32: half precision would make ties. On a CPU few rows take half the time with the weight first."""
+    weight = weight if rows is None else weight[rows]
+    return (weight.float() @ hidden.float().T).T.contiguous()
+
+
+def project_topk_reference(hidden, weight, k, rows=None):
+    """`project_topk` by torch, through the [M, V] logits."""
+    _check_topk(hidden, weight, k, rows)
+    logits = _logits(hidden, weight, rows)
+    values, tokens = logits.topk(min(k + 1, logits.shape[1]))
+    # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
+    if (values[:, 1:] == values[:, :-1]).any():
+        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    values, tokens = values[:, :k] - logits.logsumexp(-1, keepdim=True), tokens[:, :k]
+    return values, tokens if rows is None else rows[tokens].long()
+
+
+def project_topk(hidden, weight, k, rows=None):
+    """The k most likely tokens of each row and their log-probabilities, best first, of equals the lowest id first.
+
+    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, k 1..min(32, V);
+    above 64 rows the weight is read once per 64. rows int32 [N]: only these rows of the weight take part, in the
+    normalisation too, and k is at most N; of equals the one that stands first in `rows` (FR-Spec, arXiv 2502.14856).
+    Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes, devices, k and, on a CPU,
+    rows that the weight does not have.
+    """
+    project = project_topk_triton if _runs_triton(hidden) else project_topk_reference
+    return project(hidden, weight, k, rows)
+
+
+def _check_noise(M, temperature, sequence, position, device):
     _check(0 <= temperature < math.inf, "a finite temperature of at least 0", temperature)
-    _check(sequence.shape == position.shape == (M,) and sequence.dtype in INTEGERS and position.dtype in INTEGERS,
-           f"sequence and position [{M}] int32 or int64", sequence, position)
+    for name, x in dict(sequence=sequence, position=position).items():
+        _check(x.shape == (M,) and x.dtype in INTEGERS, f"{name} of shape [{M}], int32 or int64", x)
+        _check(x.device == device, f"{name} on {device}", x.device)
 
 
-def project_sample_triton(hidden, weight, temperature, seed, sequence, position):
+def project_sample_triton(hidden, weight, temperature, seed, sequence, position, rows=None):
     """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
-    _check_project(hidden, weight)
-    _check_noise(len(hidden), temperature, sequence, position)
-    (M, C), V = hidden.shape, weight.shape[0]
-    blocks, grid, run = _project_blocks(M, V, hidden.dtype)
-    programs = grid[0]
-    values = hidden.new_empty((M, programs), dtype=torch.float32)
-    listed = hidden.new_empty((M, programs), dtype=torch.int32)
-    tokens = hidden.new_empty((M,), dtype=torch.int64)
-    _project_sample_kernel[grid](
-        hidden, weight, sequence.contiguous(), position.contiguous(), values, listed,
-        *hidden.stride(), *weight.stride(), float(temperature), _seed_key(seed), M, V, C, programs, run,
-        NOISE=temperature > 0, **blocks)
-    _pick_best_kernel[(M,)](
-        values, listed, tokens, V, programs, BLOCK_PROGRAMS=triton.next_power_of_2(programs), num_warps=1)
-    return tokens
+    _check_project(hidden, weight, rows)
+    _check_noise(len(hidden), temperature, sequence, position, hidden.device)
+    return _project_triton(hidden, weight, rows, 1, temperature, _seed_key(seed), sequence, position)[1][:, 0]
 
 
 def _mix64(x):
@@ -602,34 +655,39 @@ def _xor_shift(x, bits):
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
 
 
-def gumbel_argmax(logits, temperature, seed, sequence, position):
-    """A sample of softmax(logits / temperature) per row: int64 [M]. Temperature 0: argmax, the lowest id of equals.
+def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
+    """A sample of softmax(logits / temperature) per row: the column, int64 [M]. Temperature 0: argmax, of equals the first.
 
-    logits [M, V], -inf for tokens ruled out; sequence and position int [M]. ValueError for shapes and temperature.
+    logits [M, V], -inf for tokens ruled out; sequence and position int [M]; tokens int [V]: the columns' token ids, where
+    they are not 0..V - 1. ValueError for shapes and temperature.
     """
     M, V = logits.shape
-    _check_noise(M, temperature, sequence, position)
+    _check_noise(M, temperature, sequence, position, logits.device)
     if temperature == 0:
         return logits.argmax(-1)
-    noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device))
+    noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device) if tokens is None else tokens)
     return noise.add_(logits.float() / temperature).argmax(-1)
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position):
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, rows=None):
     """`project_sample` by torch, through the [M, V] logits."""
-    _check_project(hidden, weight)
-    return gumbel_argmax(_logits(hidden, weight), temperature, seed, sequence, position)
+    _check_project(hidden, weight, rows)
+    _seed_key(seed)
+    tokens = gumbel_argmax(_logits(hidden, weight, rows), temperature, seed, sequence, position, rows)
+    return tokens if rows is None else rows[tokens].long()
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position):
+def project_sample(hidden, weight, temperature, seed, sequence, position, rows=None):
     """The model's own next token of each row: argmax at temperature 0, else a sample that depends on nothing drafted.
 
     hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; temperature float;
     seed int of at most 64 bits; sequence and position int tensors [M]: whose token, and at which place of its text.
-    Returns int64 [M]. Equal logits: the lowest token id. ValueError for shapes, dtypes, temperature and seed.
+    rows int32 [N]: only these rows of the weight take part; a token's noise is the same with and without.
+    Returns int64 [M]. Equal logits: the lowest token id, or the first of `rows`. ValueError for shapes, dtypes, devices,
+    temperature, seed and, on a CPU, rows that the weight does not have.
     """
     project = project_sample_triton if _runs_triton(hidden) else project_sample_reference
-    return project(hidden, weight, temperature, seed, sequence, position)
+    return project(hidden, weight, temperature, seed, sequence, position, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -670,13 +728,14 @@ def _commit_path_kernel(
 
 
 def _check_commit(kv, lengths, path, count):
-    _check(kv.dim() == 6 and kv.shape[1] == 2, "kv [L, 2, B, Hkv, S, D]", kv)
+    _check(kv.dim() == 6 and kv.shape[1] == 2, "kv of shape [L, 2, B, Hkv, S, D]", kv)
     _check(kv.dtype in FLOATS, "kv of float32, float16 or bfloat16", kv)
     B = kv.shape[2]
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths [{B}] int32", lengths)
+    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths of shape [{B}], int32", lengths)
     _check(path.dim() == 2 and len(path) == B and 1 <= path.shape[1] <= 64 and path.dtype in INTEGERS,
-           f"path [{B}, 1 to 64] int32 or int64", path)
-    _check(count.shape == (B,) and count.dtype in INTEGERS, f"count [{B}] int32 or int64", count)
+           f"path of shape [{B}, 1 to 64], int32 or int64", path)
+    _check(count.shape == (B,) and count.dtype in INTEGERS, f"count of shape [{B}], int32 or int64", count)
+    _check_device(kv, lengths=lengths, path=path, count=count)
 
 
 def commit_path_triton(kv, lengths, path, count):
@@ -684,9 +743,10 @@ def commit_path_triton(kv, lengths, path, count):
     _check_commit(kv, lengths, path, count)
     L, _, B, Hkv, S, D = kv.shape
     P = path.shape[1]
+    BLOCK_P, BLOCK_D = triton.next_power_of_2(P), triton.next_power_of_2(D)
     _commit_path_kernel[(L * 2 * Hkv, B)](
         kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
-        D=D, BLOCK_P=triton.next_power_of_2(P), BLOCK_D=triton.next_power_of_2(D), num_warps=4)
+        D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
 
 
 def commit_path_reference(kv, lengths, path, count):
