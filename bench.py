@@ -1,7 +1,9 @@
-"""Measures draft heads against each other and against plain decoding: same model, same prompts, same run.
+"""Measures draft heads and kernels: same inputs, same run, against each other and against the limits.
 
     python bench.py heads                                     # demo/clover and demo/medusa on demo/
     python bench.py heads --model DIR --heads DIR DIR ...     # others; the first is what the rest is compared with
+    python bench.py kernels                                   # on a GPU: times against the memory's bandwidth
+    python bench.py kernels --static                          # anywhere: registers, spills and shared memory
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions.
 """
@@ -11,11 +13,14 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+import bench_kernels
+import kernels
 from clover import MAX_TREE, CloverHeads
 from data import heldout_prompts, load_tokens, tokenizer_hash
 from generate import DEMO, Parser, Sampling, add_model_flags, check, command, generate, load_model
@@ -37,7 +42,8 @@ def machine():
         commit = None
     return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                python=platform.python_version(), torch=torch.__version__, commit=commit)
+                python=platform.python_version(), torch=torch.__version__,
+                triton=version("triton") if kernels.HAS_TRITON else None, commit=commit)
 
 
 def measure(model, prompts, args, heads, temperature, tree_size):
@@ -97,26 +103,50 @@ def bench_heads(args):
           f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
     rows = measure_heads(model, encoding, args)
     settings = {name: getattr(args, name) for name in ("batch_size", "prompts", "prompt_length", "max_new_tokens")}
-    return dict(bench="heads", device=str(model.device), dtype=str(model.dtype), **settings, accuracy=accuracy, decoding=rows)
+    return dict(bench="heads", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype), **settings, accuracy=accuracy, decoding=rows)
+
+
+def bench_kernels_or_say_so(args):
+    if args.static:
+        if not kernels.HAS_TRITON:
+            raise InputError("--static compiles the kernels and needs triton, which is not installed; pip install triton")
+        return dict(bench="kernels-static", table=bench_kernels.static_table())
+    if not torch.cuda.is_available():
+        raise InputError("bench.py kernels needs a CUDA device, and there is none; --static compiles the kernels without")
+    return dict(bench="kernels", **bench_kernels.bench(args))
 
 
 def parse(argv):
-    parser = Parser("Measures heads against each other and against plain decoding.")
-    parser.add_argument("what", choices=("heads",))
-    add_model_flags(parser)
-    parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
-    add_data_flag(parser)
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--tree-sizes", type=int, nargs="+", default=[5, 17])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser = Parser("Measures draft heads and kernels against each other and against the limits.")
+    what = parser.add_subparsers(dest="what", required=True)
+    heads = what.add_parser("heads", help="heads against each other and against plain decoding")
+    add_model_flags(heads)
+    heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    add_data_flag(heads)
+    heads.add_argument("--prompts", type=int, default=50)
+    heads.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
+    heads.add_argument("--max-new-tokens", type=int, default=128)
+    heads.add_argument("--batch-size", type=int, default=1)
+    heads.add_argument("--tree-sizes", type=int, nargs="+", default=[5, 17])
+    heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    kernel = what.add_parser("kernels", help="kernels against the memory's bandwidth and other implementations")
+    kernel.add_argument("--static", action="store_true", help="compile for four targets, needs no GPU; nothing is timed")
+    kernel.add_argument("--operations", nargs="+", default=["attention", "projections", "commit"],
+                        choices=("attention", "projections", "commit"), help="what to time")
+    kernel.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=tuple(bench_kernels.HEADS), help="of which model")
+    kernel.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="sequences")
+    kernel.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768], help="committed tokens")
+    kernel.add_argument("--tree-sizes", type=int, nargs="+", default=[1, 8, 16, 64], help="nodes")
+    kernel.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="hidden states projected at once")
     args = parser.parse_args(argv)
+    check_all("tree size", args.tree_sizes, 1, MAX_TREE)
+    if args.what == "kernels":
+        check_all("batch size", args.batch_sizes, 1, 1024)
+        check_all("prefix", args.prefixes, 0, 2**20)
+        check_all("rows", args.rows, 1, 4096)
+        return args
     for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size"):
         check(name.replace("_", " "), getattr(args, name), 1, 10**6, whole=True)
-    for tree_size in args.tree_sizes:
-        check("tree size", tree_size, 1, MAX_TREE, whole=True)
     for temperature in args.temperatures:
         Sampling(temperature)
     if len({Path(path).name for path in args.heads}) < len(args.heads):
@@ -124,10 +154,15 @@ def parse(argv):
     return args
 
 
+def check_all(name, values, low, high):
+    for value in values:
+        check(name, value, low, high, whole=True)
+
+
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    result = bench_heads(args)
-    print(json.dumps(result | dict(machine=machine(), model=Path(args.model).name)))
+    result = bench_heads(args) if args.what == "heads" else bench_kernels_or_say_so(args)
+    print(json.dumps(result | dict(machine=machine())))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""The kernels held against their limits: `python bench.py kernels`, and without a GPU `python bench.py kernels --static`.
-
-The static table comes from compiling every launch that kernels.py can choose, for GPUs that need not be there, and
-reading registers, spilled bytes and shared memory from the binaries.
+"""The kernels held against their limits, for bench.py: on a GPU the time of each against the memory's bandwidth and
+against what else a user would run; without one, what the compilers make of every launch that kernels.py can choose.
 """
 
+import math
 import os
 import re
+import statistics
 import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import kernels
 
@@ -24,7 +26,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Shared memory per program, bytes. For NVIDIA that of the small GPUs of a generation (RTX 30, 40 and 50), so that every
 # GPU from compute capability 8.0 on runs every launch.
 TARGETS = {"cuda:80": 99 * 1024, "cuda:90": 99 * 1024, "cuda:100": 99 * 1024, "hip:gfx942": 64 * 1024}
-MULTIPROCESSORS = (4, 24, 132, 304)
 
 
 class Recorder:
@@ -91,31 +92,31 @@ def commit_launches(P, D, dtype):
 
 def all_launches():
     """Every shape class of every host function, as signatures without repetition: {signature: None}."""
-    head_sizes = (16, 32, 48, 64, 80, 96, 128, 192, 256)
     launches = []
-    for D in head_sizes:
-        for T, G in ((1, 1), (1, 8), (8, 4), (16, 4), (16, 8)):
-            launches += attention_launches(T, G, D, BF16)
+    for D in (16, 32, 48, 64, 80, 96, 128, 192, 256):
+        for rows in (8, 32, 64, 128):
+            launches += attention_launches(rows // 4, 4, D, BF16)
+        for dtype in (FP32, BF16):
+            launches += attention_launches(5, 4, D, dtype, wide=False)
         launches += attention_launches(5, 4, D, FP32)
-        launches += attention_launches(5, 4, D, FP32, wide=False) + attention_launches(5, 4, D, BF16, wide=False)
-    for T, G in ((1, 8), (8, 4), (16, 4), (16, 8)):
-        launches += attention_launches(T, G, 128, FP16) + attention_launches(T, G, 128, BF16, S=256)  # a single split
-    for M in (1, 32, 64):
+    for rows in (8, 32, 64, 128):
+        launches += attention_launches(rows // 4, 4, 128, FP16) + attention_launches(rows // 4, 4, 128, BF16, S=256)
+    for M in (8, 32, 64):
         for gathered in (False, True):
             launches += project_launches(M, 1, BF16, 0.8, gathered)
             for k in (1, 2, 4, 8, 16, 32):
-                launches += project_launches(M, k, BF16, gathered=gathered)
+                launches += project_launches(M, k, BF16, 0.0, gathered)
         for k, temperature in ((1, 0.8), (4, 0.0), (32, 0.0)):
             launches += project_launches(M, k, FP16, temperature) + project_launches(M, k, BF16, temperature, C=4112)
             for wide in (True, False):
                 launches += project_launches(M, k, FP32, temperature, wide=wide)
             launches += project_launches(M, k, BF16, temperature, wide=False)
-    for multiprocessors in MULTIPROCESSORS:
-        for k in (1, 2, 4, 8, 16, 32):
-            launches += project_launches(8, k, BF16, V=128256, multiprocessors=multiprocessors)
-        launches += project_launches(8, 1, BF16, 0.8, V=128256, multiprocessors=multiprocessors)
+    for multiprocessors in (1, 2, 4, 8, 16, 32, 64, 128, 256):  # these decide how many lists there are to merge
+        for k, temperature in ((1, 0.8), (1, 0.0), (32, 0.0)):
+            launches += project_launches(8, k, BF16, temperature, V=128256, multiprocessors=multiprocessors)
+    launches += project_launches(8, 1, BF16, V=100)
     for P in (1, 5, 17, 64):
-        for D in (16, 80, 128, 256):
+        for D in (16, 80, 256):
             launches += commit_launches(P, D, BF16) + commit_launches(P, D, FP32)
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
@@ -188,3 +189,203 @@ def static_table():
         print(f"| {' | '.join(map(str, key))} | {count} | {' | '.join(cells)} |")
         rows.append(dict(zip(("kernel", "dtype", "tile", "warps", "stages"), key), **targets))
     return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU: time against the bandwidth and against what else there is
+
+HEADS = {"7b": (32, 32, 128), "8b": (32, 8, 128), "70b": (64, 8, 128)}  # query heads, key/value heads, head size
+PROJECTIONS = {"7b": (4096, 32000), "8b": (4096, 128256), "qwen-7b": (3584, 151936), "70b": (8192, 128256)}  # C, V
+LAYERS = {"7b": 32, "8b": 32, "70b": 80}
+
+
+def random_trees(B, T, generator):
+    """Ancestor bitmasks int64 [B, T] of trees in which every node's parent is any earlier node."""
+    parents = [[int(torch.randint(0, node, (), generator=generator)) for node in range(1, T)] for _ in range(B)]
+    masks = [[1] for _ in range(B)]
+    for row, parent in zip(masks, parents):
+        for node in range(1, T):
+            row.append(row[parent[node - 1]] | 1 << node)
+    return torch.tensor([[mask - (mask >> 63 << 64) for mask in row] for row in masks])
+
+
+def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1):
+    """`count` times (q, k_cache, v_cache, lengths, ancestors) of one verify step, all with the same lengths and trees.
+    The caches have room for little more than the tree."""
+    Hq, Hkv, D = heads
+    S = math.ceil((prefix + T) / 64) * 64
+    lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
+    ancestors = random_trees(B, T, torch.Generator().manual_seed(0)).to(device)
+    inputs = []
+    for _ in range(count):
+        k, v = torch.randn(2, B, Hkv, S, D, device=device, dtype=dtype)
+        inputs.append((torch.randn(B, T, Hq, D, device=device, dtype=dtype), k, v, lengths, ancestors))
+    return inputs
+
+
+def attention_rivals(inputs, flex):
+    """{name: [call for each input]} of the same attention by other means; out [B, T, Hq, D].
+
+    sdpa: the dense mask and enable_gqa. sdpa-packed: a group's query heads as rows, so that no kernel has to know of
+    groups. flex: FlexAttention (the function, compiled or not) with a block mask made beforehand.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+    q, k, v, lengths, ancestors = inputs[0]
+    B, T, Hq, D = q.shape
+    Hkv = k.shape[1]
+    N = int(lengths.max()) + T
+    mask = kernels.tree_mask(lengths, ancestors, N)[:, None]  # (B, 1, T, N)
+    packed_mask = mask.repeat_interleave(Hq // Hkv, 2)
+
+    def visible(b, head, node, row):
+        below = (row - lengths[b]).clamp(0, 63)
+        return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
+
+    block_mask = create_block_mask(visible, B, None, T, N, device=q.device)
+
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2)
+
+    def packed(q, k, v):
+        rows = q.view(B, T, Hkv, -1, D).permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D)
+        out = F.scaled_dot_product_attention(rows, k, v, packed_mask).view(B, Hkv, T, -1, D)
+        return out.permute(0, 2, 1, 3, 4).reshape(B, T, Hq, D)
+
+    def flexible(q, k, v):
+        return flex(q.transpose(1, 2), k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
+
+    return {name: [lambda x=x, call=call: call(x[0], x[1][:, :, :N], x[2][:, :, :N]) for x in inputs]
+            for name, call in {"sdpa": sdpa, "sdpa packed": packed, "flex": flexible}.items()}
+
+
+def project_rivals(inputs, k, temperature):
+    """{operation: [call for each (hidden, weight)]}: what project_topk replaces, and what project_sample does, with
+    torch's own noise."""
+    def topk(hidden, weight):
+        return torch.log_softmax((hidden @ weight.T).float(), -1).topk(k)
+
+    def sample(hidden, weight):
+        logits = (hidden @ weight.T).float() / temperature
+        return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)  # -log of an exponential is Gumbel
+
+    return {name: [lambda x=x, call=call: call(*x) for x in inputs] for name, call in dict(topk=topk, sample=sample).items()}
+
+
+def median_us(calls):
+    """Median microseconds of one call, all of them replayed in one CUDA graph: no launch gaps, and where together they
+    move more than the L2 holds, no answers from it."""
+    from triton.testing import do_bench
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return do_bench(graph.replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
+
+
+def copies(size):
+    """How many inputs of `size` bytes outdo the L2 twice over."""
+    return min(max(2, math.ceil(2 * torch.cuda.get_device_properties().L2_cache_size / size)), 64)
+
+
+def copy_bandwidth():
+    """Bytes read and written per second by a large device-to-device copy."""
+    from triton.testing import do_bench
+    source = torch.randint(0, 255, (2**31,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / do_bench(lambda: target.copy_(source), return_mode="median") * 1000
+
+
+def timed_row(label, size, bandwidth, ours, rivals, differs):
+    """One row of the table, printed: our time, its share of the bandwidth, the rivals' times, and how much faster than
+    the best of them. A rival that cannot run (out of memory, not compiled) gives the reason instead of a time."""
+    row = label | dict(us=median_us(ours), bytes=size)
+    row["share_of_copy"] = size / bandwidth * 1e6 / row["us"]
+    want = ours[0]()
+    for name, calls in rivals.items():
+        try:
+            difference = differs(calls[0](), want)
+            row[name] = median_us(calls)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            row[name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        if not difference < 0.1:  # bfloat16, and torch rounds even the logits
+            raise ValueError(f"{name} differs from ours by {difference} at {label}")
+    times = [row[name] for name in rivals if not isinstance(row[name], str)]
+    row["speed_up"] = min(times) / row["us"] if times else None
+    cells = [*label.values(), f"{row['us']:.1f}", f"{row['share_of_copy']:.0%}"]
+    cells += ["-" if isinstance(row[name], str) else f"{row[name]:.1f}" for name in rivals]
+    cells += [f"{row['speed_up']:.2f}x"] if times else ["-"] if rivals else []
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return row
+
+
+def print_head(*names):
+    print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names), flush=True)
+
+
+def bench_attention(args, bandwidth):
+    from torch.nn.attention.flex_attention import flex_attention
+    print_head("heads", "batch", "prefix", "T", "us", "of copy", "sdpa", "sdpa packed", "flex", "against the best")
+    rows = []
+    for name, B, prefix, T in product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes):
+        torch._dynamo.reset()  # else flex falls back to its slow form after a few shapes
+        Hq, Hkv, D = HEADS[name]
+        size = 2 * (2 * B * Hkv * (prefix + T) * D + 2 * B * T * Hq * D)
+        inputs = attention_inputs(HEADS[name], B, prefix, T, "cuda", count=copies(size))
+        rivals = attention_rivals(inputs, torch.compile(flex_attention, dynamic=False))
+        rows.append(timed_row(dict(heads=name, batch=B, prefix=prefix, T=T), size, bandwidth,
+                              [lambda x=x: kernels.tree_attention(*x) for x in inputs], rivals,
+                              lambda out, want: (out - want).abs().max().item()))
+    return rows
+
+
+def bench_projections(args, bandwidth):
+    print_head("model", "C", "V", "M", "operation", "us", "of copy", "torch", "against torch")
+    rows = []
+    for name, (C, V) in PROJECTIONS.items():
+        weights = [torch.randn(V, C, device="cuda", dtype=BF16) / C ** 0.5 for _ in range(copies(2 * V * C))]
+        for M in args.rows:
+            inputs = [(torch.randn(M, C, device="cuda", dtype=BF16), weight) for weight in weights]
+            place = torch.arange(M, device="cuda")
+            rivals = project_rivals(inputs, 8, 0.8)
+            ours = dict(topk=[lambda x=x: kernels.project_topk(*x, 8) for x in inputs],
+                        sample=[lambda x=x: kernels.project_sample(*x, 0.8, 0, place, place) for x in inputs])
+            differs = dict(topk=lambda out, want: (out[0] - want[0]).abs().max().item(), sample=lambda out, want: 0.0)
+            for operation in ours:
+                label = dict(model=name, C=C, V=V, M=M, operation=operation)
+                rows.append(timed_row(label, 2 * C * (V + M), bandwidth, ours[operation], dict(torch=rivals[operation]),
+                                      differs[operation]))
+    return rows
+
+
+def bench_commit(args, bandwidth):
+    print_head("heads", "batch", "moved rows", "us", "of copy")
+    rows = []
+    for name, B in product(args.heads, args.batch_sizes):
+        Hq, Hkv, D = HEADS[name]
+        kv = torch.randn(LAYERS[name], 2, B, Hkv, 256, D, device="cuda", dtype=BF16)
+        lengths = torch.full((B,), 100, device="cuda", dtype=torch.int32)
+        path = torch.tensor([[0, 2, 5, 9, 14]], device="cuda").expand(B, 5)
+        count = torch.full((B,), 5, device="cuda")
+        size = 2 * LAYERS[name] * 2 * B * Hkv * 4 * D * 2  # four rows read and written, in keys and values
+        call = [lambda: kernels.commit_path(kv, lengths, path, count)]
+        rows.append(timed_row(dict(heads=name, batch=B, moved=4 * B), size, bandwidth, call, {}, None))
+    return rows
+
+
+def bench(args):
+    """Prints the tables; returns what goes into the JSON line. Needs CUDA."""
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s (bytes read and written)")
+    result = dict(copy_gb_per_s=bandwidth / 1e9)
+    for name, run in dict(attention=bench_attention, projections=bench_projections, commit=bench_commit).items():
+        if name in args.operations:
+            result[name] = rows = run(args, bandwidth)
+            gains = [row["speed_up"] for row in rows if row["speed_up"] is not None]
+            if gains:
+                print(f"{name}: {min(gains):.2f}x at least, {statistics.median(gains):.2f}x in the median")
+    return result

@@ -320,8 +320,9 @@ def first_difference(model, prompts, ours, plain, **sampling):
 class Parser(argparse.ArgumentParser):
     """argparse with one line for a mistake, defaults in the help and no abbreviated flags."""
 
-    def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    def __init__(self, description=None, **options):
+        options |= dict(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(description=description, **options)
 
     def error(self, message):
         raise InputError(f"{message} (--help lists the flags)")

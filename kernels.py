@@ -91,7 +91,7 @@ def _attend(q, keys, values, visible, scale, best, total, acc):
     return new_best, total * shrink + tl.sum(weights, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
@@ -109,17 +109,17 @@ def _tree_attention_kernel(
     if begin >= end:
         return
 
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # row = node * G + head within the group
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # row = node * G + member, a query head of the group
     real = rows < T * G
-    nodes = (rows // G).to(tl.int64)
-    heads = kv_head * G + rows % G
+    nodes, members = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     columns = tl.arange(0, BLOCK_N)
     dim_mask = (dims < D)[None, :]  # all true where D is a power of two, and compiled away
 
     # [BLOCK_ROWS, BLOCK_D]
-    q_ptrs = q_ptr + b * stride_qb + (nodes * stride_qt + heads * stride_qh)[:, None] + dims[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=real[:, None] & dim_mask, other=0.0)
+    q_ptr += b * stride_qb + kv_head * G * stride_qh
+    q_rows = nodes.to(tl.int64) * stride_qt + members.to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :] * stride_qd, mask=real[:, None] & dim_mask, other=0.0)
     k_ptr += b * stride_kb + kv_head * stride_kh
     v_ptr += b * stride_kb + kv_head * stride_kh
     best = tl.full([BLOCK_ROWS], PIVOT, tl.float32)
@@ -154,7 +154,8 @@ def _tree_attention_kernel(
 
     blind = total == 0.0
     acc = acc / tl.where(blind, 1.0, total)[:, None]
-    out_rows = ((b * T + nodes) * Hkv * G + heads) * splits + split
+    out_rows = (b * T * Hkv + kv_head) * G + nodes * Hkv * G + members  # of out [B, T, Hq, D]
+    out_rows = out_rows * splits + split
     tl.store(partial_ptr + out_rows[:, None] * D + dims[None, :], acc.to(partial_ptr.dtype.element_ty),
              mask=real[:, None] & dim_mask)
     if lse_ptr is not None:
@@ -162,7 +163,7 @@ def _tree_attention_kernel(
         tl.store(lse_ptr + out_rows, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "Hq", "S", "splits", "split_rows"])
 def _combine_splits_kernel(
     partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, split_rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
@@ -407,7 +408,7 @@ def _take_best(scores, first, values, places, BLOCK_V: tl.constexpr):
     return values, places
 
 
-@triton.jit(do_not_specialize=["seed_key"])
+@triton.jit(do_not_specialize=["seed_key", "M", "N", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, rows_ptr, sequence_ptr, position_ptr, values_ptr, places_ptr, lse_ptr,
     stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, N, programs,
@@ -476,33 +477,31 @@ def _project_kernel(
         tl.store(lse_ptr + lists, best + tl.log(total), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "programs", "k"])
 def _merge_lists_kernel(
-    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, N, programs,
-    K: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
+    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, N, programs, k, BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program m: the K best of all lists for row m, of equals the lowest place."""
+    """Program m: the k best of all lists for row m, of equals the lowest place."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK_ENTRIES)
     # [BLOCK_ENTRIES]
-    values = tl.load(values_ptr + row * programs * K + entry, mask=entry < programs * K, other=float("-inf"))
-    places = tl.load(places_ptr + row * programs * K + entry, mask=entry < programs * K, other=NOWHERE)
+    values = tl.load(values_ptr + row * programs * k + entry, mask=entry < programs * k, other=float("-inf"))
+    places = tl.load(places_ptr + row * programs * k + entry, mask=entry < programs * k, other=NOWHERE)
     if lse_ptr is not None:
-        program = tl.arange(0, BLOCK_PROGRAMS)
-        # [BLOCK_PROGRAMS]
-        lse = tl.load(lse_ptr + row * programs + program, mask=program < programs, other=float("-inf"))
+        # [BLOCK_ENTRIES], one for each program
+        lse = tl.load(lse_ptr + row * programs + entry, mask=entry < programs, other=float("-inf"))
         most = tl.max(lse, 0)
         lse = most + tl.log(tl.sum(tl.exp(lse - most), 0))
-    for slot in range(K):
+    for slot in range(0, k):
         value = tl.max(values, 0)
         place = tl.min(tl.where(values == value, places, NOWHERE), 0)
         values = tl.where(places == place, float("-inf"), values)
         token = tl.minimum(tl.maximum(place, 0), N - 1)  # where all is NaN no list has a place: still name a token
         if rows_ptr is not None:
             token = tl.load(rows_ptr + token)
-        tl.store(tokens_ptr + row * K + slot, token.to(tl.int64))
+        tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
         if lse_ptr is not None:
-            tl.store(logprobs_ptr + row * K + slot, value - lse)
+            tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
 def _project_blocks(M, dtype, wide, gathered):
@@ -544,10 +543,10 @@ def _project_triton(hidden, weight, rows, k, temperature=0.0, seed_key=0, sequen
     _project_kernel[(row_tiles, programs)](
         hidden, weight, rows, sequence, position, values, places, lse, *hidden.stride(), *weight.stride(),
         float(temperature), seed_key, M, N, programs, C=C, K=k, BLOCK_K=triton.next_power_of_2(k), **blocks)
-    entries = triton.next_power_of_2(programs * k)
+    BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _merge_lists_kernel[(M,)](
-        values, places, lse, rows, logprobs, tokens, N, programs, K=k,
-        BLOCK_PROGRAMS=triton.next_power_of_2(programs), BLOCK_ENTRIES=entries, num_warps=min(max(entries // 512, 1), 16))
+        values, places, lse, rows, logprobs, tokens, N, programs, k,
+        BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
     return logprobs, tokens
 
 
@@ -699,7 +698,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
 # serves all layers. Nodes already in place (path[j] == j) are not touched.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
     kv_ptr, lengths_ptr, path_ptr, count_ptr,
     stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvn, stride_kvd, P, S, Hkv,

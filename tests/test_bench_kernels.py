@@ -1,0 +1,127 @@
+"""bench_kernels.py: the gate that every kernel passes without a GPU, and rivals that do the same work."""
+
+import pytest
+import torch
+
+import bench
+import bench_kernels
+import kernels
+from model import InputError
+
+INTERPRETED = bool(kernels.INTERPRETED)
+needs_compiler = pytest.mark.skipif(not kernels.HAS_TRITON or INTERPRETED, reason="needs triton, not interpreting")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@needs_compiler
+def test_every_launch_compiles_without_spills_on_every_target():
+    """Bug: a kernel that only the interpreter understands, that spills registers, or that wants more shared memory than
+    the small GPUs of a generation have."""
+    launches = bench_kernels.all_launches()
+    pairs = [(target, launch) for target in bench_kernels.TARGETS for launch in launches]
+    wrong = []
+    for (target, launch), used in zip(pairs, bench_kernels.compile_all(pairs)):
+        assert 0 < used["registers"] <= 512
+        if used["shared"] > bench_kernels.TARGETS[target] or target.startswith("cuda") and used["spilled"]:
+            wrong.append((target, *bench_kernels.shape_class(launch), used))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def random_launches(generator):
+    """Launches of shapes and dtypes drawn at random from all that the host functions take."""
+    def draw(*choices):
+        return choices[int(torch.randint(0, len(choices), (), generator=generator))]
+    T, G = draw(1, 2, 5, 17, 33, 64), draw(1, 2, 3, 8, 12)
+    wide = draw(True, True, False)
+    launches = bench_kernels.attention_launches(
+        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), draw(BF16, FP32), wide, draw(100, 4096, 50000))
+    k, temperature = draw((1, 0.8), (1, 0.0), (4, 0.0), (32, 0.0))
+    launches += bench_kernels.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, wide),
+                                               wide, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
+    return launches + bench_kernels.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
+
+
+@needs_compiler
+def test_the_gate_knows_every_shape_class():
+    """Bug: a host function chooses a tile, a number of warps or of stages that the gate never compiled."""
+    def options(launch):
+        name, _, constants, _, options = launch
+        names = getattr(kernels, name).arg_names
+        return name, tuple((names[i], value) for i, value in constants if names[i].startswith("BLOCK_")), options
+
+    known = {options(launch) for launch in bench_kernels.all_launches()}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        for name, _, args, named in random_launches(generator):
+            assert options(bench_kernels.signature(name, args, named)) in known
+
+
+@needs_compiler
+def test_figures_are_read_from_the_binary():
+    """Bug: a spill that the gate cannot see: 96 registers are too few for a tile of 64 rows."""
+    launch = bench_kernels.attention_launches(16, 4, 128, BF16)[0]
+    signature = bench_kernels.signature(launch[0], launch[2], launch[3] | dict(maxnreg=96))
+    used = bench_kernels.compile_for("cuda:90", signature)
+    assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
+def test_rivals_compute_the_same_attention():
+    """Bug: the benchmark compares with something easier, or with a wrong mask."""
+    from torch.nn.attention.flex_attention import flex_attention
+    inputs = bench_kernels.attention_inputs((8, 2, 16), 3, 70, 13, "cpu", FP32, count=2)
+    rivals = bench_kernels.attention_rivals(inputs, flex_attention)
+    assert set(rivals) == {"sdpa", "sdpa packed", "flex"}
+    for i, x in enumerate(inputs):
+        want = kernels.tree_attention(*x)
+        for name, calls in rivals.items():
+            assert torch.allclose(calls[i](), want, atol=1e-5), name
+    assert not torch.allclose(kernels.tree_attention(*inputs[0]), kernels.tree_attention(*inputs[1]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
+def test_rivals_compute_the_same_projection():
+    """Bug: the benchmark compares with something easier."""
+    inputs = [(torch.randn(5, 16), torch.randn(300, 16))]
+    rivals = bench_kernels.project_rivals(inputs, 4, 0.8)
+    want = kernels.project_topk(*inputs[0], 4)
+    for got, expected in zip(rivals["topk"][0](), want):
+        assert torch.allclose(got, expected, atol=1e-5)
+    counts = torch.bincount(torch.stack([rivals["sample"][0]()[0] for _ in range(4000)]), minlength=300)
+    expected = 4000 * torch.softmax(inputs[0][0][0] @ inputs[0][1].T / 0.8, -1)
+    assert (counts - expected).abs().max() < 6 * expected.max() ** 0.5
+
+
+def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):
+    """Bug: a traceback, or numbers of a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="CUDA.*--static"):
+        bench.main(["kernels"])
+
+
+def test_bad_flags_are_refused():
+    for flags, message in ((["--tree-sizes", "65"], "tree size"), (["--prefixes", "-1"], "prefix"), (["--rows", "0"], "rows")):
+        with pytest.raises(InputError, match=message):
+            bench.main(["kernels", *flags])
+
+
+@needs_compiler
+def test_static_table_keeps_the_worst_of_a_row(monkeypatch, capsys):
+    """Bug: a spilling launch hidden behind a good one of the same tile, or a target's figures under another's name."""
+    launches = bench_kernels.all_launches()[:2]
+    assert bench_kernels.shape_class(launches[0])[0] == "tree_attention"
+    monkeypatch.setattr(bench_kernels, "all_launches", lambda: [launches[0], launches[0]])
+    used = [dict(registers=n, spilled=8 * (n == 3), shared=100 - n) for n in range(8)]
+    monkeypatch.setattr(bench_kernels, "compile_all", lambda pairs: used)
+    row, = bench_kernels.static_table()
+    assert row["cuda:80"] == dict(launches=2, registers=4, spilled=0, shared=100)
+    assert row["hip:gfx942"] == dict(launches=2, registers=7, spilled=8, shared=97)
+    assert "| 4 / 0 / 100 |" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no CUDA device")
+def test_kernels_bench_on_a_gpu(capsys):
+    """Bug: a benchmark that only ran on paper."""
+    bench.main(["kernels", "--heads", "8b", "--batch-sizes", "2", "--prefixes", "512", "--tree-sizes", "8", "--rows", "8"])
+    assert '"share_of_copy"' in capsys.readouterr().out.strip().splitlines()[-1]
