@@ -103,7 +103,8 @@ def bench_heads(args):
           f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
     rows = measure_heads(model, encoding, args)
     settings = {name: getattr(args, name) for name in ("batch_size", "prompts", "prompt_length", "max_new_tokens")}
-    return dict(bench="heads", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype), **settings, accuracy=accuracy, decoding=rows)
+    return dict(bench="heads", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype), **settings,
+                accuracy=accuracy, decoding=rows)
 
 
 def bench_kernels_or_say_so(args):
@@ -121,7 +122,8 @@ def parse(argv):
     what = parser.add_subparsers(dest="what", required=True)
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
     add_model_flags(heads)
-    heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
+                       help="folders of draft heads")
     add_data_flag(heads)
     heads.add_argument("--prompts", type=int, default=50)
     heads.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
@@ -133,7 +135,8 @@ def parse(argv):
     kernel.add_argument("--static", action="store_true", help="compile for four targets, needs no GPU; nothing is timed")
     kernel.add_argument("--operations", nargs="+", default=["attention", "projections", "commit"],
                         choices=("attention", "projections", "commit"), help="what to time")
-    kernel.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=tuple(bench_kernels.HEADS), help="of which model")
+    kernel.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=tuple(bench_kernels.HEADS),
+                        help="of which model")
     kernel.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="sequences")
     kernel.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768], help="committed tokens")
     kernel.add_argument("--tree-sizes", type=int, nargs="+", default=[1, 8, 16, 64], help="nodes")

@@ -20,6 +20,10 @@ import kernels
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
+def print_head(*names):
+    print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names), flush=True)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ahead of time: what the compilers make of every launch
 
@@ -41,11 +45,11 @@ class Recorder:
 def record(function, *args, multiprocessors=132, **named):
     """The launches [(kernel name, grid, args, named)] of a host function; nothing runs."""
     launches = []
-    found = {name: value for name, value in vars(kernels).items() if name.endswith("_kernel") or name == "_multiprocessors"}
+    stand_ins = {name: Recorder(name, launches) for name in vars(kernels) if name.endswith("_kernel")}
+    stand_ins["_multiprocessors"] = lambda device: multiprocessors
+    found = {name: getattr(kernels, name) for name in stand_ins}
     try:
-        kernels._multiprocessors = lambda device: multiprocessors
-        for name in found.keys() - {"_multiprocessors"}:
-            setattr(kernels, name, Recorder(name, launches))
+        vars(kernels).update(stand_ins)
         function(*args, **named)
     finally:
         vars(kernels).update(found)
@@ -81,7 +85,8 @@ def project_launches(M, k, dtype, temperature=0.0, gathered=False, wide=True, C=
     weight = torch.empty(V, C, dtype=dtype) if wide else torch.empty(C, V + 1, dtype=dtype).T
     rows = torch.zeros(V, dtype=torch.int32) if gathered else None
     place = torch.zeros(M, dtype=torch.int64)
-    return record(kernels._project_triton, torch.empty(M, C, dtype=dtype), weight, rows, k, temperature, 2**40, place, place,
+    hidden = torch.empty(M, C, dtype=dtype)
+    return record(kernels._project_triton, hidden, weight, rows, k, temperature, 2**40, place, place,
                   multiprocessors=multiprocessors)
 
 
@@ -121,8 +126,8 @@ def all_launches():
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
-def compile_for(target, launch):
-    """Compiles one signature: dict(registers, spilled, shared), spilled and shared in bytes."""
+def compile_launch(target, launch):
+    """What triton.compile gives for one signature; needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -132,21 +137,29 @@ def compile_for(target, launch):
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
     gpu = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
-    compiled = triton.compile(source, target=gpu, options=dict(options))
-    used = cuda_usage(compiled.asm["cubin"]) if backend == "cuda" else amd_usage(compiled.asm["amdgcn"])
+    return triton.compile(source, target=gpu, options=dict(options))
+
+
+def usage(target, launch):
+    """Compiles one signature: dict(registers per thread, spilled and shared in bytes)."""
+    compiled = compile_launch(target, launch)
+    used = cuda_usage(compiled.asm["cubin"]) if target.startswith("cuda") else amd_usage(compiled.asm["amdgcn"])
     return used | dict(shared=compiled.metadata.shared)
 
 
-def cuda_usage(cubin):
-    """Read from the binary. The kernels have no arrays, so their stack is what ptxas spilled."""
+def cuobjdump(cubin, what):
+    """The output of Triton's own cuobjdump on a binary."""
     import triton
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [tool, "--dump-resource-usage", path]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", output))
+        return subprocess.run([tool, what, path], capture_output=True, text=True, check=True).stdout
+
+
+def cuda_usage(cubin):
+    """Read from the binary. The kernels have no arrays, so their stack is what ptxas spilled."""
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", cuobjdump(cubin, "--dump-resource-usage")))
     return dict(registers=int(found["REG"]), spilled=int(found["STACK"]) + int(found["LOCAL"]))
 
 
@@ -157,9 +170,9 @@ def amd_usage(assembly):
 
 
 def compile_all(pairs):
-    """compile_for over [(target, signature)], one process per core, in order."""
+    """usage of every (target, signature) in `pairs`, in order; one process per core."""
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(compile_for, *zip(*pairs), chunksize=8)
+        yield from pool.map(usage, *zip(*pairs), chunksize=8)
 
 
 def shape_class(launch):
@@ -169,7 +182,8 @@ def shape_class(launch):
     named = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(named[key]) for key in parameters if key.startswith("BLOCK_") and key in named)
     options = dict(options)
-    return name.strip("_").removesuffix("_kernel"), kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
+    kernel = name.strip("_").removesuffix("_kernel")
+    return kernel, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
 
 
 def static_table():
@@ -180,8 +194,8 @@ def static_table():
     for (target, launch), used in zip(pairs, compile_all(pairs)):
         worst = classes.setdefault(shape_class(launch), {}).setdefault(target, dict(launches=0, **dict.fromkeys(used, 0)))
         worst.update(launches=worst["launches"] + 1, **{key: max(worst[key], used[key]) for key in used})
-    print(f"{len(launches)} launches; registers per thread / spilled bytes / shared memory in bytes, the worst of each row\n")
-    print("| kernel | dtype | tile | warps | stages | launches | " + " | ".join(TARGETS) + " |\n|---|---|---|" + "--:|" * 7)
+    print(f"{len(launches)} launches: registers per thread / spilled bytes / bytes of shared memory, the worst of each row")
+    print_head("kernel", "dtype", "tile", "warps", "stages", "launches", *TARGETS)
     rows = []
     for key, targets in sorted(classes.items(), key=str):
         cells = [f"{used['registers']} / {used['spilled']} / {used['shared']}" for used in targets.values()]
@@ -268,7 +282,8 @@ def project_rivals(inputs, k, temperature):
         logits = (hidden @ weight.T).float() / temperature
         return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)  # -log of an exponential is Gumbel
 
-    return {name: [lambda x=x, call=call: call(*x) for x in inputs] for name, call in dict(topk=topk, sample=sample).items()}
+    return {name: [lambda x=x, call=call: call(*x) for x in inputs]
+            for name, call in dict(topk=topk, sample=sample).items()}
 
 
 def median_us(calls):
@@ -320,10 +335,6 @@ def timed_row(label, size, bandwidth, ours, rivals, differs):
     cells += [f"{row['speed_up']:.2f}x"] if times else ["-"] if rivals else []
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return row
-
-
-def print_head(*names):
-    print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names), flush=True)
 
 
 def bench_attention(args, bandwidth):

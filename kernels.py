@@ -207,8 +207,8 @@ def _wide(*tensors):
 
 
 def _registers(most):
-    """The launch option that gives a thread up to `most` registers. Left alone, ptxas prefers a few spills to one program
-    less per multiprocessor. AMD's compiler has no such option."""
+    """The launch option that lets a thread have up to `most` registers. Left alone, ptxas spills a few of them where that
+    fits one more program on a multiprocessor. AMD's compiler has no such option."""
     return {} if torch.version.hip else dict(maxnreg=most)
 
 
@@ -231,9 +231,10 @@ def _attention_blocks(rows, D, dtype, wide):
 
 
 def _split_rows(S, rows, groups, multiprocessors):
-    """Cache rows per program, a power of two from 256: as long as `groups` programs per split still fill the GPU.
+    """Cache rows per program, a power of two from 256: the most that leaves two programs for each multiprocessor.
 
-    That is two a multiprocessor; half a one is enough while splits are so short that partial sums weigh (see above).
+    `groups` is the number of programs per split. While splits are so short that their partial sums weigh (see above),
+    one program for every two multiprocessors has to do.
     """
     split_rows = 256
     while split_rows < S:
@@ -274,7 +275,7 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     _check_lengths(lengths, T, S)
-    if k_cache.stride() != v_cache.stride():  # one set of addresses serves both; a copy of one layout, where it must be
+    if k_cache.stride() != v_cache.stride():  # one set of addresses serves both
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
     blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache))

@@ -1,5 +1,7 @@
 """bench_kernels.py: the gate that every kernel passes without a GPU, and rivals that do the same work."""
 
+import re
+
 import pytest
 import torch
 
@@ -61,11 +63,31 @@ def test_figures_are_read_from_the_binary():
     """Bug: a spill that the gate cannot see: 96 registers are too few for a tile of 64 rows."""
     launch = bench_kernels.attention_launches(16, 4, 128, BF16)[0]
     signature = bench_kernels.signature(launch[0], launch[2], launch[3] | dict(maxnreg=96))
-    used = bench_kernels.compile_for("cuda:90", signature)
+    used = bench_kernels.usage("cuda:90", signature)
     assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
 
 
+@needs_compiler
+@pytest.mark.parametrize("launches, args, product", [
+    (bench_kernels.attention_launches, (2, 4, 128, BF16), "HMMA"),
+    (bench_kernels.attention_launches, (16, 4, 128, BF16), "HGMMA"),
+    (bench_kernels.attention_launches, (16, 8, 128, BF16), "HGMMA"),
+    (bench_kernels.project_launches, (8, 8, BF16), "HGMMA"),
+    (bench_kernels.project_launches, (32, 8, BF16), "HMMA"),
+    (bench_kernels.project_launches, (64, 8, BF16), "HGMMA"),
+    (bench_kernels.project_launches, (8, 8, BF16, 0.0, True), "HGMMA"),
+], ids=["attention-8-rows", "64-rows", "128-rows", "project-8-rows", "32-rows", "64-rows", "gathered-rows"])
+def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
+    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand idle."""
+    name, _, values, named = launches(*args)[0]
+    compiled = bench_kernels.compile_launch("cuda:90", bench_kernels.signature(name, values, named))
+    code = bench_kernels.cuobjdump(compiled.asm["cubin"], "--dump-sass")
+    assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", code)) >= 12 and re.search(rf"\b{product}\.", code)
+    assert not re.search(r"\b(LDG|LDGSTS)\.E(\.BYPASS)?\.(U8|U16|S16)\b", code)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_rivals_compute_the_same_attention():
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
     from torch.nn.attention.flex_attention import flex_attention
