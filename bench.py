@@ -139,6 +139,7 @@ def parse(argv):
                         help="of which model")
     kernel.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="sequences")
     kernel.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768], help="committed tokens")
+    kernel.add_argument("--capacity", type=int, default=0, help="rows of the KV cache, where prefix and tree need no more")
     kernel.add_argument("--tree-sizes", type=int, nargs="+", default=[1, 8, 16, 64], help="nodes")
     kernel.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="hidden states projected at once")
     args = parser.parse_args(argv)
@@ -147,6 +148,7 @@ def parse(argv):
         check_all("batch size", args.batch_sizes, 1, 1024)
         check_all("prefix", args.prefixes, 0, 2**20)
         check_all("rows", args.rows, 1, 4096)
+        check("capacity", args.capacity, 0, 2**20, whole=True)
         return args
     for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size"):
         check(name.replace("_", " "), getattr(args, name), 1, 10**6, whole=True)

@@ -8,6 +8,7 @@
 For each: formula and cost, kernel, host function (`*_triton`), torch reference (`*_reference`), dispatching function.
 The three functions share one signature. The dispatching one runs Triton on CUDA tensors and, if TRITON_INTERPRET=1 was
 set before the import, on CPU tensors too; elsewhere the reference. The file needs torch and, where it exists, triton.
+Everything here is for inference: the kernels have no gradient.
 
 Letters: B sequences, T tree nodes, L layers, S cache rows, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head
 size, C hidden size, V vocabulary, M = B * T rows of hidden states, N cache rows looked at, P nodes of a path.
@@ -69,11 +70,12 @@ def _dot(a, b, acc):
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each of them meets T * G rows, so
 # 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, under the 200 to 300 at which a data-centre GPU stops
 # being bound by memory. Hence: pack all T * G rows that share a kv head into one tile, and cut the cache into splits so
-# that B * Hkv * splits programs fill the GPU (flash-decoding). A split of N cache rows writes and reads back its rows'
-# partial sums in float32: for bf16 that adds 2 * rows / N to the bytes, so many rows want long splits.
+# that B * Hkv * splits programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back its rows'
+# partial sums in float32: for bf16 that adds 2 * rows / n to the bytes, so many rows want long splits.
 #
-# Splits follow the shapes and never the lengths: a captured CUDA graph needs a fixed grid, and a row's sum is cut at the
-# same places however long the other sequences are. Programs beyond their sequence's end leave at once.
+# The number of splits follows the shapes, as a captured CUDA graph needs a fixed grid. Where they cut follows the
+# sequence's own length, so that a short text in a large cache fills the GPU too, and a row's sum is cut at the same
+# places whatever else is in the batch. Programs beyond their sequence's end leave at once.
 
 
 @triton.jit
@@ -91,21 +93,28 @@ def _attend(q, keys, values, visible, scale, best, total, acc):
     return new_best, total * shrink + tl.sum(weights, 1), acc
 
 
+@triton.jit
+def _rows_per_split(end, splits, least_rows, BLOCK_N: tl.constexpr):
+    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N, least_rows)
+
+
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
-    scale, T, G, S, Hkv, splits, split_rows,
+    scale, T, G, S, Hkv, splits, least_rows,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Program (row tile, split, sequence and kv head): its rows over its share of the cache."""
     split = tl.program_id(1)
     kv_head = (tl.program_id(2) % Hkv).to(tl.int64)
     b = (tl.program_id(2) // Hkv).to(tl.int64)
-    length = tl.load(lengths_ptr + b).to(tl.int32)
+    length = tl.load(lengths_ptr + b)
+    end = tl.minimum(length + T, S)
+    split_rows = _rows_per_split(end, splits, least_rows, BLOCK_N)
     begin = split * split_rows
-    end = tl.minimum(tl.minimum(begin + split_rows, length + T), S)
+    end = tl.minimum(begin + split_rows, end)
     if begin >= end:
         return
 
@@ -163,17 +172,17 @@ def _tree_attention_kernel(
         tl.store(lse_ptr + out_rows, lse, mask=real)
 
 
-@triton.jit(do_not_specialize=["T", "Hq", "S", "splits", "split_rows"])
+@triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, split_rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, least_rows,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (node and head, sequence): weighs the partial results of the splits that had rows to look at."""
     b = tl.program_id(1).to(tl.int64)
     row = b * T * Hq + tl.program_id(0)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    end = tl.minimum(tl.load(lengths_ptr + b).to(tl.int32) + T, S)
-    live = tl.cdiv(end, split_rows)  # the other splits' programs left early and wrote nothing
+    end = tl.minimum(tl.load(lengths_ptr + b) + T, S)
+    live = tl.cdiv(end, _rows_per_split(end, splits, least_rows, BLOCK_N))  # the other programs left and wrote nothing
     best = PIVOT
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -200,9 +209,14 @@ def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def _strides(x):
+    """Strides, 0 in dimensions of size 1: what a view happens to say there does not matter and must not choose a kernel."""
+    return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
+
+
 def _wide(*tensors):
     """Whether rows can be loaded 16 bytes at a time: the last stride is 1 and the rest are multiples of 16 elements."""
-    return all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+    return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in _strides(x)[:-1])
                for x in tensors)
 
 
@@ -216,33 +230,23 @@ def _attention_blocks(rows, D, dtype, wide):
     """Tile sizes and launch options by shape class. The tests compile every class: nothing spills, and the shared
     memory of small GPUs suffices.
 
-    A tile of keys is 8 kB, and as much of values: two or three such pairs in flight per program and two or more
-    programs per multiprocessor hide the latency of the memory. Exact float32 has no tensor cores, and its unrolled
-    multiply-adds want small tiles; so do loads of single elements. 128 rows fit only with the commonest head sizes.
+    From D = 64 on a tile of keys is 8 kB, and as much of values; two or three such pairs are in flight per program, and
+    up to 64 rows of D = 128 leave room for two programs per multiprocessor: enough to hide the latency of the memory.
+    Exact float32 has no tensor cores, and its unrolled multiply-adds want small tiles; so do loads of single elements.
+    128 rows fit only with the commonest head sizes.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not wide:
         return dict(BLOCK_ROWS=16, BLOCK_N=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
     BLOCK_ROWS = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
-    small = BLOCK_ROWS == 16 or BLOCK_ROWS <= 64 and BLOCK_D <= 64
-    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=min(32, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
+    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=min(64, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
                 num_warps=4 if BLOCK_ROWS <= 64 and BLOCK_ROWS * BLOCK_D <= 8192 else 8,
-                num_stages=4 if BLOCK_ROWS <= 32 else 3, **_registers(168 if small else 255))
+                num_stages=4 if BLOCK_ROWS <= 32 else 3, **_registers(168 if BLOCK_ROWS == 16 else 255))
 
 
-def _split_rows(S, rows, groups, multiprocessors):
-    """Cache rows per program, a power of two from 256: the most that leaves two programs for each multiprocessor.
-
-    `groups` is the number of programs per split. While splits are so short that their partial sums weigh (see above),
-    one program for every two multiprocessors has to do.
-    """
-    split_rows = 256
-    while split_rows < S:
-        wanted = multiprocessors // 2 if split_rows < 8 * rows else 2 * multiprocessors
-        if groups * triton.cdiv(S, 2 * split_rows) < wanted:
-            break
-        split_rows *= 2
-    return split_rows
+def _splits(S, least_rows, groups, multiprocessors):
+    """Programs per group of rows: four for each multiprocessor in all, unless that leaves one less than `least_rows`."""
+    return min(triton.cdiv(S, least_rows), triton.cdiv(4 * multiprocessors, groups))
 
 
 def _check_attention(q, k_cache, v_cache, lengths, ancestors):
@@ -275,27 +279,29 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     _check_lengths(lengths, T, S)
-    if k_cache.stride() != v_cache.stride():  # one set of addresses serves both
+    if _strides(k_cache) != _strides(v_cache):  # one set of addresses serves both
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
     blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache))
-    row_tiles = triton.cdiv(T * G, blocks["BLOCK_ROWS"])
-    split_rows = _split_rows(S, min(T * G, blocks["BLOCK_ROWS"]), B * Hkv * row_tiles, _multiprocessors(q.device))
-    splits = triton.cdiv(S, split_rows)
+    BLOCK_ROWS, BLOCK_N = blocks["BLOCK_ROWS"], blocks["BLOCK_N"]
+    row_tiles = triton.cdiv(T * G, BLOCK_ROWS)
+    least_rows = max(128, 4 * BLOCK_ROWS)
+    splits = _splits(S, least_rows, B * Hkv * row_tiles, _multiprocessors(q.device))
     lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial, lse = out, None  # a single split is the result; 128 rows spill on the way to half precision
-    if splits > 1 or blocks["BLOCK_ROWS"] > 64:
+    if splits > 1 or BLOCK_ROWS > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     scale = LOG2_E * (D ** -0.5 if scale is None else scale)  # the kernel's exponentials are base 2
-    _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
-        q, k_cache, v_cache, lengths, ancestors, partial, lse, *q.stride(), *k_cache.stride(),
-        scale, T, G, S, Hkv, splits, split_rows, D=D, **blocks)
-    if lse is not None:
-        _combine_splits_kernel[(T * Hq, B)](
-            partial, lse, lengths, out, T, Hq, S, splits, split_rows,
-            D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
+    with torch.cuda.device_of(q):
+        _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
+            q, k_cache, v_cache, lengths, ancestors, partial, lse, *_strides(q), *_strides(k_cache),
+            scale, T, G, S, Hkv, splits, least_rows, D=D, **blocks)
+        if lse is not None:
+            _combine_splits_kernel[(T * Hq, B)](
+                partial, lse, lengths, out, T, Hq, S, splits, least_rows,
+                D=D, BLOCK_N=BLOCK_N, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
     return out
 
 
@@ -358,10 +364,11 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 # them once and read them twice: at M = 64 another 10%, and two launches. Here as many programs as fit the GPU at once
 # walk the vocabulary in tiles, each with a running log-sum-exp and a running list of its k best, and a second, small
 # kernel merges the lists. The noise is a pure function of its arguments, made where it is needed: about 15 integer
-# operations and two logarithms per logit against 2 * C FLOPs, under 1% at C = 4096.
+# operations and two logarithms per logit, beside the C elements of weight that each logit reads.
 #
 # A tile's logits stay in registers. Its best are taken out one at a time, the maximum over the tile against the worst
-# of the list, until no row has one that enters: the first tile takes k rounds, the later ones few.
+# of the list, until no row has one that enters: k rounds in a program's first tile, and with few tiles per program not
+# many fewer in the next (of 8 rows and k = 8 about 8, 6, 5, 4). That is cheap for the k of 4 to 8 that drafting asks for.
 #
 # The noise: a 64-bit key per row from (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit
 # finalizer lowbias32 with the key's halves put in before and between its multiplications. With one half only, two rows
@@ -409,14 +416,14 @@ def _take_best(scores, first, values, places, BLOCK_V: tl.constexpr):
     return values, places
 
 
-@triton.jit(do_not_specialize=["seed_key", "M", "N", "programs"])
+@triton.jit(do_not_specialize=["seed_key", "M", "V", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, rows_ptr, sequence_ptr, position_ptr, values_ptr, places_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, N, programs,
-    C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, programs,
+    C: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program (row tile, p): the K best of vocabulary tiles p, p + programs, ... and, without noise, their log-sum-exp.
+    """Program (row tile, p): the TOP best of vocabulary tiles p, p + programs, ... and, if asked for, their log-sum-exp.
 
     One loop over (tile, channels), so that the next tile's weights are on their way while this one's best are taken.
     """
@@ -424,10 +431,10 @@ def _project_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < M
     hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    # Slots beyond K hold infinity, which nothing beats. Places below 0: nothing there yet.
-    values = tl.zeros([BLOCK_M, BLOCK_K], tl.float32) + tl.where(slots < K, float("-inf"), float("inf"))
-    places = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
+    slots = tl.arange(0, BLOCK_TOP)[None, :]
+    # Slots beyond TOP hold infinity, which nothing beats. Places below 0: nothing there yet.
+    values = tl.zeros([BLOCK_M, BLOCK_TOP], tl.float32) + tl.where(slots < TOP, float("-inf"), float("inf"))
+    places = tl.zeros([BLOCK_M, BLOCK_TOP], tl.int32) - 1 - slots
     best = tl.full([BLOCK_M], PIVOT, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
@@ -436,15 +443,16 @@ def _project_kernel(
         key = _mix64_kernel(_mix64_kernel((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
-    # The taller side of a product goes first, where the tensor cores of Hopper and later want at least 64.
+    # Hopper's wide tensor-core instructions want 64 rows or more on the first side: few rows of hidden states go second.
+    # (32 of them keep the first place: the other way the best of a tile take too many registers on Blackwell.)
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
-    tiles = tl.cdiv(tl.cdiv(N, BLOCK_V) - program, programs)
+    tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
     for step in range(0, tiles * CHUNKS):
         first = (program + step // CHUNKS * programs) * BLOCK_V
         place = first + tl.arange(0, BLOCK_V)
-        token = tl.minimum(place, N - 1)
+        token = tl.minimum(place, V - 1)
         if rows_ptr is not None:
             token = tl.load(rows_ptr + token)
         channels = (step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -460,7 +468,7 @@ def _project_kernel(
             acc = _dot(hidden, tl.trans(weight), acc)
         if step % CHUNKS == CHUNKS - 1:
             # [BLOCK_M, BLOCK_V]
-            scores = tl.where((place < N)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
+            scores = tl.where((place < V)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 scores = scores / temperature + _gumbel_kernel(low, high, token.to(tl.uint32))
@@ -471,16 +479,16 @@ def _project_kernel(
             values, places = _take_best(scores, first, values, places, BLOCK_V)
 
     lists = m * programs + program
-    entries = lists[:, None] * K + slots
-    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < K))
-    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < K))
+    entries = lists[:, None] * TOP + slots
+    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < TOP))
+    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < TOP))
     if lse_ptr is not None:
         tl.store(lse_ptr + lists, best + tl.log(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["N", "programs", "k"])
+@triton.jit(do_not_specialize=["V", "programs", "k"])
 def _merge_lists_kernel(
-    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, N, programs, k, BLOCK_ENTRIES: tl.constexpr,
+    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, V, programs, k, BLOCK_ENTRIES: tl.constexpr,
 ):
     """Program m: the k best of all lists for row m, of equals the lowest place."""
     row = tl.program_id(0).to(tl.int64)
@@ -497,7 +505,7 @@ def _merge_lists_kernel(
         value = tl.max(values, 0)
         place = tl.min(tl.where(values == value, places, NOWHERE), 0)
         values = tl.where(places == place, float("-inf"), values)
-        token = tl.minimum(tl.maximum(place, 0), N - 1)  # where all is NaN no list has a place: still name a token
+        token = tl.minimum(tl.maximum(place, 0), V - 1)  # where all is NaN no list has a place: still name a token
         if rows_ptr is not None:
             token = tl.load(rows_ptr + token)
         tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
@@ -521,33 +529,35 @@ def _project_blocks(M, dtype, wide, gathered):
                 num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **({} if BLOCK_M == 64 else _registers(255)))
 
 
-def _project_triton(hidden, weight, rows, k, temperature=0.0, seed_key=0, sequence=None, position=None):
-    """Both kernels. With a temperature, the scores are logits / temperature + noise, and there are no log-probabilities.
-
-    Returns (logprobs float32 [M, k] or None, tokens int64 [M, k]).
-    """
+def _project_triton(hidden, weight, rows, k, noise=None):
+    """Both kernels. noise: None, or (temperature, seed_key, sequence, position) for samples, which need k = 1 and no
+    log-probabilities. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
     M, C = hidden.shape
-    N = len(weight if rows is None else rows)
+    rows = None if rows is None else rows.contiguous()
+    V = len(weight if rows is None else rows)
     blocks = _project_blocks(M, hidden.dtype, _wide(hidden, weight), rows is not None)
     row_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    programs = min(triton.cdiv(N, blocks["BLOCK_V"]), max(1, 2 * _multiprocessors(hidden.device) // row_tiles), 512)
+    # two programs per multiprocessor, and no more lists than one program of the second kernel can merge
+    programs = min(triton.cdiv(V, blocks["BLOCK_V"]), max(1, 2 * _multiprocessors(hidden.device) // row_tiles), 512)
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
     places = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    lse = logprobs = None
-    if temperature:
-        sequence, position = sequence.contiguous(), position.contiguous()
-    else:
-        sequence = position = None
+    lse = logprobs = sequence = position = None
+    temperature, seed_key = 0.0, 0
+    if noise is None:
         lse = hidden.new_empty((M, programs), dtype=torch.float32)
         logprobs = hidden.new_empty((M, k), dtype=torch.float32)
-    _project_kernel[(row_tiles, programs)](
-        hidden, weight, rows, sequence, position, values, places, lse, *hidden.stride(), *weight.stride(),
-        float(temperature), seed_key, M, N, programs, C=C, K=k, BLOCK_K=triton.next_power_of_2(k), **blocks)
+    elif noise[0] > 0:
+        temperature, seed_key, sequence, position = noise
+        sequence, position = sequence.contiguous(), position.contiguous()
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
-    _merge_lists_kernel[(M,)](
-        values, places, lse, rows, logprobs, tokens, N, programs, k,
-        BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
+    with torch.cuda.device_of(hidden):
+        _project_kernel[(row_tiles, programs)](
+            hidden, weight, rows, sequence, position, values, places, lse, *_strides(hidden), *_strides(weight),
+            float(temperature), seed_key, M, V, programs, C=C, TOP=k, BLOCK_TOP=triton.next_power_of_2(k), **blocks)
+        _merge_lists_kernel[(M,)](
+            values, places, lse, rows, logprobs, tokens, V, programs, k,
+            BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
     return logprobs, tokens
 
 
@@ -559,7 +569,7 @@ def _check_project(hidden, weight, rows):
     _check(weight.dtype == hidden.dtype, f"weight of {hidden.dtype}, as hidden has it", weight)
     _check_device(hidden, weight=weight)
     if rows is not None:
-        _check(rows.dim() == 1 and len(rows) > 0 and rows.dtype == torch.int32, "rows of shape [N >= 1], int32", rows)
+        _check(rows.dim() == 1 and len(rows) > 0 and rows.dtype == torch.int32, "rows of shape [n >= 1], int32", rows)
         _check_device(hidden, rows=rows)
         if rows.device.type == "cpu":  # reading them back would stall a GPU
             low, high = rows.aminmax()
@@ -600,8 +610,8 @@ def project_topk(hidden, weight, k, rows=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the lowest id first.
 
     hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, k 1..min(32, V);
-    above 64 rows the weight is read once per 64. rows int32 [N]: only these rows of the weight take part, in the
-    normalisation too, and k is at most N; of equals the one that stands first in `rows` (FR-Spec, arXiv 2502.14856).
+    above 64 rows the weight is read once per 64. rows int32 [n]: only these rows of the weight take part, in the
+    normalisation too, and k is at most n; of equals the one that stands first in `rows` (FR-Spec, arXiv 2502.14856).
     Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes, devices, k and, on a CPU,
     rows that the weight does not have.
     """
@@ -620,7 +630,7 @@ def project_sample_triton(hidden, weight, temperature, seed, sequence, position,
     """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
     _check_project(hidden, weight, rows)
     _check_noise(len(hidden), temperature, sequence, position, hidden.device)
-    return _project_triton(hidden, weight, rows, 1, temperature, _seed_key(seed), sequence, position)[1][:, 0]
+    return _project_triton(hidden, weight, rows, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
 
 
 def _mix64(x):
@@ -635,7 +645,7 @@ def _seed_key(seed):
     """A 64-bit seed, mixed so that seed 1 of sequence 0 is not seed 0 of sequence 1; a signed 64-bit int."""
     _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
     seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
-    return int(_mix64(torch.tensor(seed)))
+    return int(_mix64(torch.tensor(seed, device="cpu")))
 
 
 def gumbel(seed, sequence, position, tokens):
@@ -682,7 +692,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
 
     hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; temperature float;
     seed int of at most 64 bits; sequence and position int tensors [M]: whose token, and at which place of its text.
-    rows int32 [N]: only these rows of the weight take part; a token's noise is the same with and without.
+    rows int32 [n]: only these rows of the weight take part; a token's noise is the same with and without.
     Returns int64 [M]. Equal logits: the lowest token id, or the first of `rows`. ValueError for shapes, dtypes, devices,
     temperature, seed and, on a CPU, rows that the weight does not have.
     """
@@ -695,8 +705,8 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
 #
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
-# Bytes: 2 * L * Hkv * D elements read and written per moved row, 10 kB to 1 MB a step. What costs is the launch, so one
-# serves all layers. Nodes already in place (path[j] == j) are not touched.
+# Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers of 8 heads of 128 in bf16.
+# For a few sequences what costs is the launch, so one serves all layers. Nodes already in place (path[j] == j) are not touched.
 
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
@@ -705,7 +715,7 @@ def _commit_path_kernel(
     stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvn, stride_kvd, P, S, Hkv,
     D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (layer, K or V, and head; sequence): moves the path's rows of one [S, D] slice."""
+    """Program (layer, keys or values, and head; sequence): moves the path's rows of one [S, D] slice."""
     b = tl.program_id(1).to(tl.int64)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
     side = (tl.program_id(0) // Hkv % 2).to(tl.int64)
@@ -744,9 +754,10 @@ def commit_path_triton(kv, lengths, path, count):
     L, _, B, Hkv, S, D = kv.shape
     P = path.shape[1]
     BLOCK_P, BLOCK_D = triton.next_power_of_2(P), triton.next_power_of_2(D)
-    _commit_path_kernel[(L * 2 * Hkv, B)](
-        kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
-        D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
+    with torch.cuda.device_of(kv):
+        _commit_path_kernel[(L * 2 * Hkv, B)](
+            kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
+            D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
 
 
 def commit_path_reference(kv, lengths, path, count):

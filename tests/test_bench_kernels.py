@@ -37,7 +37,7 @@ def random_launches(generator):
     wide = draw(True, True, False)
     launches = bench_kernels.attention_launches(
         T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), draw(BF16, FP32), wide, draw(100, 4096, 50000))
-    k, temperature = draw((1, 0.8), (1, 0.0), (4, 0.0), (32, 0.0))
+    k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
     launches += bench_kernels.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, wide),
                                                wide, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
     return launches + bench_kernels.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
@@ -75,7 +75,7 @@ def test_figures_are_read_from_the_binary():
     (bench_kernels.project_launches, (8, 8, BF16), "HGMMA"),
     (bench_kernels.project_launches, (32, 8, BF16), "HMMA"),
     (bench_kernels.project_launches, (64, 8, BF16), "HGMMA"),
-    (bench_kernels.project_launches, (8, 8, BF16, 0.0, True), "HGMMA"),
+    (bench_kernels.project_launches, (8, 8, BF16, None, True), "HGMMA"),
 ], ids=["attention-8-rows", "64-rows", "128-rows", "project-8-rows", "32-rows", "64-rows", "gathered-rows"])
 def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand idle."""
@@ -107,9 +107,11 @@ def test_rivals_compute_the_same_projection():
     inputs = [(torch.randn(5, 16), torch.randn(300, 16))]
     rivals = bench_kernels.project_rivals(inputs, 4, 0.8)
     want = kernels.project_topk(*inputs[0], 4)
-    for got, expected in zip(rivals["topk"][0](), want):
-        assert torch.allclose(got, expected, atol=1e-5)
-    counts = torch.bincount(torch.stack([rivals["sample"][0]()[0] for _ in range(4000)]), minlength=300)
+    for rival in ("log_softmax", "logsumexp"):
+        for got, expected in zip(rivals[rival][0](), want):
+            assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.equal(rivals["argmax"][0](), want[1][:, 0])
+    counts = torch.bincount(torch.stack([rivals["gumbel"][0]()[0] for _ in range(4000)]), minlength=300)
     expected = 4000 * torch.softmax(inputs[0][0][0] @ inputs[0][1].T / 0.8, -1)
     assert (counts - expected).abs().max() < 6 * expected.max() ** 0.5
 

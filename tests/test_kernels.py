@@ -132,8 +132,8 @@ def test_tree_attention_matches_float64(case, device):
 def test_splits_are_weighed_rightly(dtype, multiprocessors, device, monkeypatch):
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, or the boundary rows count twice or never."""
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
-    assert kernels._split_rows(800, 16, 4, multiprocessors) == (1024 if multiprocessors == 1 else 256)
-    check_attention(([0, 255, 256, 787], 13, 3, 1, 32, 800, dtype, None), device)
+    assert kernels._splits(1200, 128, 4, multiprocessors) == (1 if multiprocessors == 1 else 10)
+    check_attention(([0, 255, 256, 1187], 13, 3, 1, 32, 1200, dtype, None), device)
 
 
 def inside(x):
@@ -158,6 +158,7 @@ STRIDES = {
     "turned-around": lambda q, k, v: (turned(q), turned(k), turned(v)),
     "keys-and-values-differ": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), turned(k), inside(v)),
     "halves-of-one-tensor": lambda q, k, v: (q, *torch.stack([k, v]).unbind()),
+    "one-sequence-of-many": lambda q, k, v: (q, *(x.repeat_interleave(2, 0)[::2] for x in (k, v))),
 }
 
 
@@ -177,6 +178,25 @@ def test_launches_follow_the_shapes_alone():
                  record(kernels.tree_attention_triton, q, cache, cache, torch.tensor(lengths).int(), ancestors)]
                 for lengths in ([0, 0, 0], [1, 8995, 300])]
     assert len(launches[0]) == 2 and launches[0] == launches[1]
+
+
+@plain
+def test_strides_of_single_rows_do_not_matter():
+    """Bug: a batch of one, cut out of something odd, takes the slow loads or has its cache copied."""
+    q, cache = torch.empty(1, 5, 8, 64, dtype=BF16), torch.empty(1, 2, 300, 64, dtype=BF16)
+    odd = cache.as_strided(cache.shape, (7, *cache.stride()[1:]))
+    lengths, ancestors = torch.zeros(1).int(), torch.zeros(1, 5).long()
+    launches = [record(kernels.tree_attention_triton, q, k, cache, lengths, ancestors) for k in (cache, odd)]
+    assert launches[0][0][3] == launches[1][0][3]
+    assert launches[1][0][2][1].data_ptr() == cache.data_ptr()
+
+
+@plain
+def test_a_short_text_in_a_large_cache_fills_the_gpu_too():
+    """Bug: splits cut by the cache's capacity leave most programs without work."""
+    splits = kernels._splits(131072, 256, 8, 132)  # one sequence, 8 kv heads, 64 rows
+    split_rows = max(-(-1000 // splits), 256)
+    assert 8 * -(-1000 // split_rows) == 32 and 8 * splits >= 4 * 132
 
 
 def test_a_row_that_sees_nothing_gives_zeros(device):
@@ -265,9 +285,9 @@ def test_projections_take_any_strides(device):
     """Bug: a transposed weight or a slice of the hidden states read as if it were contiguous."""
     hidden = torch.randn(40, 10, device=device).T[::2]
     weight = torch.randn(40, 200, device=device).T
-    rows = torch.arange(10, device=device)[::2]
+    rows = torch.arange(10, device=device, dtype=torch.int32)[::2]
     for project, rest in ((kernels.project_topk, (3,)), (kernels.project_sample, (0.5, 1, rows, rows)),
-                          (kernels.project_topk, (3, rows.int()))):
+                          (kernels.project_topk, (3, rows))):
         contiguous = project(hidden.contiguous(), weight.contiguous(), *[
             x.contiguous() if isinstance(x, torch.Tensor) else x for x in rest])
         for got, want in zip(project(hidden, weight, *rest), contiguous):
