@@ -94,8 +94,9 @@ def _attend(q, keys, values, visible, scale, best, total, acc):
 
 
 @triton.jit
-def _rows_per_split(end, splits, least_rows, BLOCK_N: tl.constexpr):
-    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N, least_rows)
+def _rows_per_split(end, splits, least_rows):
+    """A multiple of 128, and so of every BLOCK_N."""
+    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), 128) * 128, least_rows)
 
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
@@ -112,7 +113,7 @@ def _tree_attention_kernel(
     b = (tl.program_id(2) // Hkv).to(tl.int64)
     length = tl.load(lengths_ptr + b)
     end = tl.minimum(length + T, S)
-    split_rows = _rows_per_split(end, splits, least_rows, BLOCK_N)
+    split_rows = _rows_per_split(end, splits, least_rows)
     begin = split * split_rows
     end = tl.minimum(begin + split_rows, end)
     if begin >= end:
@@ -175,14 +176,14 @@ def _tree_attention_kernel(
 @triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
     partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, least_rows,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (node and head, sequence): weighs the partial results of the splits that had rows to look at."""
     b = tl.program_id(1).to(tl.int64)
     row = b * T * Hq + tl.program_id(0)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     end = tl.minimum(tl.load(lengths_ptr + b) + T, S)
-    live = tl.cdiv(end, _rows_per_split(end, splits, least_rows, BLOCK_N))  # the other programs left and wrote nothing
+    live = tl.cdiv(end, _rows_per_split(end, splits, least_rows))  # the other programs left and wrote nothing
     best = PIVOT
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -210,7 +211,7 @@ def _multiprocessors(device):
 
 
 def _strides(x):
-    """Strides, 0 in dimensions of size 1: what a view happens to say there does not matter and must not choose a kernel."""
+    """Strides, 0 in dimensions of size 1: what a view says there does not matter and must not choose a kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
 
 
@@ -283,7 +284,7 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
     blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache))
-    BLOCK_ROWS, BLOCK_N = blocks["BLOCK_ROWS"], blocks["BLOCK_N"]
+    BLOCK_ROWS = blocks["BLOCK_ROWS"]
     row_tiles = triton.cdiv(T * G, BLOCK_ROWS)
     least_rows = max(128, 4 * BLOCK_ROWS)
     splits = _splits(S, least_rows, B * Hkv * row_tiles, _multiprocessors(q.device))
@@ -301,7 +302,7 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
         if lse is not None:
             _combine_splits_kernel[(T * Hq, B)](
                 partial, lse, lengths, out, T, Hq, S, splits, least_rows,
-                D=D, BLOCK_N=BLOCK_N, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
+                D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
     return out
 
 
@@ -416,14 +417,13 @@ def _take_best(scores, first, values, places, BLOCK_V: tl.constexpr):
     return values, places
 
 
-@triton.jit(do_not_specialize=["seed_key", "M", "V", "programs"])
+@triton.jit(do_not_specialize=["seed_key", "M", "V", "programs", "k"])
 def _project_kernel(
     hidden_ptr, weight_ptr, rows_ptr, sequence_ptr, position_ptr, values_ptr, places_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, programs,
-    C: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, programs, k,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program (row tile, p): the TOP best of vocabulary tiles p, p + programs, ... and, if asked for, their log-sum-exp.
+    """Program (row tile, p): the k best of vocabulary tiles p, p + programs, ... and, if asked for, their log-sum-exp.
 
     One loop over (tile, channels), so that the next tile's weights are on their way while this one's best are taken.
     """
@@ -431,10 +431,10 @@ def _project_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < M
     hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
-    slots = tl.arange(0, BLOCK_TOP)[None, :]
-    # Slots beyond TOP hold infinity, which nothing beats. Places below 0: nothing there yet.
-    values = tl.zeros([BLOCK_M, BLOCK_TOP], tl.float32) + tl.where(slots < TOP, float("-inf"), float("inf"))
-    places = tl.zeros([BLOCK_M, BLOCK_TOP], tl.int32) - 1 - slots
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    # Slots beyond k hold infinity, which nothing beats. Places below 0: nothing there yet.
+    values = tl.zeros([BLOCK_M, BLOCK_K], tl.float32) + tl.where(slots < k, float("-inf"), float("inf"))
+    places = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
     best = tl.full([BLOCK_M], PIVOT, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
@@ -479,9 +479,9 @@ def _project_kernel(
             values, places = _take_best(scores, first, values, places, BLOCK_V)
 
     lists = m * programs + program
-    entries = lists[:, None] * TOP + slots
-    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < TOP))
-    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < TOP))
+    entries = lists[:, None] * k + slots
+    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < k))
+    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < k))
     if lse_ptr is not None:
         tl.store(lse_ptr + lists, best + tl.log(total), mask=real)
 
@@ -550,11 +550,12 @@ def _project_triton(hidden, weight, rows, k, noise=None):
     elif noise[0] > 0:
         temperature, seed_key, sequence, position = noise
         sequence, position = sequence.contiguous(), position.contiguous()
+    BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     with torch.cuda.device_of(hidden):
         _project_kernel[(row_tiles, programs)](
             hidden, weight, rows, sequence, position, values, places, lse, *_strides(hidden), *_strides(weight),
-            float(temperature), seed_key, M, V, programs, C=C, TOP=k, BLOCK_TOP=triton.next_power_of_2(k), **blocks)
+            float(temperature), seed_key, M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
         _merge_lists_kernel[(M,)](
             values, places, lse, rows, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
@@ -666,7 +667,7 @@ def _xor_shift(x, bits):
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
-    """A sample of softmax(logits / temperature) per row: the column, int64 [M]. Temperature 0: argmax, of equals the first.
+    """A sample of softmax(logits / temperature) per row: its column, int64 [M]. Temperature 0: argmax, the first of equals.
 
     logits [M, V], -inf for tokens ruled out; sequence and position int [M]; tokens int [V]: the columns' token ids, where
     they are not 0..V - 1. ValueError for shapes and temperature.
@@ -706,7 +707,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
 # Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers of 8 heads of 128 in bf16.
-# For a few sequences what costs is the launch, so one serves all layers. Nodes already in place (path[j] == j) are not touched.
+# For a few sequences what costs is the launch, so one serves all layers. Nodes in place (path[j] == j) are not touched.
 
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])

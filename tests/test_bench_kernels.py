@@ -1,6 +1,7 @@
 """bench_kernels.py: the gate that every kernel passes without a GPU, and rivals that do the same work."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,33 @@ def test_rivals_compute_the_same_attention():
         for name, calls in rivals.items():
             assert torch.allclose(calls[i](), want, atol=1e-5), name
     assert not torch.allclose(kernels.tree_attention(*inputs[0]), kernels.tree_attention(*inputs[1]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_tables_hold_what_was_timed(monkeypatch, capsys):
+    """Bug: a row that belongs to other shapes, a wrong byte count, or a rival that differs and still gets a time."""
+    monkeypatch.setattr(bench_kernels, "median_us", lambda calls: (len(calls) * 1000.0, calls[0]())[0])
+    monkeypatch.setattr(bench_kernels, "copies", lambda size: 2)
+    monkeypatch.setattr(bench_kernels, "HEADS", {"toy": (8, 2, 16)})
+    monkeypatch.setattr(bench_kernels, "LAYERS", {"toy": 3})
+    monkeypatch.setattr(bench_kernels, "PROJECTIONS", {"toy": (64, 300)})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200)
+    one, five = bench_kernels.bench_attention(args, 1e9, "cpu")
+    assert five["bytes"] == 2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16) and five["T"] == 5 and five["prefix"] == 70
+    assert five["share_of_copy"] == pytest.approx(five["bytes"] / 1e9 / 2000e-6) and five["speed_up"] == 1.0
+    top, top32, argmax, sample = bench_kernels.bench_projections(args, 1e9, "cpu")
+    assert top["bytes"] == 2 * 64 * 303 and (top["operation"], top32["operation"]) == ("top 8", "top 32")
+    assert "gumbel" in sample and "argmax" in argmax
+    moved, = bench_kernels.bench_commit(args, 1e9, "cpu")
+    assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
+    for line in capsys.readouterr().out.split("\n\n"):
+        assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
+    wrong = bench_kernels.timed_row({}, 1, 1e9, [lambda: 1], dict(other=[lambda: 2], broken=[lambda: 1 / 0]), lambda a, b: b - a)
+    assert wrong["other"] == 1000.0 and "ZeroDivisionError" in wrong["broken"]
+    wrong = bench_kernels.timed_row({}, 1, 1e9, [lambda: 3], dict(other=[lambda: 2]), lambda a, b: b - a)
+    assert "differs by 1" in wrong["other"] and wrong["speed_up"] is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
