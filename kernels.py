@@ -362,7 +362,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22 ms at 4.8 TB/s).
 # FLOPs: 2 * M * V * C, so M a byte in bf16: bound by memory up to M = 64 and beyond. Storing M * V logits would write
-# them once and read them twice: at M = 64 another 10%, and two launches. Here as many programs as fit the GPU at once
+# them once and read them twice: at M = 64 another 10%, and two launches. Here two programs for each multiprocessor
 # walk the vocabulary in tiles, each with a running log-sum-exp and a running list of its k best, and a second, small
 # kernel merges the lists. The noise is a pure function of its arguments, made where it is needed: about 15 integer
 # operations and two logarithms per logit, beside the C elements of weight that each logit reads.
@@ -444,7 +444,7 @@ def _project_kernel(
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
     # Hopper's wide tensor-core instructions want 64 rows or more on the first side: few rows of hidden states go second.
-    # (32 of them keep the first place: the other way the best of a tile take too many registers on Blackwell.)
+    # 32 of them stay first all the same: the other way the search for a tile's best spills registers on Blackwell.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -526,7 +526,7 @@ def _project_blocks(M, dtype, wide, gathered):
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, **_registers(168))
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **({} if BLOCK_M == 64 else _registers(255)))
+                num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **(_registers(255) if BLOCK_M < 64 else {}))
 
 
 def _project_triton(hidden, weight, rows, k, noise=None):
