@@ -95,7 +95,7 @@ def commit_launches(P, D, dtype):
 
 
 def all_launches():
-    """Every shape class of every host function, as signatures without repetition: {signature: None}."""
+    """The signatures of every shape class of every host function, each once."""
     launches = []
     for D in (16, 32, 48, 64, 80, 128, 192, 256):
         for rows in (8, 32, 64, 128):
@@ -171,8 +171,8 @@ def amd_usage(assembly):
 
 
 def compile_all(pairs):
-    """usage of every (target, signature) in `pairs`, in order; one process per core."""
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    """usage of every (target, signature) in `pairs`, in order; one process per core, up to 16 of them."""
+    with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
         yield from pool.map(usage, *zip(*pairs), chunksize=8)
 
 
