@@ -13,7 +13,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +42,7 @@ def machine():
     return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 python=platform.python_version(), torch=torch.__version__,
-                triton=version("triton") if kernels.HAS_TRITON else None, commit=commit)
+                triton=kernels.triton.__version__ if kernels.HAS_TRITON else None, commit=commit)
 
 
 def measure(model, prompts, args, heads, temperature, tree_size):
@@ -107,7 +106,7 @@ def bench_heads(args):
                 accuracy=accuracy, decoding=rows)
 
 
-def bench_kernels_or_say_so(args):
+def run_kernels(args):
     if args.static:
         if not kernels.HAS_TRITON:
             raise InputError("--static compiles the kernels and needs triton, which is not installed; pip install triton")
@@ -166,7 +165,7 @@ def check_all(name, values, low, high):
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    result = bench_heads(args) if args.what == "heads" else bench_kernels_or_say_so(args)
+    result = bench_heads(args) if args.what == "heads" else run_kernels(args)
     print(json.dumps(result | dict(machine=machine())))
 
 
