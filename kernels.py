@@ -74,8 +74,8 @@ def _dot(a, b, acc):
 # partial sums in float32: for bf16 that adds 2 * rows / n to the bytes, so many rows want long splits.
 #
 # The number of splits follows the shapes, as a captured CUDA graph needs a fixed grid. Where they cut follows the
-# sequence's own length, so that a short text in a large cache fills the GPU too, and a row's sum is cut at the same
-# places whatever else is in the batch. Programs beyond their sequence's end leave at once.
+# sequence's own length, so that a short text in a large cache is cut as in a small one, and a row's sum is cut at the
+# same places whatever else is in the batch. Programs beyond their sequence's end leave at once.
 
 
 @triton.jit
@@ -368,8 +368,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 # operations and two logarithms per logit, beside the C elements of weight that each logit reads.
 #
 # A tile's logits stay in registers. Its best are taken out one at a time, the maximum over the tile against the worst
-# of the list, until no row has one that enters: k rounds in a program's first tile, and with few tiles per program not
-# many fewer in the next (of 8 rows and k = 8 about 8, 6, 5, 4). That is cheap for the k of 4 to 8 that drafting asks for.
+# of the list, until no row has one that enters: k rounds in a program's first tile, and with many rows and few tiles
+# per program not many fewer in the next. So the search costs in proportion to k, of which drafting asks for 4 to 8.
 #
 # The noise: a 64-bit key per row from (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit
 # finalizer lowbias32 with the key's halves put in before and between its multiplications. With one half only, two rows

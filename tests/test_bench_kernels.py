@@ -13,7 +13,7 @@ from model import InputError
 
 INTERPRETED = bool(kernels.INTERPRETED)
 needs_compiler = pytest.mark.skipif(not kernels.HAS_TRITON or INTERPRETED, reason="needs triton, not interpreting")
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @needs_compiler
@@ -37,7 +37,7 @@ def random_launches(generator):
     T, G = draw(1, 2, 5, 17, 33, 64), draw(1, 2, 3, 8, 12)
     wide = draw(True, True, False)
     launches = bench_kernels.attention_launches(
-        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), draw(BF16, FP32), wide, draw(100, 4096, 50000))
+        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), draw(BF16, FP16, FP32), wide, draw(100, 4096, 50000))
     k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
     launches += bench_kernels.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, wide),
                                                wide, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
@@ -48,9 +48,9 @@ def random_launches(generator):
 def test_the_gate_knows_every_shape_class():
     """Bug: a host function chooses a tile, a number of warps or of stages that the gate never compiled."""
     def options(launch):
-        name, _, constants, _, options = launch
+        name, kinds, constants, _, options = launch
         names = getattr(kernels, name).arg_names
-        return name, tuple((names[i], value) for i, value in constants if names[i].startswith("BLOCK_")), options
+        return name, kinds[0], tuple((names[i], value) for i, value in constants if names[i].startswith("BLOCK_")), options
 
     known = {options(launch) for launch in bench_kernels.all_launches()}
     generator = torch.Generator().manual_seed(0)

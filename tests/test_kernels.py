@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from bench_kernels import record
+from bench_kernels import Recorder, record
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = bool(kernels.INTERPRETED)
@@ -102,7 +102,7 @@ ATTENTION = {
     "float16-many-row-tiles": ([45], 13, 24, 2, 64, 58, FP16, None),
     "float16-odd-head-size": ([3, 20], 13, 3, 1, 21, 40, FP16, None),
 }
-ERRORS = {FP32: 4, FP16: 2, BF16: 2}  # how many times torch's own error in that dtype is allowed; exp2 costs float32 some
+ERRORS = {FP32: 3, FP16: 2, BF16: 2}  # how many times torch's own error in that dtype is allowed; exp2 costs float32 some
 
 
 def check_attention(case, device, prepare=lambda q, k, v: (q, k, v)):
@@ -191,12 +191,18 @@ def test_strides_of_single_rows_do_not_matter():
     assert launches[1][0][2][1].data_ptr() == cache.data_ptr()
 
 
-@plain
-def test_a_short_text_in_a_large_cache_fills_the_gpu_too():
-    """Bug: splits cut by the cache's capacity leave most programs without work."""
-    splits = kernels._splits(131072, 256, 8, 132)  # one sequence, 8 kv heads, 64 rows
-    split_rows = max(-(-1000 // splits), 256)
-    assert 8 * -(-1000 // split_rows) == 32 and 8 * splits >= 4 * 132
+@pytest.mark.skipif(not INTERPRETED, reason="looks at what the kernel wrote; needs the interpreter")
+@pytest.mark.parametrize("S", [1100, 9000])
+def test_a_large_cache_is_cut_like_a_small_one(S, device, monkeypatch):
+    """Bug: splits cut by the cache's capacity leave a short text to a few programs."""
+    launches = []
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "_combine_splits_kernel", Recorder("combine", launches))
+    q, cache = torch.randn(1, 1, 1, 16, device=device), torch.randn(1, 1, S, 16, device=device)
+    place = torch.tensor([999], device=device)
+    kernels.tree_attention_triton(q, cache, cache, place.int(), torch.ones(1, 1, dtype=torch.int64, device=device))
+    lse = launches[0][2][1]  # NaN where no program wrote
+    assert lse.shape[-1] == -(-S // 128) and int((~lse.isnan()).sum()) == 8
 
 
 def test_a_row_that_sees_nothing_gives_zeros(device):
