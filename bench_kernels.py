@@ -252,7 +252,7 @@ def attention_rivals(inputs, flex):
     Hkv = k.shape[1]
     N = int(lengths.max()) + T
     mask = torch.full((B, 1, T, math.ceil(N / 8) * 8), -math.inf, device=q.device, dtype=q.dtype)[..., :N]
-    mask.masked_fill_(kernels.tree_mask(lengths, ancestors, N)[:, None], 0)
+    mask.masked_fill_(kernels.tree_mask(lengths, ancestors, N).visible[:, None], 0)
     rows = torch.arange(T, device=q.device).repeat_interleave(Hq // Hkv)
     packed_mask = torch.empty(B, 1, len(rows), mask.stride(2), device=q.device, dtype=q.dtype)[..., :N]
     packed_mask.copy_(mask[:, :, rows])

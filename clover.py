@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kernels import project_topk
-from model import Block, InputError, KVCache, Norm, Span, atomic_write, identity, read_json
+from model import Block, InputError, KVCache, Linear, Norm, Span, atomic_write, identity, read_json
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
 
@@ -31,6 +30,7 @@ class CloverConfig:
     mix_before: bool = False    # the next token also enters before the augmenting block
     projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
     shared: bool = False        # head 1 has its own weights, the later heads share one set
+    vocabulary: int = 0         # how many token ids the heads draft among (FR-Spec, arXiv 2502.14856); 0: all
 
 
 PRESETS = {
@@ -60,8 +60,8 @@ class AttentionDecoder(nn.Module):
         C = config.n_embd
         self.heads = math.gcd(config.n_head, C)
         self.norm = Norm(config.norm, C, config.norm_eps)
-        self.query = nn.Linear(C, C)
-        self.key_value = nn.Linear(C, 2 * C)
+        self.query = Linear(C, C)
+        self.key_value = Linear(C, 2 * C)
         with torch.no_grad():
             self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
             self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
@@ -80,7 +80,7 @@ class Concat(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
+        self.linear = Linear(2 * config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -93,7 +93,7 @@ class ResBlock(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.linear = nn.Linear(config.n_embd, config.n_embd)
+        self.linear = Linear(config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -107,7 +107,7 @@ class Projector(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.linear = nn.Linear(2 * C, C)
+        self.linear = Linear(2 * C, C)
         with torch.no_grad():
             self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
             self.linear.bias.zero_()
@@ -167,6 +167,15 @@ class CloverHeads(nn.Module):
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         for block in self.augment_blocks:
             block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
+        # the token ids to draft among, int32, most frequent first; None: all
+        self.register_buffer("vocabulary", torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None)
+
+    def set_vocabulary(self, tokens):
+        """Token ids [n] to draft among, most frequent first; an empty list: all. InputError for ids the model does not have."""
+        tokens = torch.as_tensor(tokens, dtype=torch.int32, device=self.model.device)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.model.config.vocab_size:
+            raise InputError(f"a draft vocabulary has token ids outside 0..{self.model.config.vocab_size - 1}")
+        self.config, self.vocabulary = replace(self.config, vocabulary=len(tokens)), tokens if len(tokens) else None
 
     @property
     def reads_tokens(self):
@@ -186,14 +195,14 @@ class CloverHeads(nn.Module):
         c = self.model.config
         return KVCache(self.config.augment_layers, batch, c.n_kv_head, rows, c.head_size, self.model.dtype, self.model.device)
 
-    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None):
+    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None):
         """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from,
-        at a root mean square of 1. positions, cache, ancestors as in `GPT.forward`. (arXiv 2405.00263, Augmenting Block.)"""
+        at a root mean square of 1. The rest as in `GPT.forward`. (arXiv 2405.00263, Augmenting Block.)"""
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
         table = self.model.rope(positions)
-        span = Span(cache, positions, ancestors) if cache is not None and self.augment_blocks else None
+        span = Span(cache, positions, ancestors, end) if cache is not None and self.augment_blocks else None
         for layer, block in enumerate(self.augment_blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
         return F.rms_norm(x, x.shape[-1:])
@@ -210,46 +219,49 @@ class CloverHeads(nn.Module):
 
     @torch.no_grad()
     def draft(self, state, root, tree_size, beams):
-        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes.
+        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the likeliest first.
 
         At each depth the W best beams by joint log-probability propose their W best tokens, and of all proposals the
         best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's joint probability is never above its
-        parent's and ties go to the shallower node, so what is kept is a tree. Nothing is read back to the host.
+        parent's and ties go to the shallower node, so what is kept is a tree, its nodes stand behind their parents, and a
+        smaller tree is the front of a larger one. Nothing is read back to the host.
         """
         (B, C), W, depths = state.shape, beams, min(self.config.heads, tree_size - 1)
         states, tokens, joint = state[:, None], root[:, None], state.new_zeros(B, 1, dtype=torch.float32)
-        # all proposals, the root first: joint log-probability, token, parent's place in this list, depth
-        found = [(joint, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens))]
         places = torch.zeros_like(tokens)
-        for depth in range(1, depths + 1):
-            states, out = self.head(depth - 1)(states, self.embedding(tokens))
-            logprobs, guesses = project_topk(self.model.norm(out).flatten(0, 1), self.model.head.weight, W)
-            if out.shape[1] < tokens.shape[1]:  # heads that do not look at the token say the same to all beams
-                logprobs, guesses = (x.view(B, 1, W).expand(B, tokens.shape[1], W) for x in (logprobs, guesses))
-            joint = (joint[:, :, None] + logprobs.view(B, -1, W).clamp(max=0)).flatten(1)  # (B, w * W)
-            guesses = guesses.reshape(B, -1)
-            first = sum(f[0].shape[1] for f in found)
-            found.append((joint, guesses, places.repeat_interleave(W, dim=1), torch.full_like(guesses, depth)))
-            if depth < depths:
+        # all proposals, the root first: joint log-probability, token, parent's place in this list
+        found, first = [(joint, tokens, places)], 1
+        for depth in range(depths):
+            states, out = self.head(depth)(states, self.embedding(tokens))
+            w = tokens.shape[1]
+            logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
+            if out.shape[1] < w:  # heads that do not look at the token say the same to all beams
+                logprobs, guesses = (x.view(B, 1, W).expand(B, w, W) for x in (logprobs, guesses))
+            joint = (joint[:, :, None] + logprobs.view(B, w, W).clamp(max=0)).flatten(1)  # (B, w * W)
+            guesses = guesses.reshape(B, w * W)
+            found.append((joint, guesses, places.repeat_interleave(W, dim=1)))
+            if depth < depths - 1:
                 best = best_of(joint, guesses, W)  # (B, W)
                 joint, tokens, places = joint.gather(1, best), guesses.gather(1, best), first + best
                 if self.reads_tokens:
                     states = states.gather(1, (best // W)[:, :, None].expand(B, W, C))
-        return self.tree_of(*(torch.cat(column, dim=1) for column in zip(*found)), tree_size)
+            first += w * W
+        return self.tree_of(*(torch.cat(column, dim=1) for column in zip(*found)), [f[0].shape[1] for f in found], tree_size)
 
-    def tree_of(self, joint, tokens, parents, depths, tree_size):
-        """The tree_size best of all proposals [B, N] (the root is the first of them) as a `Tree`."""
+    def tree_of(self, joint, tokens, parents, widths, tree_size):
+        """The tree_size best of all proposals [B, N] as a `Tree`; widths: how many of them there are of each depth."""
         B, N = joint.shape
-        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, min(tree_size, N)).sort(dim=1).values
+        depths = torch.cat([torch.full((B, width), depth, device=joint.device) for depth, width in enumerate(widths)], dim=1)
+        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, min(tree_size, N))
         nodes = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
         node_at = torch.zeros_like(tokens).scatter_(1, kept, nodes)
         parents = node_at.gather(1, parents.gather(1, kept))
         bits = torch.ones_like(nodes) << nodes
         ancestors = bits
-        for _ in range(self.config.heads):
+        for _ in widths[1:]:
             ancestors = bits | ancestors.gather(1, parents)
         columns = (tokens.gather(1, kept), parents, depths.gather(1, kept), ancestors)
-        return Tree(*(F.pad(x, (0, tree_size - x.shape[1])) for x in columns))
+        return Tree(*(F.pad(x, (0, tree_size - x.shape[1])) for x in columns)) if N < tree_size else Tree(*columns)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Files
@@ -259,7 +271,8 @@ class CloverHeads(nn.Module):
         and `info` (training, accuracy)."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in self.state_dict().items()}
+        tensors = {name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
+                   for name, value in self.state_dict().items()}
         record = dict(config=asdict(self.config), base=dict(weights=model_identity(self.model), tokenizer=tokenizer), **info)
         atomic_write(path / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
         atomic_write(path / "heads.json", lambda tmp: Path(tmp).write_text(json.dumps(record, indent=2) + "\n"))
@@ -285,6 +298,7 @@ class CloverHeads(nn.Module):
             reason = str(error).splitlines()[0]
             raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights ({reason})") from None
         heads.info = record
+        heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
 
 
@@ -293,9 +307,11 @@ def read_record(path):
     record = read_json(path)
     config, base = record.get("config"), record.get("base")
     kinds = {field.name: type(field.default) for field in fields(CloverConfig)}
-    if not (isinstance(config, dict) and {name: type(value) for name, value in config.items()} == kinds
-            and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base) and config["heads"] >= 1
-            and config["augment_layers"] >= 0 and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
+    config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older heads have no such key
+    if not ({name: type(value) for name, value in config.items()} == kinds
+            and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
+            and config["heads"] >= 1 and config["augment_layers"] >= 0 and config["vocabulary"] >= 0
+            and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
     return CloverConfig(**config), record
 

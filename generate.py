@@ -1,31 +1,28 @@
-"""The decoding loop, and the command line over it.
+"""Decoding a list of prompts, and the command line over it.
 
     python generate.py --prompt "def fibonacci(n):"
     python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
+    python generate.py --prompt "import os" --explain
 
-One step: draft a tree, verify it in one forward pass, choose the model's own token at every node, accept the path that
-agrees, commit it. Plain decoding is the same step with a tree of one node.
+The loop itself is in engine.py; here the tree that fits the machine is chosen, and the text is printed as it comes.
 """
 
 import argparse
 import json
-import math
 import os
 import sys
-import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from clover import MAX_TREE, CloverHeads, root_tree
+from clover import MAX_TREE, CloverHeads
 from data import TextStream, end_of_text, load_encoding, tokenizer_hash
-from kernels import commit_path, gumbel, gumbel_argmax, project_sample
-from model import GPT, InputError
+from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, memory_needed
+from fit import fit_tree, stage_times
+from kernels import gumbel
+from model import GPT, InputError, free_memory
 
 DEMO = Path(__file__).parent / "demo"
-TREE_SIZE = 17
 BATCH_SIZE = 8
 # what two orders of summing may differ by, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
@@ -33,254 +30,47 @@ HEAD_COLOURS = (32, 36, 34, 35, 33, 31)  # ANSI; a head beyond the last takes th
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choosing and accepting
+# Decoding
 
-@dataclass
-class Sampling:
-    """How the model's own next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        check("temperature", self.temperature, 0, 1e4)
-        check("top-k", self.top_k, 0, 2**31, whole=True)
-        check("top-p", self.top_p, 0, 1, above=True)
-        check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
-
-    @property
-    def filtered(self):
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-def check(name, value, low, high, whole=False, above=False):
-    """Refuses a number that is not in low..high (not low itself with `above`), nan included."""
-    kind = int if whole else (int, float)
-    if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high or (above and value == low):
-        raise InputError(f"{name} must be {'a whole number' if whole else 'a number'} "
-                         f"{'above' if above else 'from'} {low} to {high}, not {value!r}")
-
-
-def keep_likely(logits, top_k, top_p):
-    """logits [M, V] with the tokens outside the top_k and then outside the nucleus of mass top_p (arXiv 1904.09751) at
-    -inf. The most likely token always stays; tokens that tie with the last one kept stay too."""
-    ranked = logits.sort(dim=-1, descending=True).values
-    if 0 < top_k < logits.shape[-1]:
-        ranked[:, top_k:] = -math.inf
-    probs = ranked.softmax(dim=-1)
-    kept = (probs.cumsum(dim=-1) - probs < top_p) & (ranked > -math.inf)  # the mass before a token is under top_p
-    last = ranked.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
-    return logits.masked_fill(logits < last, -math.inf)
+def prepare(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
+            tree_size=None, beams=None, batch_size=None, graph=True, fresh=False):
+    """The Engine that `generate` runs these prompts on; it can run others that are no longer, again and again.
+    Its `fit` says what the tree was chosen from, if it was; fresh: measure for that even what is known."""
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
+    check("batch size", BATCH_SIZE if batch_size is None else batch_size, 1, 2**16, whole=True)
+    if tree_size is not None:
+        check("tree size", tree_size, 1, MAX_TREE, whole=True)
+    check_prompts(model, prompts)
+    rows = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
+    batch = min(len(prompts), batch_size or BATCH_SIZE)
+    if batch_size is None:  # nobody asked for more than fits
+        need = lambda batch: sum(memory_needed(model, heads, batch, rows, tree_size or 1, sampling))
+        free = free_memory(model.device)
+        batch = next((b for b in range(batch, 1, -1) if need(b) <= free), 1)
+    fit = None
+    if tree_size is None and heads:
+        check_memory(model, None, batch, rows, 1, sampling)
+        fit = fit_tree(model, heads, batch, rows, sampling, beams, graph, fresh)
+        tree_size = fit.tree_size
+    engine = Engine(model, heads, batch_size=batch, rows=rows, tree_size=tree_size or 1, beams=beams, sampling=sampling, graph=graph)
+    engine.fit = fit
+    return engine
 
 
-def choose(model, hidden, sampling, sequence, positions):
-    """The model's own next token [B, T] at every node: hidden [B, T, C], sequence [B], positions [B, T] of the nodes."""
-    (B, T, C), s = hidden.shape, sampling
-    rows = model.norm(hidden).view(B * T, C)
-    place = sequence[:, None].expand(B, T).reshape(-1), (positions + 1).reshape(-1)
-    if not s.filtered:
-        return project_sample(rows, model.head.weight, s.temperature, s.seed, *place).view(B, T)
-    logits = keep_likely(model.head(rows).float() / s.temperature, s.top_k, s.top_p)
-    return gumbel_argmax(logits, 1.0, s.seed, *place).view(B, T)
-
-
-def accept(tree, chosen, longest):
-    """Walks from the root: a node is accepted when it is its parent's chosen token and its parent is accepted.
-
-    tree of [B, T], chosen int64 [B, T] -> path int64 [B, longest] (accepted nodes, root first, then zeros), count int32 [B].
-    """
-    B, T = chosen.shape
-    bits = torch.ones_like(chosen) << torch.arange(T, device=chosen.device)
-    wrong = (tree.tokens != chosen.gather(1, tree.parents)) & (tree.depths > 0)
-    refused = (bits * wrong).sum(dim=1, keepdim=True)  # the set of refused nodes, one bit each
-    accepted = (tree.ancestors != 0) & (tree.ancestors & refused == 0)
-    place = torch.where(accepted, tree.depths, longest)  # everything else lands in a spare column
-    nodes = torch.arange(T, device=chosen.device).expand(B, T)
-    path = torch.zeros(B, longest + 1, dtype=torch.int64, device=chosen.device).scatter_(1, place, nodes)
-    return path[:, :longest], accepted.sum(dim=1).to(torch.int32)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-
-class Slots:
-    """B sequences decoded together, each a slot with its part of the caches. All tensors keep their shapes."""
-
-    def __init__(self, model, heads, batch, rows, tree_size, beams, sampling):
-        device = model.device
-        self.model, self.sampling, self.tree_size, self.beams = model, sampling, tree_size, beams
-        self.heads = heads if tree_size > 1 else None
-        self.longest = 1 + (min(heads.config.heads, tree_size - 1) if self.heads else 0)  # nodes of a path
-        self.cache = model.new_cache(batch, rows + tree_size)
-        self.root = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.sequence = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.active = torch.zeros(batch, dtype=torch.int32, device=device)
-        if self.heads:
-            self.heads_cache = heads.new_cache(batch, rows + self.longest)
-            self.state = torch.zeros(batch, model.config.n_embd, dtype=model.dtype, device=device)
-            steps = torch.arange(self.longest, device=device)
-            self.chain = ((2 << steps) - 1).expand(batch, -1)  # ancestors of a plain sequence of nodes
-
-    def fill(self, slot, prompt, sequence):
-        """Takes a prompt in. Its last token becomes the root, so that each step after this one emits what it accepts."""
-        tokens = torch.tensor([prompt], device=self.model.device)
-        cache = self.cache.slot(slot)
-        cache.lengths.zero_()
-        self.root[slot], self.sequence[slot], self.active[slot] = tokens[0, -1], sequence, 1
-        if self.heads:
-            self.state[slot] = 0
-            self.heads_cache.lengths[slot] = 0
-        if len(prompt) == 1:
-            return
-        for hidden, start in self.model.prefill(tokens[:, :-1], cache):
-            if self.heads:
-                end = start + hidden.shape[1]
-                positions = torch.arange(start, end, device=tokens.device)[None]
-                states = self.heads.augment(hidden, tokens[:, start + 1:end + 1], positions, self.heads_cache.slot(slot))
-                self.state[slot] = states[0, -1]
-                self.heads_cache.lengths[slot] = end
-
-    def release(self, slot):
-        """An idle slot goes on computing, since shapes are fixed: on an empty sequence, and nobody listens."""
-        self.active[slot] = 0
-        self.cache.lengths[slot] = 0
-        if self.heads:
-            self.heads_cache.lengths[slot] = 0
-
-    def step(self):
-        """One step for every slot -> emitted tokens int64 [B, K + 1] and how many of each row count, int32 [B]."""
-        lengths = self.cache.lengths
-        tree = self.heads.draft(self.state, self.root, self.tree_size, self.beams) if self.heads else root_tree(self.root)
-        # nodes past the context's end are never emitted, but a learned position must exist for them
-        positions = (lengths[:, None] + tree.depths).clamp(max=self.model.config.block_size - 1)
-        hidden = self.model(tree.tokens, positions, self.cache, tree.ancestors)  # (B, T, C)
-        chosen = choose(self.model, hidden, self.sampling, self.sequence, lengths[:, None] + tree.depths)
-        path, count = accept(tree, chosen, self.longest)
-        count = count * self.active
-        commit_path(self.cache.kv, lengths, path, count)
-        emitted = chosen.gather(1, path)  # the token after each accepted node: the accepted ones, then the bonus token
-        last = (count - 1).clamp(min=0).long()[:, None]
-        if self.heads:
-            self.extend(hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2])), emitted, last)
-            self.heads_cache.lengths += count
-        self.root.copy_(torch.where(self.active > 0, emitted.gather(1, last)[:, 0], self.root))
-        self.cache.lengths += count
-        return emitted, count
-
-    def extend(self, hidden, tokens, last):
-        """Takes the accepted nodes' hidden [B, K + 1, C] and the tokens after them into the heads' own cache."""
-        steps = torch.arange(self.longest, device=hidden.device)
-        positions = self.heads_cache.lengths[:, None] + steps
-        states = self.heads.augment(hidden, tokens, positions, self.heads_cache, self.chain)
-        self.state.copy_(states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0])
-
-
-@dataclass
-class Output:
-    """What `generate` returns. tokens: the new tokens of each prompt, in the order of the prompts."""
-    tokens: list
-    steps: int = 0                                   # verify steps, counted per sequence
-    seconds: float = 0.0                             # wall time, prefill included
-    accepted: Counter = field(default_factory=Counter)  # tokens a step emitted (its path length) -> how many steps did
-
-    @property
-    def emitted(self):
-        return sum(map(len, self.tokens))
-
-    @property
-    def tokens_per_step(self):
-        return self.emitted / max(self.steps, 1)
-
-    @property
-    def tokens_per_second(self):
-        return self.emitted / max(self.seconds, 1e-9)
-
-    def take(self, index, tokens, limit, stop):
-        """Appends one step's tokens up to the limit or the first stop token -> (tokens taken, whether it is done)."""
-        tokens = tokens[:limit - len(self.tokens[index])]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in stop), None)
-        taken = tokens[:end]
-        self.tokens[index] += taken
-        self.steps += 1
-        self.accepted[len(taken)] += 1
-        return taken, end is not None or len(self.tokens[index]) >= limit
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `generate`; `output` holds what there was."""
-
-    def __init__(self, output):
-        super().__init__()
-        self.output = output
-
-
-def check_prompts(model, prompts):
-    c = model.config
-    if not prompts:
-        raise InputError("no prompt was given; give at least one")
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise InputError(f"prompt {i} is empty; it needs at least one token")
-        if len(prompt) >= c.block_size:
-            raise InputError(f"prompt {i} has {len(prompt)} tokens; the model's context of {c.block_size} leaves room for "
-                             f"at most {c.block_size - 1} and one new token: shorten the prompt")
-        if min(prompt) < 0 or max(prompt) >= c.vocab_size:
-            raise InputError(f"prompt {i} has token ids outside 0..{c.vocab_size - 1}; is this the model's own tokenizer?")
-
-
-@torch.inference_mode()
-def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, seed=0,
-             tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None):
+def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
+             tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None, encoding=None, graph=True):
     """Continues prompts (lists of token ids) with the model's own tokens: the same ones with any heads, tree or batch.
 
-    tree_size: nodes T verified per step, root included (1 is plain decoding; default 17 with heads); beams: W, default
-    about the square root of T. stop: token ids that end a sequence, themselves kept. batch_size: sequences decoded
-    together, default up to 8; a finished one makes room for the next prompt. on_tokens(index, tokens) is called with the
-    tokens of each step. Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
+    tree_size: nodes T verified per step, root included; 1 is plain decoding, None the size that is quickest here (fit.py).
+    beams: W, default about the square root of T. stop: token ids and, with an `encoding` to read them by, texts that end
+    a sequence; the token that does it is kept. batch_size: sequences decoded together, default up to 8; a finished one makes
+    room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step. graph: on CUDA, replay the
+    step from a graph. Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
     """
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    tree_size = TREE_SIZE if tree_size is None else tree_size
-    check("tree size", tree_size, 1, MAX_TREE, whole=True)
-    tree_size = tree_size if heads else 1
-    beams = min(math.isqrt(tree_size), model.config.vocab_size) if beams is None else beams
-    check("beams", beams, 1, min(32, model.config.vocab_size), whole=True)
-    check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    check_prompts(model, prompts)
-    batch = min(len(prompts), BATCH_SIZE if batch_size is None else batch_size)
-    check("batch size", batch, 1, 2**16, whole=True)
-    limits = [min(max_new_tokens, model.config.block_size - len(prompt)) for prompt in prompts]
-    rows = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-    slots = Slots(model, heads, batch, rows, tree_size, beams, sampling)
-    output, began = Output([[] for _ in prompts]), time.perf_counter()
-    try:
-        run(slots, prompts, limits, set(stop), output, on_tokens)
-    except KeyboardInterrupt:
-        output.seconds = time.perf_counter() - began
-        raise Interrupted(output) from None
-    output.seconds = time.perf_counter() - began
-    return output
-
-
-def run(slots, prompts, limits, stop, output, on_tokens):
-    """Keeps the slots filled and steps until every prompt is done."""
-    waiting, at = iter(range(len(prompts))), {}  # at: slot -> the prompt in it
-    for slot in range(len(slots.root)):
-        at[slot] = next(waiting)
-        slots.fill(slot, prompts[at[slot]], at[slot])
-    while at:
-        emitted, counts = (x.tolist() for x in slots.step())
-        for slot, index in list(at.items()):
-            tokens, done = output.take(index, emitted[slot][:counts[slot]], limits[index], stop)
-            if on_tokens:
-                on_tokens(index, tokens)
-            if done:
-                slots.release(slot)
-                del at[slot]
-                following = next(waiting, None)
-                if following is not None:
-                    at[slot] = following
-                    slots.fill(slot, prompts[following], following)
+    engine = prepare(model, prompts, max_new_tokens, heads, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                     seed=seed, tree_size=tree_size, beams=beams, batch_size=batch_size, graph=graph)
+    return engine.generate(prompts, max_new_tokens, stop, on_tokens, encoding)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +98,7 @@ def first_difference(model, prompts, ours, plain, **sampling):
         if s.temperature > 0:
             tokens = torch.arange(scores.shape[-1], device=model.device)
             place = (torch.tensor([x], device=model.device) for x in (i, context.shape[1]))
-            scores = keep_likely(scores / scale, s.top_k, s.top_p) + gumbel(s.seed, *place, tokens)
+            scores = keep_likely(scores / scale, s.top_k, s.top_p, s.min_p) + gumbel(s.seed, *place, tokens)
         gap = (scores.max() - scores[0, [a[at], b[at]]].min()).item()
         return i, at, gap, "tie" if gap <= rounding else "bug"
     return None
@@ -375,42 +165,85 @@ def load_heads(path, args, model, encoding):
     return None if str(path) == "none" else CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
 
 
-def decode_text(encoding, tokens):
-    """Text of token ids; ids that the tokenizer does not have (a padded vocabulary has such) give U+FFFD."""
-    stream = TextStream(encoding)
-    return stream.feed(tokens) + stream.finish()
+class Cut:
+    """Passes text on up to the first stop string, and holds back what may be the beginning of one."""
+
+    def __init__(self, strings):
+        self.strings, self.held, self.ended = strings, "", False
+
+    def feed(self, text):
+        if self.ended:
+            return ""
+        self.held += text
+        found = [place for string in self.strings if (place := self.held.find(string)) >= 0]
+        self.ended = bool(found)
+        beginnings = (n for string in self.strings for n in range(1, len(string)) if self.held.endswith(string[:n]))
+        end = min(found) if found else len(self.held) - max(beginnings, default=0)
+        text, self.held = self.held[:end], "" if found else self.held[end:]
+        return text
+
+    def finish(self):
+        text, self.held = self.held, ""
+        return text
+
+
+def decode_text(encoding, tokens, stop=()):
+    """Text of token ids without the stop token or string that ended it; ids that the tokenizer does not have (a padded
+    vocabulary has such) give U+FFFD."""
+    stream, cut = TextStream(encoding), Cut([s for s in stop if isinstance(s, str)])
+    text = cut.feed(stream.feed([token for token in tokens if token not in stop]) + stream.finish())
+    return text + cut.finish()
 
 
 class Printer:
     """Prints text as it is accepted; on a terminal, each guessed token in the colour of the head that guessed it."""
 
-    def __init__(self, encoding, hidden):
-        self.stream, self.encoding, self.hidden = TextStream(encoding), encoding, hidden
+    def __init__(self, encoding, stop):
+        self.stream, self.stop, self.cut = TextStream(encoding), stop, Cut([s for s in stop if isinstance(s, str)])
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     def show(self, tokens):
         for i, token in enumerate(tokens):
-            text = self.stream.feed([token]) if token not in self.hidden else ""
+            text = self.cut.feed(self.stream.feed([token])) if token not in self.stop else ""
             if self.colours and i < len(tokens) - 1 and text:  # the last token of a step is the model's own
                 text = f"\x1b[{HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]}m{text}\x1b[0m"
             print(text, end="", flush=True)
 
     def finish(self):
-        print(self.stream.finish(), flush=True)
+        print(self.cut.feed(self.stream.finish()) + self.cut.finish(), flush=True)
 
 
 def statistics(output):
     """The lines that end a run."""
     shares = "  ".join(f"{n}: {output.accepted[n] / max(output.steps, 1):.0%}" for n in sorted(output.accepted))
-    return (f"tokens per step by share of steps: {shares}\n"
+    return (f"tree size {output.tree_size}; tokens per step by share of steps: {shares}\n"
             f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second")
 
 
-def report(output, encoding, prompts):
+def report(output, encoding, prompts, stop):
     """The --json object of one run."""
-    return dict(prompts=prompts, tokens=output.tokens, texts=[decode_text(encoding, tokens) for tokens in output.tokens],
+    return dict(prompts=prompts, tokens=output.tokens, ended=output.ended,
+                texts=[decode_text(encoding, tokens, stop) for tokens in output.tokens],
+                tree_size=output.tree_size, beams=output.beams, batch_size=output.batch_size,
                 steps=output.steps, seconds=output.seconds, tokens_per_step=output.tokens_per_step,
                 tokens_per_second=output.tokens_per_second, accepted=dict(sorted(output.accepted.items())))
+
+
+def explain(engine, model, heads, fit, graph):
+    """The lines of --explain: what the tree was chosen from, and where the time of a step goes."""
+    lines = [f"tree size {engine.tree_size}, {engine.beams} beams, batch size {len(engine.root)}, on {model.device}"]
+    if fit and fit.rows:
+        lines += ["", "tree size   ms per step   tokens per step (expected)   tokens per second and sequence"]
+        lines += [f"{size:>9}{seconds * 1e3:>14.2f}{tokens:>20.2f}{tokens / seconds:>26.0f}"
+                  + ("   <- chosen" if size == fit.tree_size else "") for size, seconds, tokens in fit.rows]
+    elif fit:
+        lines.append(f"these heads carry no acceptance table, hence a tree of {fit.tree_size} unmeasured; "
+                     "train_heads.py --evaluate makes one")
+    lines += ["", "ms per stage" + "".join(f"{stage:>10}" for stage in STAGES)]
+    for tree_size in sorted({1, engine.tree_size}):
+        times = stage_times(model, heads, len(engine.root), tree_size, engine.sampling, graph=graph)
+        lines.append(f"tree of {tree_size:<4}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
+    return "\n".join(lines)
 
 
 def read_prompts(texts):
@@ -428,20 +261,42 @@ def read_prompts(texts):
     return prompts
 
 
+def tree_size_flag(text):
+    return None if text == "auto" else int(text)
+
+
 def parse(argv):
     parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess ahead.")
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; repeatable; - reads standard input")
+    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; - reads standard input")
     add_model_flags(parser)
     parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it has one")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability of a token, as a share of the likeliest's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tree-size", type=int, default=TREE_SIZE, help="nodes per step, root included; 1 is plain decoding")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
+    parser.add_argument("--tree-size", type=tree_size_flag, default="auto", metavar="N|auto",
+                        help="nodes per step, root included; 1 is plain decoding; auto measures what is quickest here")
+    parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the tree size")
+    parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8, as memory allows")
+    parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
+    parser.add_argument("--explain", action="store_true", help="measure the step anew, and say why this tree and where time goes")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
     parser.add_argument("--json", action="store_true", help="print one json object instead of text")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.prompt:
+        parser.error("--prompt is missing: give at least one text to continue")
+    if "" in args.stop:
+        parser.error("--stop needs a text that is not empty")
+    return args
+
+
+def warm(engine, prompts):
+    """Runs a few steps, so that what follows is timed with everything loaded and compiled."""
+    engine.generate(prompts[:1], 4)
+    return engine
 
 
 def main(argv=None):
@@ -450,42 +305,46 @@ def main(argv=None):
     model, encoding = load_model(args)
     heads = load_heads(args.heads, args, model, encoding)
     prompts = [encoding.encode(text, allowed_special="all") for text in texts]
-    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    stop = [end_of_text(encoding)]
-    decode = lambda heads, on_tokens=None: generate(model, prompts, args.max_new_tokens, heads, tree_size=args.tree_size,
-                                                    stop=stop, on_tokens=on_tokens, **sampling)
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed)
+    stop = [end_of_text(encoding), *args.stop]
+    make = lambda **options: prepare(model, prompts, args.max_new_tokens, batch_size=args.batch_size,
+                                     graph=not args.no_graph, **options, **sampling)
+    decode = lambda engine, on_tokens=None: engine.generate(prompts, args.max_new_tokens, stop, on_tokens, encoding)
     printer = Printer(encoding, stop) if len(prompts) == 1 and not args.json else None
+    plain = explained = None
     try:
-        if args.compare:  # both runs are timed with everything loaded and compiled
-            decode(heads), decode(None)
+        engine = make(heads=heads, tree_size=args.tree_size, beams=args.beams, fresh=args.explain)
+        if args.compare:
+            warm(engine, prompts)
         if printer:
             print(texts[0], end="", flush=True)
-        output = decode(heads, (lambda index, tokens: printer.show(tokens)) if printer else None)
+        output = decode(engine, (lambda index, tokens: printer.show(tokens)) if printer else None)
     except Interrupted as interrupt:
-        output, args.compare = interrupt.output, False
-    if args.json:
-        result = report(output, encoding, texts)
-    elif printer:
+        output, args.compare, args.explain = interrupt.output, False, False
+    if args.explain:
+        explained = explain(engine, model, heads, engine.fit, not args.no_graph)
+    if printer:
         printer.finish()
-    else:
+    elif not args.json:
         for text, tokens in zip(texts, output.tokens):
-            print(f"{text}{decode_text(encoding, [t for t in tokens if t not in stop])}\n{'-' * 40}")
+            print(f"{text}{decode_text(encoding, tokens, stop)}\n{'-' * 40}")
     if not args.json:
         print(f"\n{statistics(output)}")
-    plain = None
+        if explained:
+            print(f"\n{explained}")
     if args.compare:
         try:
-            plain = decode(None)
-        except Interrupted:
+            engine = None  # its memory is the next one's
+            plain = decode(warm(make(tree_size=1), prompts))
+        except KeyboardInterrupt:
             print("interrupted: no comparison", file=sys.stderr)
-    if plain:
-        difference = first_difference(model, prompts, output.tokens, plain.tokens, **sampling)
-        if args.json:
-            result |= dict(plain=report(plain, encoding, texts), difference=difference)
-        else:
-            print(compare_lines(output, plain, difference))
+    difference = first_difference(model, prompts, output.tokens, plain.tokens, **sampling) if plain else None
     if args.json:
-        print(json.dumps(result))
+        result = report(output, encoding, texts, stop)
+        result |= dict(plain=report(plain, encoding, texts, stop), difference=difference) if plain else {}
+        print(json.dumps(result | (dict(explained=explained.splitlines()) if explained else {})))
+    elif plain:
+        print(compare_lines(output, plain, difference))
 
 
 def compare_lines(output, plain, difference):

@@ -17,6 +17,7 @@ size, C hidden size, V vocabulary, M = B * T rows of hidden states, N cache rows
 import math
 import os
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +41,16 @@ PIVOT = tl.constexpr(-3.0e38)  # stands for the maximum of no scores: -inf - -in
 
 
 def _check(holds, expected, *came):
+    """ValueError unless it holds. expected: a text, or a function that gives it, as a step makes hundreds of these calls."""
     if not holds:
+        expected = expected if isinstance(expected, str) else expected()
         came = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x) for x in came]
         raise ValueError(f"expected {expected}, got {', '.join(came)}")
 
 
 def _check_device(first, **others):
     for name, x in others.items():
-        _check(x.device == first.device, f"{name} on {first.device}, as the first argument is", x.device)
+        _check(x.device == first.device, lambda: f"{name} on {first.device}, as the first argument is", x.device)
 
 
 def _runs_triton(tensor):
@@ -258,12 +261,12 @@ def _check_attention(q, k_cache, v_cache, lengths, ancestors):
     _check(16 <= D <= 256, "q of a head size of 16 to 256", q)
     for name, cache in dict(k_cache=k_cache, v_cache=v_cache).items():
         _check(cache.dim() == 4 and cache.shape[0] == B and cache.shape[2] >= T and cache.shape[3] == D,
-               f"{name} of shape [{B}, Hkv, S >= {T}, {D}], to fit q", cache)
-        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, f"{name} of a number of heads that divides q's {Hq}", cache)
-        _check(cache.dtype == q.dtype, f"{name} of {q.dtype}, as q has it", cache)
+               lambda: f"{name} of shape [{B}, Hkv, S >= {T}, {D}], to fit q", cache)
+        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, lambda: f"{name} of a number of heads that divides q's {Hq}", cache)
+        _check(cache.dtype == q.dtype, lambda: f"{name} of {q.dtype}, as q has it", cache)
     _check(k_cache.shape == v_cache.shape, "k_cache and v_cache of one shape", k_cache, v_cache)
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths of shape [{B}], int32", lengths)
-    _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, f"ancestors of shape [{B}, {T}], int64", ancestors)
+    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, lambda: f"lengths of shape [{B}], int32", lengths)
+    _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, lambda: f"ancestors of shape [{B}, {T}], int64", ancestors)
     _check_device(q, k_cache=k_cache, v_cache=v_cache, lengths=lengths, ancestors=ancestors)
 
 
@@ -271,7 +274,7 @@ def _check_lengths(lengths, T, rows):
     """Only on a CPU: reading lengths back would stall a GPU. The kernels stay in the cache whatever the lengths."""
     if lengths.device.type == "cpu":
         low, high = lengths.aminmax()
-        _check(0 <= low and high + T <= rows, f"lengths of 0 to {rows - T}: {T} nodes in {rows} rows", lengths.tolist())
+        _check(0 <= low and high + T <= rows, lambda: f"lengths of 0 to {rows - T}: {T} nodes in {rows} rows", lengths.tolist())
 
 
 def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
@@ -306,8 +309,16 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
     return out
 
 
+class TreeMask(NamedTuple):
+    """visible bool [B, T, N]: which cache rows a node sees. unseen bool [B, N]: the rows that no node sees, None if none.
+    bias float32 [B, 1, T, N]: 0 or -inf, to be added to the scores, None if every node sees every row."""
+    visible: torch.Tensor
+    unseen: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
 def tree_mask(lengths, ancestors, rows):
-    """Which of the first `rows` cache rows each node sees: bool [B, T, rows]. Made once a step, shared by all layers.
+    """What each node sees of the first `rows` cache rows, as a `TreeMask`. Made once a step, shared by all layers.
 
     lengths int32 [B], ancestors int64 [B, T]; `rows` is at least max(lengths) + T, else ValueError (on a CPU).
     """
@@ -315,7 +326,12 @@ def tree_mask(lengths, ancestors, rows):
     _check_lengths(lengths, T, rows)
     node = torch.arange(rows, device=lengths.device) - lengths[:, None]  # (B, N), negative: committed
     ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, N)
-    return (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
+    visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
+    if visible.all():
+        return TreeMask(visible, None, None)
+    unseen = ~visible.any(1)
+    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, -math.inf)[:, None]
+    return TreeMask(visible, unseen if unseen.any() else None, bias)
 
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
@@ -326,17 +342,19 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
     if mask is None:
         _check_lengths(lengths, T, S)
         mask = tree_mask(lengths, ancestors, int(lengths.max()) + T)
-    N = mask.shape[-1]
-    _check(mask.shape == (B, T, N) and mask.dtype == torch.bool and N <= S, f"mask [{B}, {T}, N <= {S}] bool", mask)
+    visible, unseen, bias = mask
+    N = visible.shape[-1]
+    _check(visible.shape == (B, T, N) and visible.dtype == torch.bool and N <= S, "the tree_mask of these arguments", visible)
     k, v = k_cache[:, :, :N], v_cache[:, :, :N]  # (B, Hkv, N, D)
-    # A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only the rows behind the shortest
-    # sequence can hold NaN or inf that must not: one look at them costs far less than cleaning all of V in each layer.
-    first = int(lengths.min())
-    tail = k[:, :, first:].sum() + v[:, :, first:].sum()
-    if not math.isfinite(tail):
-        unseen = ~mask.any(1)[:, None, :, None]  # (B, 1, N, 1)
-        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask[:, None], scale=scale, enable_gqa=True)
+    if unseen is not None:
+        # A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only the rows behind the shortest
+        # sequence can hold NaN or inf that must not: one look at them costs far less than cleaning all of V in each layer.
+        first = int(lengths.min())
+        tail = k[:, :, first:].sum() + v[:, :, first:].sum()
+        if not math.isfinite(tail):
+            k, v = (x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
+    bias = bias if bias is None else bias.to(q.dtype)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, bias, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)  # (B, T, Hq, D)
 
 
@@ -565,22 +583,22 @@ def _project_triton(hidden, weight, rows, k, noise=None):
 def _check_project(hidden, weight, rows):
     _check(hidden.dim() == 2 and len(hidden) > 0, "hidden of shape [M >= 1, C]", hidden)
     _check(weight.dim() == 2 and len(weight) > 0 and hidden.shape[1] == weight.shape[1] > 0,
-           f"weight of shape [V >= 1, {hidden.shape[1]}], as hidden has it", weight)
+           lambda: f"weight of shape [V >= 1, {hidden.shape[1]}], as hidden has it", weight)
     _check(hidden.dtype in FLOATS, "hidden of float32, float16 or bfloat16", hidden)
-    _check(weight.dtype == hidden.dtype, f"weight of {hidden.dtype}, as hidden has it", weight)
+    _check(weight.dtype == hidden.dtype, lambda: f"weight of {hidden.dtype}, as hidden has it", weight)
     _check_device(hidden, weight=weight)
     if rows is not None:
         _check(rows.dim() == 1 and len(rows) > 0 and rows.dtype == torch.int32, "rows of shape [n >= 1], int32", rows)
         _check_device(hidden, rows=rows)
         if rows.device.type == "cpu":  # reading them back would stall a GPU
             low, high = rows.aminmax()
-            _check(0 <= low and high < len(weight), f"rows of 0 to {len(weight) - 1}", int(low), int(high))
+            _check(0 <= low and high < len(weight), lambda: f"rows of 0 to {len(weight) - 1}", int(low), int(high))
 
 
 def _check_topk(hidden, weight, k, rows):
     _check_project(hidden, weight, rows)
     most = min(32, len(weight if rows is None else rows))
-    _check(isinstance(k, int) and 1 <= k <= most, f"k of 1 to {most}", k)
+    _check(isinstance(k, int) and 1 <= k <= most, lambda: f"k of 1 to {most}", k)
 
 
 def project_topk_triton(hidden, weight, k, rows=None):
@@ -595,16 +613,21 @@ def _logits(hidden, weight, rows):
     return (weight.float() @ hidden.float().T).T.contiguous()
 
 
+def topk_logits(logits, k):
+    """What `project_topk` makes of logits float32 [M, V] that are there already: (logprobs [M, k], columns int64 [M, k])."""
+    values, columns = logits.topk(min(k + 1, logits.shape[1]))
+    # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
+    if (values[:, 1:] == values[:, :-1]).any():
+        columns = logits.sort(dim=-1, descending=True, stable=True).indices
+    columns = columns[:, :k]
+    return logits.log_softmax(-1).gather(1, columns), columns  # a quarter of the time of logsumexp
+
+
 def project_topk_reference(hidden, weight, k, rows=None):
     """`project_topk` by torch, through the [M, V] logits."""
     _check_topk(hidden, weight, k, rows)
-    logits = _logits(hidden, weight, rows)
-    values, tokens = logits.topk(min(k + 1, logits.shape[1]))
-    # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
-    if (values[:, 1:] == values[:, :-1]).any():
-        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    values, tokens = values[:, :k] - logits.logsumexp(-1, keepdim=True), tokens[:, :k]
-    return values, tokens if rows is None else rows[tokens].long()
+    logprobs, tokens = topk_logits(_logits(hidden, weight, rows), k)
+    return logprobs, tokens if rows is None else rows[tokens].long()
 
 
 def project_topk(hidden, weight, k, rows=None):
@@ -623,8 +646,8 @@ def project_topk(hidden, weight, k, rows=None):
 def _check_noise(M, temperature, sequence, position, device):
     _check(0 <= temperature < math.inf, "a finite temperature of at least 0", temperature)
     for name, x in dict(sequence=sequence, position=position).items():
-        _check(x.shape == (M,) and x.dtype in INTEGERS, f"{name} of shape [{M}], int32 or int64", x)
-        _check(x.device == device, f"{name} on {device}", x.device)
+        _check(x.shape == (M,) and x.dtype in INTEGERS, lambda: f"{name} of shape [{M}], int32 or int64", x)
+        _check(x.device == device, lambda: f"{name} on {device}", x.device)
 
 
 def project_sample_triton(hidden, weight, temperature, seed, sequence, position, rows=None):
@@ -742,10 +765,10 @@ def _check_commit(kv, lengths, path, count):
     _check(kv.dim() == 6 and kv.shape[1] == 2, "kv of shape [L, 2, B, Hkv, S, D]", kv)
     _check(kv.dtype in FLOATS, "kv of float32, float16 or bfloat16", kv)
     B = kv.shape[2]
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, f"lengths of shape [{B}], int32", lengths)
+    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, lambda: f"lengths of shape [{B}], int32", lengths)
     _check(path.dim() == 2 and len(path) == B and 1 <= path.shape[1] <= 64 and path.dtype in INTEGERS,
-           f"path of shape [{B}, 1 to 64], int32 or int64", path)
-    _check(count.shape == (B,) and count.dtype in INTEGERS, f"count of shape [{B}], int32 or int64", count)
+           lambda: f"path of shape [{B}, 1 to 64], int32 or int64", path)
+    _check(count.shape == (B,) and count.dtype in INTEGERS, lambda: f"count of shape [{B}], int32 or int64", count)
     _check_device(kv, lengths=lengths, path=path, count=count)
 
 
@@ -773,7 +796,7 @@ def commit_path_reference(kv, lengths, path, count):
     target = lengths[b] + place
     source = lengths[b] + path[b, place]
     _check(int(target.min()) >= 0 and int(source.max()) < S and bool((source > target).all()),
-           f"paths that rise from the root within the {S} rows of the cache", path.tolist(), lengths.tolist())
+           lambda: f"paths that rise from the root within the {S} rows of the cache", path.tolist(), lengths.tolist())
     kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)
 
 

@@ -4,22 +4,27 @@
     python train_heads.py --preset medusa --out out/medusa
     python train_heads.py --model DIR --data my_texts/ --out out/heads
 
+    python train_heads.py --evaluate --out DIR               # measures heads that are there, trains nothing
+
 The frozen model's hidden states are computed on the fly, with bfloat16 products unless --dtype float32 is given. Ctrl-C
 saves what is there; --resume goes on from it.
 """
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens, tokenizer_hash
+from fit import acceptance
 from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
 from model import InputError, atomic_write
 from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
 SHOW_EVERY, SAVE_EVERY = 20, 500  # steps
+PROMPTS = 32  # held-out ones, decoded at the end
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
 
 
@@ -66,19 +71,36 @@ def evaluate(heads, tokens, args, autocast, batches=16):
     return [sum(column) / batches for column in zip(*rows)]
 
 
-def table(accuracy, tokens_per_step):
+def measure(heads, heldout, prompts, args, autocast):
+    """What a heads folder says of its heads: head accuracy, how often each node of a tree is accepted when decoding greedily
+    and at temperature 1 (see fit.py), and tokens per step with a tree of 17."""
+    accuracy = evaluate(heads, heldout, args, autocast)
+    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t) for t in (0.0, 1.0)}
+    rounded = {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
+    speed = generate(heads.model, prompts, 64, heads, tree_size=17).tokens_per_step
+    return dict(accuracy=accuracy, tokens_per_step=speed, acceptance=rounded)
+
+
+def most_frequent(tokens, n):
+    """The n most frequent ids of tokens [N], most frequent first; of equals the lowest."""
+    counts = np.bincount(tokens)
+    return np.argsort(-counts, kind="stable")[:n].tolist()
+
+
+def table(accuracy, tokens_per_step, **_):
     """The table that ends a run."""
     lines = ["head    held-out accuracy"] + [f"{i + 1:>4}    {share:>17.1%}" for i, share in enumerate(accuracy)]
-    return "\n".join(lines + [f"{tokens_per_step:.2f} tokens per step over 8 held-out prompts, greedy, tree size 17"])
+    return "\n".join(lines + [f"{tokens_per_step:.2f} tokens per step over {PROMPTS} held-out prompts, greedy, tree size 17"])
 
 
 class Run:
     """One training run: what is trained, and how it is saved and resumed."""
 
-    def __init__(self, args, model, encoding):
+    def __init__(self, args, model, encoding, vocabulary=None):
         self.args, self.out, self.tokenizer = args, Path(args.out), tokenizer_hash(encoding)
         torch.manual_seed(args.seed)
         self.heads = CloverHeads(preset(args.preset), model).to(model.device)
+        self.heads.set_vocabulary(vocabulary or [])
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
         self.step = 0
@@ -87,7 +109,9 @@ class Run:
             if (state.get("preset"), state.get("base")) != (args.preset, model_identity(model)):
                 raise InputError(f"{self.out} holds a run of preset {state.get('preset')!r}, or on another model; "
                                  f"choose another --out")
-            self.heads.load_state_dict(state["heads"])
+            self.heads.set_vocabulary(state["heads"].get("vocabulary", []) if vocabulary is None else vocabulary)
+            weights = {name: value for name, value in state["heads"].items() if name != "vocabulary"}
+            self.heads.load_state_dict(weights | ({"vocabulary": self.heads.vocabulary} if self.heads.config.vocabulary else {}))
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
 
@@ -137,6 +161,10 @@ def parse(argv):
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill")
+    parser.add_argument("--draft-vocabulary", type=int, metavar="N",
+                        help="let the heads draft only among the N most frequent tokens of the data; 0: all; default: all, "
+                             "or what heads to evaluate have")
+    parser.add_argument("--evaluate", action="store_true", help="train nothing, measure the heads in --out and write it there")
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     preset(args.preset)
@@ -147,24 +175,36 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     model, encoding = load_model(args)
-    longest = model.config.block_size - PRESETS[args.preset].heads - 1
+    if args.draft_vocabulary is not None:
+        check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
+    tokenizer = tokenizer_hash(encoding)
+    there = CloverHeads.from_pretrained(args.out, model, tokenizer) if args.evaluate else None
+    longest = model.config.block_size - (there.config if there else PRESETS[args.preset]).heads - 1
     args.block_size = args.block_size or min(256, longest)
     check("block size", args.block_size, 1, longest, whole=True)
     train_tokens, heldout = (load_tokens(args.data, encoding, split) for split in ("train", "heldout"))
-    run = Run(args, model, encoding)
-    prompts = heldout_prompts(encoding, 8, min(64, longest // 2 + 1), paths=args.data)
+    prompts = heldout_prompts(encoding, PROMPTS, min(64, longest // 2 + 1), paths=args.data)
+    frequent = None if args.draft_vocabulary is None else most_frequent(train_tokens, args.draft_vocabulary)
+    if there:
+        if frequent is not None:
+            there.set_vocabulary(frequent)
+        autocast = torch.autocast(model.device.type, enabled=False)
+        found = measure(there, heldout, prompts, args, autocast)
+        info = {name: value for name, value in there.info.items() if name not in ("config", "base")}
+        there.save_pretrained(args.out, tokenizer, torch.bfloat16, **info | found)
+        print(table(**found))
+        return
+    run = Run(args, model, encoding, frequent)
     windows(heldout, args, run.heads, 0)  # what the evaluation needs is here, or we say so before training
     make_folder(run.out)
     size = sum(p.numel() for p in run.heads.parameters())
     print(f"{args.preset} heads: {size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens", flush=True)
     run.train(train_tokens)
     run.save()  # before the evaluation: a second Ctrl-C there loses nothing
-    accuracy = evaluate(run.heads, heldout, args, run.autocast)
-    heads = CloverHeads.from_pretrained(run.out, model)
-    speed = generate(model, prompts, 64, heads, tree_size=17).tokens_per_step
-    run.save(accuracy=accuracy, tokens_per_step=speed)
+    found = measure(CloverHeads.from_pretrained(run.out, model), heldout, prompts, args, run.autocast)
+    run.save(**found)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
-    print(f"{table(accuracy, speed)}\n\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
+    print(f"{table(**found)}\n\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_prefill_steps_and_trees_agree(shape):
     tokens = torch.tensor(random_prompts([23]))
     want = model(tokens)  # no cache
     chunked, single = model.new_cache(1, 40), model.new_cache(1, 40)
-    got = torch.cat([hidden for hidden, _ in model.prefill(tokens, chunked, chunk=5)], dim=1)
+    got = torch.cat([model.prefill(tokens[:, i:i + 5], chunked, i) for i in range(0, 23, 5)], dim=1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert chunked.lengths.tolist() == [23]
     for i in range(23):
@@ -44,7 +44,7 @@ def test_prefill_steps_and_trees_agree(shape):
         single.lengths += 1
     torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :, :, :23], atol=1e-4, rtol=1e-4)
     tree = model.new_cache(1, 40)
-    list(model.prefill(tokens[:, :13], tree))
+    model.prefill(tokens[:, :13], tree)
     nodes = model(tokens[:, 13:], torch.arange(13, 23)[None], tree, chain(10))
     torch.testing.assert_close(nodes, want[:, 13:], atol=1e-4, rtol=1e-4)
 
@@ -62,7 +62,7 @@ def test_tree_nodes_see_their_own_path(shape):
     nodes = torch.tensor(random_prompts([6, 6, 6], seed=1))
     cache = model.new_cache(3, 40)
     for b, prompt in enumerate(prompts):
-        list(model.prefill(prompt[None], cache.slot(b)))
+        model.prefill(prompt[None], cache.slot(b))
     assert cache.lengths.tolist() == [9, 1, 20]
     hidden = model(nodes, cache.lengths[:, None] + depths, cache, torch.tensor(ancestors).expand(3, -1))
     for b, prompt in enumerate(prompts):
