@@ -53,7 +53,7 @@ def _check_device(first, **others):
         _check(x.device == first.device, lambda: f"{name} on {first.device}, as the first argument is", x.device)
 
 
-def _runs_triton(tensor):
+def runs_triton(tensor):
     return HAS_TRITON and (tensor.is_cuda or bool(INTERPRETED))
 
 
@@ -367,7 +367,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
     scale: default D ** -0.5. mask: `tree_mask(lengths, ancestors, N)`, read by the reference alone.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
-    attend = tree_attention_triton if _runs_triton(q) else tree_attention_reference
+    attend = tree_attention_triton if runs_triton(q) else tree_attention_reference
     return attend(q, k_cache, v_cache, lengths, ancestors, scale, mask)
 
 
@@ -639,7 +639,7 @@ def project_topk(hidden, weight, k, rows=None):
     Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes, devices, k and, on a CPU,
     rows that the weight does not have.
     """
-    project = project_topk_triton if _runs_triton(hidden) else project_topk_reference
+    project = project_topk_triton if runs_triton(hidden) else project_topk_reference
     return project(hidden, weight, k, rows)
 
 
@@ -720,7 +720,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
     Returns int64 [M]. Equal logits: the lowest token id, or the first of `rows`. ValueError for shapes, dtypes, devices,
     temperature, seed and, on a CPU, rows that the weight does not have.
     """
-    project = project_sample_triton if _runs_triton(hidden) else project_sample_reference
+    project = project_sample_triton if runs_triton(hidden) else project_sample_reference
     return project(hidden, weight, temperature, seed, sequence, position, rows)
 
 
@@ -808,5 +808,5 @@ def commit_path(kv, lengths, path, count):
     lengths[b] + j becomes what row lengths[b] + path[b, j] was; no other row changes, nor do the lengths.
     ValueError for shapes and dtypes and, in the reference, for paths that leave the cache.
     """
-    commit = commit_path_triton if _runs_triton(kv) else commit_path_reference
+    commit = commit_path_triton if runs_triton(kv) else commit_path_reference
     commit(kv, lengths, path, count)

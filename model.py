@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kernels import gumbel_argmax, project_sample, project_topk, topk_logits, tree_attention, tree_mask
+from kernels import gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
 
 PACKS = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch.compile uses
 
@@ -103,7 +103,7 @@ class Span:
             self.mask = torch.arange(end, device=positions.device) <= positions[:, :, None]  # (B, T, end)
         else:
             self.rows = self.lengths[:, None].long() + torch.arange(T, device=positions.device)
-            if positions.device.type == "cpu":  # the reference wants the mask; the kernel reads the bits itself
+            if not runs_triton(ancestors):  # the reference wants the mask; the kernel reads the bits itself
                 self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T)
 
     def attend(self, q, k, v, kv):
@@ -124,24 +124,33 @@ class Span:
 class Linear(nn.Linear):
     """nn.Linear which, in inference on a CPU, multiplies by a copy of its weight in oneDNN's own blocked layout: on an AMD
     processor two to three times as quick as from rows, for one token and for many. `pack` makes the copies."""
-    packed = version = None
+    copy = None  # (the weight, its version, the packed copy)
 
     def repack(self):
         """Brings the copy up to date. Only a frozen float32 weight on a CPU has one."""
         w = self.weight
-        fits = PACKS and w.dtype == torch.float32 and w.is_cpu and not (w.requires_grad or w.is_inference())
-        version = (w.data_ptr(), w._version) if fits else None
-        if version != self.version:
-            self.packed, self.version = torch.ops.mkldnn._reorder_linear_weight(w, None) if fits else None, version
+        if not PACKS or w.dtype != torch.float32 or not w.is_cpu or w.requires_grad or w.is_inference():
+            self.copy = None
+        elif self.copy is None or self.copy[0] is not w or self.copy[1] != w._version:
+            self.copy = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
+
+    def packed(self):
+        """The copy, or None where there is none, the weight has changed since, or somebody may want gradients."""
+        if self.copy is None or not torch.is_inference_mode_enabled():
+            return None
+        weight, version, packed = self.copy
+        return packed if weight._version == version else None
+
+    def __getstate__(self):  # what deepcopy and pickle take along: not the copies, which are oneDNN's own
+        return {name: value for name, value in self.__dict__.items() if name not in ("copy", "part")}
 
     def _apply(self, fn, *args, **kwargs):
-        self.packed = self.version = None  # the weight goes to another device or dtype
+        self.copy = None  # the weight goes to another device or dtype
         return super()._apply(fn, *args, **kwargs)
 
     def forward(self, x):
-        if self.packed is None or not torch.is_inference_mode_enabled():
-            return F.linear(x, self.weight, self.bias)
-        return packed_linear(x, self.packed, self.bias)
+        packed = self.packed()
+        return F.linear(x, self.weight, self.bias) if packed is None else packed_linear(x, packed, self.bias)
 
 
 def packed_linear(x, packed, bias=None):
@@ -151,7 +160,7 @@ def packed_linear(x, packed, bias=None):
 def pack(module):
     """Lets the frozen `Linear` layers of a module keep packed copies, where memory has room for twice as much as they take."""
     layers = [m for m in module.modules() if isinstance(m, Linear)]
-    missing = sum(m.weight.nbytes for m in layers if m.packed is None and m.weight.is_cpu)
+    missing = sum(m.weight.nbytes for m in layers if m.copy is None and m.weight.is_cpu)
     if 2 * missing <= free_memory("cpu"):
         for layer in layers:
             layer.repack()
@@ -159,29 +168,25 @@ def pack(module):
 
 class LMHead(Linear):
     """The projection onto the vocabulary, with the two things that decoding asks of it."""
-    part = None  # (rows, the packed copy of these rows of the weight)
-
-    def repack(self):
-        before = self.version
-        super().repack()
-        self.part = self.part if self.version == before else None
+    part = None  # (rows, packed copy of the whole, packed copy of these rows)
 
     def topk(self, hidden, k, rows=None):
         """`kernels.project_topk` by this weight: hidden [M, C], after the final norm -> (logprobs, tokens) [M, k]."""
-        if self.packed is None:
+        packed = self.packed()
+        if packed is None:
             return project_topk(hidden, self.weight, k, rows)
         if rows is None:
-            return topk_logits(self(hidden), k)
-        if self.part is None or self.part[0] is not rows:
-            self.part = rows, torch.ops.mkldnn._reorder_linear_weight(self.weight[rows], None)
-        logprobs, places = topk_logits(packed_linear(hidden, self.part[1]), k)
+            return topk_logits(packed_linear(hidden, packed), k)
+        if self.part is None or self.part[0] is not rows or self.part[1] is not packed:
+            self.part = rows, packed, torch.ops.mkldnn._reorder_linear_weight(self.weight[rows], None)
+        logprobs, places = topk_logits(packed_linear(hidden, self.part[2]), k)
         return logprobs, rows[places].long()
 
     def sample(self, hidden, temperature, seed, sequence, position):
         """`kernels.project_sample` by this weight: hidden [M, C], after the final norm -> tokens [M]."""
-        if self.packed is not None:
-            return gumbel_argmax(self(hidden), temperature, seed, sequence, position)
-        return project_sample(hidden, self.weight, temperature, seed, sequence, position)
+        if self.packed() is None:
+            return project_sample(hidden, self.weight, temperature, seed, sequence, position)
+        return gumbel_argmax(self(hidden), temperature, seed, sequence, position)
 
 
 class Norm(nn.Module):

@@ -34,8 +34,9 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(tmp_path, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # step times stay out of the user's own
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import clover
+import model as models
 from clover import PRESETS, CloverHeads, best_of, model_identity, preset
 from conftest import random_prompts, toy_model
 from model import GPT, InputError
@@ -84,10 +84,10 @@ def test_ties_go_to_the_lower_key():
 
 def test_children_as_likely_as_their_parents_keep_them(toy, monkeypatch):
     """Catches a kept child whose parent was dropped: every first guess is certain, so each depth ties with the root."""
-    def certain(hidden, weight, k):
+    def certain(hidden, weight, k, rows):
         logprobs = torch.tensor([[0.0] + [-50.0] * (k - 1)])
         return logprobs.expand(len(hidden), k), torch.arange(k).flip(0).expand(len(hidden), k)
-    monkeypatch.setattr(clover, "project_topk", certain)
+    monkeypatch.setattr(models, "project_topk", certain)
     tree = random_heads(toy).draft(torch.zeros(1, 64), torch.tensor([7]), 4, 3)
     assert tree.parents.tolist() == [[0, 0, 1, 2]] and tree.depths.tolist() == [[0, 1, 2, 3]]
     assert tree.ancestors.tolist() == [[1, 3, 7, 15]]
@@ -107,10 +107,10 @@ def test_drafting_reads_nothing_back_to_the_host(toy, monkeypatch):
     """Catches an .item(), a bool() of a tensor or a shape that depends on values: fake tensors have none."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def projected(hidden, weight, k):
+    def projected(hidden, weight, k, rows):
         values, tokens = (hidden @ weight.T).log_softmax(-1).topk(k)
         return values, tokens
-    monkeypatch.setattr(clover, "project_topk", projected)
+    monkeypatch.setattr(models, "project_topk", projected)
     presets = [CloverHeads(preset(name), toy) for name in PRESETS]
     with FakeTensorMode(allow_non_fake_inputs=True):
         for heads in presets:
