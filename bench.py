@@ -1,7 +1,9 @@
-"""Measures draft heads and kernels: same inputs, same run, against each other and against the limits.
+"""Measures decoding, draft heads and kernels: same inputs, same run, against each other and against the limits.
 
     python bench.py heads                                     # demo/clover and demo/medusa on demo/
     python bench.py heads --model DIR --heads DIR DIR ...     # others; the first is what the rest is compared with
+    python bench.py decode                                    # plain, Medusa, Clover and transformers, over batch sizes
+    python bench.py decode --random-weights 8b                # times of a step at a real model's sizes
     python bench.py kernels                                   # on a GPU: times against the memory's bandwidth
     python bench.py kernels --static                          # anywhere: registers, spills and shared memory
 
@@ -18,11 +20,13 @@ from types import SimpleNamespace
 
 import torch
 
+import bench_decode
 import bench_kernels
 import kernels
 from clover import MAX_TREE, CloverHeads
 from data import heldout_prompts, load_tokens, tokenizer_hash
-from generate import DEMO, Parser, Sampling, add_model_flags, check, command, generate, load_model
+from engine import Sampling, check
+from generate import DEMO, Parser, add_model_flags, command, generate, load_model
 from model import InputError
 from train_base import add_data_flag
 from train_heads import evaluate
@@ -130,6 +134,22 @@ def parse(argv):
     heads.add_argument("--batch-size", type=int, default=1)
     heads.add_argument("--tree-sizes", type=int, nargs="+", default=[5, 17])
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes, against the memory's bandwidth")
+    add_model_flags(decode)
+    decode.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    add_data_flag(decode)
+    decode.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    decode.add_argument("--tree-size", type=int, help="for all heads; default: the best of more than one node, as measured here")
+    decode.add_argument("--tree-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
+                        help="sizes to count tokens per step for, or with --random-weights to time")
+    decode.add_argument("--prompts", type=int, default=16, help="held-out ones; a larger batch takes as many as it has slots")
+    decode.add_argument("--prompt-length", type=int, default=64, help="tokens of each")
+    decode.add_argument("--max-new-tokens", type=int, default=128)
+    decode.add_argument("--temperature", type=float, default=0.0)
+    decode.add_argument("--runs", type=int, default=3, help="paired runs, of which the medians count")
+    decode.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
+    decode.add_argument("--random-weights", choices=tuple(bench_decode.SIZES), help="time steps at these sizes, without a checkpoint")
+    decode.add_argument("--plot", metavar="FILE", help="draw the tables (needs matplotlib)")
     kernel = what.add_parser("kernels", help="kernels against the memory's bandwidth and other implementations")
     kernel.add_argument("--static", action="store_true", help="compile for four targets, needs no GPU; nothing is timed")
     kernel.add_argument("--operations", nargs="+", default=["attention", "projections", "commit"],
@@ -149,9 +169,11 @@ def parse(argv):
         check_all("rows", args.rows, 1, 4096)
         check("capacity", args.capacity, 0, 2**20, whole=True)
         return args
-    for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size"):
-        check(name.replace("_", " "), getattr(args, name), 1, 10**6, whole=True)
-    for temperature in args.temperatures:
+    for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size", "runs"):
+        check(name.replace("_", " "), getattr(args, name, 1), 1, 10**6, whole=True)
+    check_all("batch size", getattr(args, "batch_sizes", []), 1, 2**16)
+    check("tree size", getattr(args, "tree_size", None) or 1, 1, MAX_TREE, whole=True)
+    for temperature in [args.temperature] if args.what == "decode" else args.temperatures:
         Sampling(temperature)
     if len({Path(path).name for path in args.heads}) < len(args.heads):
         raise InputError("two of the heads folders have the same name; rename one, so that the table can tell them apart")
@@ -165,7 +187,10 @@ def check_all(name, values, low, high):
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    result = bench_heads(args) if args.what == "heads" else run_kernels(args)
+    if args.what == "decode":
+        result = bench_decode.bench_random(args) if args.random_weights else bench_decode.bench(args)
+    else:
+        result = bench_heads(args) if args.what == "heads" else run_kernels(args)
     print(json.dumps(result | dict(machine=machine())))
 
 

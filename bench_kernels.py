@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from fit import copy_bandwidth
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -319,14 +320,6 @@ def copies(size):
     return min(max(2, math.ceil(2 * torch.cuda.get_device_properties().L2_cache_size / size)), 64)
 
 
-def copy_bandwidth():
-    """Bytes read and written per second by a large device-to-device copy."""
-    from triton.testing import do_bench
-    source = torch.randint(0, 255, (2**31,), device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / do_bench(lambda: target.copy_(source), return_mode="median") * 1000
-
-
 def timed_row(label, size, bandwidth, ours, rivals, differs):
     """One row of the table, printed: our time, its share of the bandwidth, the rivals' times, and how much faster than
     the best of them. A rival that cannot run, or whose result differs, gives the reason instead of a time."""
@@ -405,7 +398,7 @@ def bench_commit(args, bandwidth, device):
 def bench(args):
     """Prints the tables; returns what goes into the JSON line. Needs CUDA."""
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s (bytes read and written)")
     result = dict(copy_gb_per_s=bandwidth / 1e9)
     for name, run in dict(attention=bench_attention, projections=bench_projections, commit=bench_commit).items():

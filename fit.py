@@ -80,6 +80,13 @@ def seconds(body, device):
     return min(times)
 
 
+def copy_bandwidth(device):
+    """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
+    source = torch.ones(2**31 if device.type == "cuda" else 2**28, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
+
+
 def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, graph=True):
     """An engine that can be stepped for ever: its slots are idle, with PREFIX tokens in the cache."""
     prefix = min(PREFIX, model.config.block_size - 1)

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
 from conftest import SHAPES, random_prompts, toy_model
 from engine import Engine, Interrupted, Sampling, accept, check_memory, keep_likely, memory_needed
-from generate import generate
+from generate import first_difference, generate
 from model import InputError
 from test_clover import random_heads
 
@@ -100,6 +101,86 @@ def test_accept_equals_a_plain_walk():
         tree = Tree(*(torch.tensor([x]) for x in (tokens, parents, depths, signed)))
         got, count = accept(tree, torch.tensor([chosen]), 5)
         assert count.tolist() == [len(path)] and got[0, :len(path)].tolist() == path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many prompts
+
+GRID = [(name, batch, tree_size) for name in PRESETS for batch in (1, 4, 16) for tree_size in (1, 5, 16, 64)]
+SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16)]
+
+
+@pytest.fixture(scope="module")
+def long_toy():
+    return toy_model(block_size=1024)
+
+
+@pytest.fixture(scope="module")
+def mixed(long_toy):
+    """200 prompts of 1 to 900 tokens and the plain text of each, alone in its engine."""
+    rng = random.Random(0)
+    lengths = [1, 900] + [rng.choice((rng.randint(1, 20), rng.randint(1, 200), rng.randint(1, 900))) for _ in range(198)]
+    prompts = random_prompts(lengths)
+    return prompts, {way: generate(long_toy, prompts, 24, batch_size=1, **WAYS[way]).tokens for way in ("greedy", "sampled")}
+
+
+def check_mixed(model, mixed, name, batch, tree_size, way, n=200):
+    prompts, plain = mixed
+    out = generate(model, prompts[:n], 24, random_heads(model, name), tree_size=tree_size, batch_size=batch, **WAYS[way])
+    assert out.tokens == plain[way][:n] and out.batch_size == batch
+
+
+@pytest.mark.parametrize("name, batch, tree_size", SAMPLE)
+def test_mixed_prompts_through_refilled_slots(long_toy, mixed, name, batch, tree_size):
+    """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
+    check_mixed(long_toy, mixed, name, batch, tree_size, "greedy")
+    check_mixed(long_toy, mixed, name, batch, tree_size, "sampled", n=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("name, batch, tree_size", GRID)
+def test_mixed_prompts_in_all_ways(long_toy, mixed, name, batch, tree_size, way):
+    check_mixed(long_toy, mixed, name, batch, tree_size, way)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_in_bfloat16_every_difference_is_a_tie(way):
+    """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal."""
+    model, prompts = toy_model().to(torch.bfloat16), random_prompts([random.Random(i).randint(1, 150) for i in range(40)])
+    plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
+    for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
+        heads = random_heads(model, name).to(torch.bfloat16)
+        texts = generate(model, prompts, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way]).tokens
+        for i, prompt in enumerate(prompts):
+            place = [[]] * i + [texts[i]], [[]] * i + [plain[i]]  # the noise knows a text by its place
+            difference = first_difference(model, [prompt] * (i + 1), *place, **WAYS[way])
+            assert difference is None or difference[3] == "tie", (i, difference)
+
+
+def test_a_thousand_prompts_in_constant_memory():
+    """Catches memory that grows with the prompts done, and a slot that remembers the prompt before."""
+    model = toy_model(n_layer=1)
+    heads = random_heads(model)
+    rng = random.Random(1)
+    prompts = random_prompts([rng.randint(1, 60) for _ in range(1000)])
+    held, heard = [], Counter()
+
+    def on_tokens(index, tokens):
+        heard[index] += len(tokens)
+        if heard[index] == 6 and len(heard) % 100 == 0:
+            held.append(resident_bytes())
+    out = generate(model, prompts, 6, heads, tree_size=6, batch_size=8, on_tokens=on_tokens)
+    single = Engine(model, rows=66)
+    for prompt, tokens in zip(prompts, out.tokens):
+        assert single.generate([prompt], 6).tokens == [tokens]
+    assert len(held) >= 10 and max(held) - held[0] < 4e6
+
+
+def resident_bytes():
+    """Memory of this process; 0 where the system does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
