@@ -201,9 +201,10 @@ def memory_needed(model, heads, batch_size, rows, tree_size, sampling):
 
     The passes' share is an estimate: the widest of what lives at the same time in a step and in a chunk of prefill."""
     c, B, T, size = model.config, batch_size, tree_size, model.dtype.itemsize
-    S = rows + T + heads_depth(heads, T) + 1
-    layers = c.n_layer + (heads.config.augment_layers if heads and T > 1 else 0)
-    caches = 2 * layers * B * c.n_kv_head * S * c.head_size * size
+    P = 1 + heads_depth(heads, T)
+    S = rows + T + P
+    cache_rows = c.n_layer * S + (heads.config.augment_layers * (rows + 2 * P) if heads and T > 1 else 0)
+    caches = 2 * B * c.n_kv_head * c.head_size * cache_rows * size
     per_token = (4 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size) * size
     logits = (16 if sampling.filtered else 8) * B * T * c.vocab_size if sampling.filtered or model.device.type == "cpu" else 0
     step = B * T * (per_token + S) + logits

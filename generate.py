@@ -312,12 +312,12 @@ def main(argv=None):
     decode = lambda engine, on_tokens=None: engine.generate(prompts, args.max_new_tokens, stop, on_tokens, encoding)
     printer = Printer(encoding, stop) if len(prompts) == 1 and not args.json else None
     plain = explained = None
+    engine = make(heads=heads, tree_size=args.tree_size, beams=args.beams, fresh=args.explain)
+    if args.compare:
+        warm(engine, prompts)
+    if printer:
+        print(texts[0], end="", flush=True)
     try:
-        engine = make(heads=heads, tree_size=args.tree_size, beams=args.beams, fresh=args.explain)
-        if args.compare:
-            warm(engine, prompts)
-        if printer:
-            print(texts[0], end="", flush=True)
         output = decode(engine, (lambda index, tokens: printer.show(tokens)) if printer else None)
     except Interrupted as interrupt:
         output, args.compare, args.explain = interrupt.output, False, False

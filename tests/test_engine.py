@@ -13,9 +13,10 @@ import engine
 import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
 from conftest import SHAPES, random_prompts, toy_model
-from engine import Engine, Interrupted, Sampling, accept, check_memory, keep_likely, memory_needed
+from data import load_encoding
+from engine import Engine, Interrupted, Sampling, Text, accept, check_memory, keep_likely, memory_needed
 from generate import first_difference, generate
-from model import InputError
+from model import GPT, InputError
 from test_clover import random_heads
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
@@ -293,6 +294,17 @@ def test_keep_likely_equals_a_plain_filter():
             assert torch.equal(kept[list(want)], row[list(want)])
 
 
+def test_min_p_keeps_what_is_near_the_likeliest():
+    """Catches a threshold against the sum instead of the likeliest, and one that loses the likeliest itself."""
+    logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0)) * 3
+    for min_p in (0.0, 0.1, 0.5, 1.0):
+        kept = keep_likely(logits, min_p=min_p) > -math.inf
+        probs = logits.softmax(-1)
+        assert torch.equal(kept, probs >= min_p * probs.amax(-1, keepdim=True) * (1 - 1e-6))
+    both = keep_likely(logits, top_k=3, min_p=0.01) > -math.inf
+    assert torch.equal(both, (keep_likely(logits, top_k=3) > -math.inf) & (keep_likely(logits, min_p=0.01) > -math.inf))
+
+
 def test_seeds_differ_and_repeat(toy):
     runs = [generate(toy, PROMPTS[:3], 20, temperature=1.5, seed=seed).tokens for seed in (1, 1, 2, -5)]
     assert runs[0] == runs[1] != runs[2] != runs[3]
@@ -311,6 +323,41 @@ def test_stop_tokens_end_a_sequence(toy):
         out = generate(toy, PROMPTS[:2], 40, heads, tree_size=tree_size, stop=[stop])
         for got, whole in zip(out.tokens, text):
             assert got == (whole[:whole.index(stop) + 1] if stop in whole else whole)
+
+
+@pytest.mark.parametrize("text, stop, kept", [
+    ("one two three four", ["two"], "one two"), ("one two three four", ["zwei", "ee f", "three"], "one two three"),
+    ("aaab", ["ab", "b"], "aaab"), ("na\u00efve caf\u00e9 \U0001f600 end", ["\u00e9 \U0001f600"], "na\u00efve caf\u00e9 \U0001f600"),
+    ("one two", ["three", "twox"], "one two"), ("abcabd", ["abd"], "abcabd")])
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_stop_strings_end_a_text_wherever_steps_cut_it(checkpoint, text, stop, kept, step):
+    """Catches a stop string missed across two steps, inside a character, or after a false start; and a token past it."""
+    encoding = load_encoding(checkpoint)
+    tokens, want = encoding.encode(text), encoding.encode(kept)
+    sequence, taken, done, stopped = Text([], 1000, tuple(stop), encoding), [], False, False
+    for i in range(0, len(tokens), step):
+        if not done:
+            part, stopped, done = sequence.take(tokens[i:i + step])
+            taken += part
+    ends = any(s in text for s in stop)
+    assert done == stopped == ends and taken == sequence.tokens and encoding.decode(taken) == kept
+    assert not ends or taken[:len(want)] == want
+
+
+def test_stop_strings_in_decoding(checkpoint):
+    """Catches a stop string that only plain decoding sees, and a reason for the end that is not the true one."""
+    model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
+    prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
+    whole = generate(model, prompts, 40)
+    assert whole.ended == ["length"] * 3
+    decoded = encoding.decode(whole.tokens[1][:20])
+    stop = decoded[-3:] if "\ufffd" not in decoded[-3:] else None
+    ids = [whole.tokens[1][12]]
+    for heads, tree_size in ((None, 1), (random_heads(model), 9)):
+        out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=[*ids, *([stop] if stop else [])], encoding=encoding)
+        assert out.ended[1] == "stop" and out.tokens[1] == whole.tokens[1][:len(out.tokens[1])] and len(out.tokens[1]) <= 13
+    out = generate(model, prompts, 1000)
+    assert out.ended == ["context"] * 3 and [len(p) + len(t) for p, t in zip(prompts, out.tokens)] == [128] * 3
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
@@ -367,6 +414,10 @@ BAD_CALLS = {
     "no beams": (dict(beams=0), "beams must be"),
     "no batch": (dict(batch_size=0), "batch size must be"),
     "seed too large": (dict(seed=2**64), "seed must be"),
+    "min-p above 1": (dict(min_p=1.5), "min-p must be a number from 0 to 1"),
+    "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
+    "empty stop text": (dict(stop=[""]), "not ''"),
+    "stop of another kind": (dict(stop=[1.5]), "not 1.5"),
 }
 
 
@@ -377,3 +428,59 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     with pytest.raises(InputError) as caught:
         generate(toy, **options)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_does_not_fit_the_memory_says_what_would(toy):
+    """Catches an allocation that fails half way, and advice that does not hold."""
+    heads, sampling = random_heads(toy), Sampling()
+    need = lambda batch: sum(memory_needed(toy, heads, batch, 200, 17, sampling))
+    check_memory(toy, heads, 8, 200, 17, sampling, free=need(8))
+    with pytest.raises(InputError, match="batch size 8 with a tree of 17 and 200 tokens each needs .* a batch size of 5 fits"):
+        check_memory(toy, heads, 8, 200, 17, sampling, free=need(5))
+    with pytest.raises(InputError, match="not even one sequence fits"):
+        check_memory(toy, heads, 8, 200, 17, sampling, free=need(1) - 1)
+
+
+def test_memory_is_refused_before_it_is_allocated(toy, monkeypatch):
+    monkeypatch.setattr(engine, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(type(toy), "new_cache", None)  # nothing comes so far as to call it
+    with pytest.raises(InputError, match="GiB are free"):
+        Engine(toy, batch_size=4, rows=100)
+
+
+def test_memory_needed_counts_the_caches_to_the_byte(toy):
+    for heads, tree_size in ((None, 1), (random_heads(toy), 17), (random_heads(toy, "clover2"), 64)):
+        made = Engine(toy, heads, batch_size=3, rows=50, tree_size=tree_size)
+        held = made.cache.kv.nbytes + (made.heads_cache.kv.nbytes if heads else 0)
+        assert memory_needed(toy, heads, 3, 50, tree_size, Sampling())[0] == held
+
+
+def test_an_engine_says_what_it_is_too_small_for(toy):
+    made = Engine(toy, rows=20)
+    with pytest.raises(InputError, match="a prompt of 30 tokens does not fit an engine made for 20"):
+        made.generate(random_prompts([30]), 5)
+    assert len(made.generate(random_prompts([15]), 50).tokens[0]) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options):
+    """Catches a step that a graph does not hold: a value baked in, a buffer that moved, a wait for the device."""
+    model = toy_model().to("cuda")
+    heads = random_heads(model, name).to("cuda")
+    want = generate(model, PROMPTS, 24, graph=False, **options).tokens
+    for batch, tree_size in [(1, 1), (3, 1), (1, 9), (3, 17), (8, 64)]:
+        made = Engine(model, heads, batch_size=batch, rows=150, tree_size=tree_size, sampling=Sampling(**options))
+        assert made.generate(PROMPTS, 24).tokens == want
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                made.launch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine
 import generate as command_line
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
@@ -66,7 +67,74 @@ def test_the_command_line_prints_text_and_statistics(folder, capsys):
     assert "import" in two and two.count("-" * 40) == 2
 
 
+@pytest.mark.parametrize("pieces", [["one two three"], list("one two three"), ["one t", "wo three"], ["on", "e tw", "o"]])
+def test_cut_holds_back_what_may_become_a_stop_string(pieces):
+    """Catches a stop string that is printed in part, and text that is never let go."""
+    for strings, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], "".join(pieces)), ([], "".join(pieces)),
+                          (["threefold", "twofold"], "".join(pieces))]:
+        cut, shown = command_line.Cut(strings), ""
+        for piece in pieces:
+            shown += cut.feed(piece)
+            assert want.startswith(shown)
+        assert shown + cut.finish() == want
+
+
+def test_stop_texts_end_what_is_printed(folder, capsys):
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30]
+    whole = json.loads(run(capsys, *flags, "--json"))
+    text = whole["texts"][0]
+    stop = next(c for c in text[5:] if c.isprintable() and c != "\ufffd")
+    cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
+    assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
+    printed = run(capsys, *flags, "--stop", stop)
+    assert printed.split("\n\ntree size")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
+    both = run(capsys, *flags, "--prompt", "abc", "--stop", stop)
+    assert both.count("-" * 40) == 2
+
+
+def test_explain_says_what_was_chosen_and_why(folder, capsys):
+    """Catches a choice that is not the best of its own table, and one that is not what decodes."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 8, "--explain"]
+    said = run(capsys, *flags)
+    assert "no acceptance table, hence a tree of 5" in said and "tree size 5;" in said
+    record = json.loads((folder / "clover" / "heads.json").read_text())
+    table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
+    try:
+        (folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
+        said = run(capsys, *flags)
+        result = json.loads(run(capsys, *flags, "--json"))
+    finally:
+        (folder / "clover" / "heads.json").write_text(json.dumps(record))
+    rows = [line.split() for line in said.splitlines() if line.strip()[:1].isdigit() and len(line.split()) in (4, 6)]
+    best = max(rows, key=lambda row: float(row[2]) / float(row[1]))
+    assert best[4:] == ["<-", "chosen"] and f"tree size {best[0]};" in said
+    assert {row[0]: row[2] for row in rows if int(row[0]) < 4} == {"1": "1.00", "2": "1.90", "3": "2.70"}
+    assert "ms per stage     draft    verify    choose    accept    commit" in said
+    assert any("<- chosen" in line for line in result["explained"])
+
+
+def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
+    """Catches an interrupt that loses what was generated."""
+    take = engine.Text.take
+    calls = []
+
+    def interrupted(self, tokens):
+        calls.append(tokens)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return take(self, tokens)
+    monkeypatch.setattr(engine.Text, "take", interrupted)
+    said = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1", "--explain")
+    assert said.startswith("abc") and len(said.split("\n\n")[0]) > 3
+    assert "1.00 tokens per step, " in said and "ms per stage" not in said
+
+
 BAD_FLAGS = {
+    "empty stop": (["--prompt", "a", "--stop", ""], "--stop needs a text"),
+    "tree of half": (["--prompt", "a", "--tree-size", "half"], "half"),
+    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be"),
+    "no beams": (["--prompt", "a", "--beams", "0"], "beams must be"),
+    "no batch": (["--prompt", "a", "--batch-size", "0"], "batch size must be"),
     "no prompt": ([], "--prompt"),
     "empty prompt": (["--prompt", ""], "empty"),
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),

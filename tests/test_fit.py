@@ -1,0 +1,121 @@
+"""fit.py: the tree of most tokens per second, from measured times and what heads were seen to find."""
+
+import json
+
+import pytest
+import torch
+
+import fit
+from clover import CloverHeads
+from conftest import random_prompts
+from data import heldout_prompts, load_encoding
+from engine import Engine, Sampling
+from fit import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
+from generate import DEMO, generate
+from model import GPT
+from test_clover import random_heads
+
+TABLE = [[0.8, 0.1, 0.05] + [0.0] * 60, [0.0, 0.5, 0.1] + [0.0] * 60, [0.0] * 63, [0.0] * 63]
+
+
+def test_acceptance_is_what_decoding_accepts():
+    """Catches a table that counts the wrong node or depth: for every tree it must foretell the tokens per step."""
+    model = GPT.from_pretrained(DEMO, device="cpu")
+    heads, prompts = CloverHeads.from_pretrained(DEMO / "clover", model), heldout_prompts(load_encoding(DEMO), 8, 30)
+    table = acceptance(model, heads, prompts, 0.0, max_new_tokens=60)
+    assert len(table) == 4 and all(len(row) == 63 and all(0 <= share <= 1 for share in row) for row in table)
+    found = [expected_tokens({"0": table}, size, 0.0) for size in range(1, 65)]
+    assert found[0] == 1 and found == sorted(found) and found[-1] > 2
+    for size in (3, 12, 64):
+        out = generate(model, prompts, 60, heads, tree_size=size, beams=8)
+        assert found[size - 1] == pytest.approx(out.tokens_per_step, rel=0.06)  # a text's last step is cut
+
+
+def test_expected_tokens_between_temperatures():
+    """Catches depths that a small tree does not have, and a line drawn past its ends."""
+    tables = {"0": TABLE, "1": [[share / 2 for share in row] for row in TABLE]}
+    assert expected_tokens(tables, 2, 0) == pytest.approx(1.8)
+    assert expected_tokens(tables, 3, 0) == pytest.approx(1 + 0.8 + 0.1 + 0.5)
+    assert expected_tokens(tables, 3, 1) == pytest.approx(1 + 0.7)
+    assert expected_tokens(tables, 3, 0.25) == pytest.approx(1 + 1.4 * 0.875)
+    assert expected_tokens(tables, 3, 5) == expected_tokens(tables, 3, 1)
+
+
+@pytest.mark.parametrize("times, want", [(lambda T: 1.0, 4), (lambda T: T, 1), (lambda T: 1 + 0.5 * (T > 2), 2),
+                                         (lambda T: 1 + T / 10, 3)], ids=["free", "linear", "step", "slope"])
+def test_the_best_tree_wins(toy, monkeypatch, times, want):
+    """Catches speculation where it loses, and a search that stops too soon."""
+    measured = []
+
+    def measure(model, heads, batch, size, *_):
+        measured.append(size)
+        return times(size)
+    monkeypatch.setattr(fit, "step_time", measure)
+    heads = random_heads(toy)
+    heads.info = dict(acceptance={"0": TABLE})
+    found = fit_tree(toy, heads, 1, 100, Sampling())
+    assert found.tree_size == want and [row[0] for row in found.rows] == measured
+    rates = {size: tokens / seconds for size, seconds, tokens in found.rows}
+    assert rates[want] == max(rates.values())
+    first = len(measured)
+    assert fit_tree(toy, heads, 1, 100, Sampling()) == found and len(measured) == first  # known now
+    assert fit_tree(toy, heads, 1, 100, Sampling(), fresh=True) == found and len(measured) == 2 * first
+    fit_tree(toy, heads, 2, 100, Sampling())
+    assert len(measured) == 3 * first  # another batch size is another measurement
+
+
+def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
+    """Catches a crash over a file that another version wrote, and times that cannot be kept."""
+    heads = random_heads(toy)
+    heads.info = dict(acceptance={"0": TABLE})
+    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
+    fit.times_file().parent.mkdir(parents=True)
+    for content in ("", "[]", "{", '{"a": 3}'):
+        fit.times_file().write_text(content)
+        assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 4
+        assert len(json.loads(fit.times_file().read_text())) >= 1
+    fit.times_file().unlink()
+    fit.times_file().mkdir()
+    assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 4
+
+
+def test_heads_without_a_table_get_a_small_tree(toy):
+    assert fit_tree(toy, random_heads(toy), 1, 100, Sampling()).tree_size == fit.UNKNOWN
+
+
+def test_trees_that_do_not_fit_the_memory_are_not_chosen(toy, monkeypatch):
+    heads = random_heads(toy)
+    heads.info = dict(acceptance={"0": TABLE})
+    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
+    monkeypatch.setattr(fit, "free_memory", lambda device: sum(fit.memory_needed(toy, heads, 1, 100, 2, Sampling())))
+    assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 2
+
+
+def test_auto_decodes_with_the_fitted_tree(toy, monkeypatch):
+    heads = random_heads(toy)
+    heads.info = dict(acceptance={"0": TABLE})
+    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
+    out = generate(toy, random_prompts([5]), 20, heads)
+    assert out.tree_size == 4 and out.tokens == generate(toy, random_prompts([5]), 20).tokens
+
+
+def test_seconds_takes_the_quickest_call(monkeypatch):
+    """Catches a mean, which whatever else runs on the machine would spoil."""
+    clock = iter([0.0, 0.0, 5.0, 5.0, 6.0, 6.0, 9.0, 9.0])
+    monkeypatch.setattr(fit.time, "perf_counter", lambda: next(clock))
+    assert seconds(lambda: None, torch.device("cpu")) == 1.0
+
+
+def test_stages_and_steps_are_timed(toy):
+    times = stage_times(toy, random_heads(toy), 2, 9, Sampling(0.5, top_k=3))
+    assert list(times) == ["draft", "verify", "choose", "accept", "commit"] and all(value > 0 for value in times.values())
+    assert step_time(toy, None, 2, 1, Sampling()) > 0
+
+
+@torch.inference_mode()
+def test_timing_leaves_the_cache_as_long_as_it_was(toy):
+    """Catches steps that run out of the cache while they are timed."""
+    made = fit.timing_engine(toy, random_heads(toy), 2, 9, Sampling())
+    for _ in range(300):
+        made.step()
+    assert made.cache.lengths.tolist() == [255, 255] and isinstance(made, Engine)
