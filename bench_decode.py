@@ -155,14 +155,19 @@ def transformers_rows(model, prompts, wanted, args):
     return rows
 
 
-def plot(result, file):
-    """Throughput over batch size, and tokens per step over tree size."""
+def pyplot():
     try:
         import matplotlib
         matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        import matplotlib.pyplot
     except ImportError:
         raise InputError("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
+    return matplotlib.pyplot
+
+
+def plot(result, file):
+    """Throughput over batch size, and tokens per step over tree size."""
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name in dict.fromkeys(row["heads"] for row in result["decoding"]):
         rows = [row for row in result["decoding"] if row["heads"] == name]
@@ -181,7 +186,7 @@ def plot(result, file):
 def bench(args):
     """`bench.py decode` on a checkpoint."""
     if args.plot:
-        plot(dict(decoding=[], trees={}), args.plot)  # says now, not after the measurement, that it cannot
+        pyplot()  # says now, not after the measurement, that it cannot
     model, encoding = load_model(args)
     heads = {Path(path).name: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in args.heads}
     bandwidth = copy_bandwidth(model.device)

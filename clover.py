@@ -313,6 +313,12 @@ def read_record(path):
             and config["heads"] >= 1 and config["augment_layers"] >= 0 and config["vocabulary"] >= 0
             and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
+    try:
+        assert all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
+                   for t, table in record.get("acceptance", {}).items())
+    except (AssertionError, AttributeError, TypeError, ValueError):
+        raise InputError(f"{path}: its acceptance is no table of shares by temperature, depth and node; "
+                         "train_heads.py --evaluate writes it anew") from None
     return CloverConfig(**config), record
 
 

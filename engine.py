@@ -276,7 +276,8 @@ class Engine:
             self.host = [torch.zeros(B, P + 1, dtype=torch.int64, pin_memory=True) for _ in range(2)]
             self.written = [torch.cuda.Event() for _ in range(2)]
             if graph:
-                self.run_step = capture(self.step)
+                with torch.cuda.device(device):
+                    self.run_step = capture(self.step)
 
     # -----------------------------------------------------------------------------------------------------------------
     # One step: fixed shapes, everything in place, nothing read back
@@ -324,7 +325,7 @@ class Engine:
             return lambda: result
         host, written = self.host[0], self.written[0]
         host.copy_(self.result, non_blocking=True)
-        written.record()
+        written.record(torch.cuda.current_stream(self.model.device))
         self.host.reverse()
         self.written.reverse()
 

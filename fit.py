@@ -75,7 +75,7 @@ def seconds(body, device):
         for _ in range(calls):
             body()
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) / calls)
     return min(times)
 

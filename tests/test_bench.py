@@ -1,14 +1,17 @@
 """bench.py: the tables say what a run of `generate` says."""
 
+import importlib.util
 import json
 
 import pytest
+import torch
 
 import bench
+import bench_decode
 from clover import PRESETS, CloverHeads
 from data import heldout_prompts, load_encoding
 from generate import generate
-from model import GPT, InputError
+from model import GPT, GPTConfig, InputError
 
 
 def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsys):
@@ -35,7 +38,88 @@ def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsy
     assert any(line.startswith("| clover | 0.5 | 6 |") for line in lines)
 
 
+@pytest.fixture
+def decode(checkpoint, tmp_path, capsys):
+    """Runs bench.py decode on the toy checkpoint: (its printed lines, the object of its last line)."""
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    folders = [tmp_path / name for name in ("medusa", "clover")]
+    table = [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
+    for folder in folders:
+        CloverHeads(PRESETS[folder.name], model).save_pretrained(folder, acceptance={"0": table, "1": table})
+    text = tmp_path / "texts.jsonl"
+    text.write_text("".join(json.dumps(dict(text=f"def f{i}(): return {i} " * 40)) + "\n" for i in range(200)))
+
+    def run(*flags):
+        bench.main(["decode", "--model", str(checkpoint), "--device", "cpu", "--heads", *map(str, folders), "--data", str(text),
+                    "--prompts", "3", "--prompt-length", "16", "--max-new-tokens", "12", "--runs", "2", *flags])
+        *lines, last = capsys.readouterr().out.strip().splitlines()
+        return lines, json.loads(last)
+    return run
+
+
+def test_bench_decode_prints_every_way_and_every_batch(decode):
+    """Catches a row of another batch or tree, a speed-up over something else than the plain run beside it."""
+    lines, result = decode("--batch-sizes", "1", "4", "--tree-sizes", "1", "3")
+    rows = result["decoding"]
+    assert [(row["batch_size"], row["heads"]) for row in rows] == [(b, h) for b in (1, 4) for h in ("plain", "medusa", "clover")]
+    for row in rows:
+        assert row["identical"] == 1.0 and row["tokens_per_second"] > 0 and row["step_ms"] > 0 and row["floor_ms"] > 0
+        assert (row["tree_size"] == 1) == (row["heads"] == "plain") and row["tokens_per_step"] >= 1
+        assert row["heads"] != "plain" or (row["speed_up"] == row["tokens_per_step"] == row["auto"] == 1)
+        assert any(line.startswith(f"| {row['batch_size']} | {row['heads']} | {row['tree_size']} |") for line in lines)
+    assert {name: list(column) for name, column in result["trees"].items()} == {name: ["1", "3"] for name in ("medusa", "clover")}
+    assert result["trees"]["clover"]["1"] == 1.0 and result["machine"]["torch"] and result["runs"] == 2
+    if isinstance(result["transformers"], str):
+        assert "pip install" in result["transformers"]
+    else:
+        assert [row["identical"] for row in result["transformers"]] == [1.0, 1.0]
+
+
+def test_bench_decode_sampled_with_a_given_tree(decode):
+    _, result = decode("--batch-sizes", "2", "--tree-sizes", "2", "--tree-size", "6", "--temperature", "0.7")
+    assert [row["tree_size"] for row in result["decoding"]] == [1, 6, 6] and result["temperature"] == 0.7
+    assert all(row["identical"] == 1.0 for row in result["decoding"])
+
+
+def test_a_plot_is_drawn_or_says_what_it_needs(decode, tmp_path):
+    flags = ("--batch-sizes", "1", "2", "--tree-sizes", "2", "--plot", str(tmp_path / "plot.png"))
+    if importlib.util.find_spec("matplotlib"):
+        decode(*flags)
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        with pytest.raises(InputError, match="pip install matplotlib"):
+            decode(*flags)
+
+
+def test_bench_decode_on_random_weights(monkeypatch, capsys):
+    """Catches sizes that differ from the model's, and a floor that counts an embedding table which no step reads."""
+    sizes = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+    monkeypatch.setitem(bench_decode.SIZES, "7b", (sizes, "a toy"))
+    bench.main(["decode", "--random-weights", "7b", "--device", "cpu", "--batch-sizes", "1", "2", "--tree-sizes", "1", "5"])
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(last)
+    assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5), (2, 1), (2, 5)]
+    assert all(list(row["stages_ms"]) == ["draft", "verify", "choose", "accept", "commit"] for row in result["steps"])
+    model = bench_decode.random_model("7b", "cpu", torch.float32)
+    assert bench_decode.weight_bytes(model) == 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64)
+    assert bench_decode.cache_bytes(model, 10) == 4 * 2 * 2 * 2 * 16 * 10
+    monkeypatch.setattr(bench_decode, "free_memory", lambda device: 1000)
+    with pytest.raises(InputError, match="random weights of 7b take .* GB in float32"):
+        bench_decode.random_model("7b", "cpu", torch.float32)
+
+
+def test_real_sizes_are_those_of_the_models():
+    for name, billions in {"7b": 6.74, "8b": 8.03, "70b-layer": 2.96}.items():
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**bench_decode.SIZES[name][0], tied=False))
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
 def test_bad_flags_are_refused():
+    with pytest.raises(InputError, match="tree size must be"):
+        bench.main(["decode", "--tree-size", "65"])
+    with pytest.raises(InputError, match="runs must be"):
+        bench.main(["decode", "--runs", "0"])
     with pytest.raises(InputError, match="prompts must be"):
         bench.main(["heads", "--prompts", "0"])
     with pytest.raises(InputError, match="kernel"):

@@ -1,6 +1,7 @@
 """clover.py: drafting against a plain beam search, heads that draft as they were trained, heads' folders."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 import model as models
 from clover import PRESETS, CloverHeads, best_of, model_identity, preset
 from conftest import random_prompts, toy_model
-from model import GPT, InputError
+from generate import generate
+from model import GPT, InputError, pack
 
 
 def random_heads(model, name="clover", seed=0, **switches):
@@ -74,6 +76,70 @@ def test_rows_beyond_the_proposals_are_unused(toy):
     heads = random_heads(toy, heads=2)
     tree = heads.draft(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2]), 20, 3)
     assert (tree.ancestors[:, :13] != 0).all() and (tree.ancestors[:, 13:] == 0).all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_smaller_tree_is_the_front_of_a_larger_one(toy, name):
+    """Catches nodes that do not stand by their probability: then no table of acceptance could serve all sizes."""
+    heads = random_heads(toy, name)
+    state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)), torch.tensor([5, 0, 96])
+    large = heads.draft(state, root, 64, 8)
+    for size in (5, 6, 17, 40):  # as deep as the large one
+        assert all(torch.equal(a, b[:, :size]) for a, b in zip(heads.draft(state, root, size, 8), large))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_draft_vocabulary_is_a_smaller_lm_head(name, packed):
+    """Catches places in the list taken for token ids, and tokens outside of it."""
+    model, tokens = toy_model(), [96, 3, 50, 7, 21, 8, 0, 11]
+    heads = random_heads(model, name)
+    heads.set_vocabulary(tokens)
+    state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0, 96])
+    if packed:
+        pack(model)
+    with torch.inference_mode():
+        tree = heads.draft(state, root, 30, 4)
+        assert set(tree.tokens[:, 1:][tree.ancestors[:, 1:] != 0].tolist()) <= set(tokens)
+        with torch.no_grad():
+            others = torch.ones(97, dtype=torch.bool).index_fill(0, torch.tensor(tokens), False)
+        narrow = CloverHeads(heads.config, model)
+        narrow.load_state_dict(heads.state_dict())
+        narrow.set_vocabulary([])
+        # the same draft by the whole vocabulary, where nothing else can be guessed
+        whole = models.LMHead.topk
+
+        def only(self, hidden, k, rows=None):
+            logits = (hidden @ self.weight.T).masked_fill(others, -math.inf)
+            values, columns = logits.log_softmax(-1).topk(k)
+            return values, columns
+        models.LMHead.topk = only
+        try:
+            want = narrow.draft(state, root, 30, 4)
+        finally:
+            models.LMHead.topk = whole
+    for b in range(3):
+        assert set(paths(tree, b)) == set(paths(want, b))
+    texts = random_prompts([5, 9])
+    assert generate(model, texts, 20, heads, tree_size=9).tokens == generate(model, texts, 20).tokens
+
+
+def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
+    """Catches ids rounded to bfloat16, and older heads, which have no such key, refused."""
+    heads = random_heads(toy)
+    heads.set_vocabulary([96, 95, 33])
+    heads.save_pretrained(tmp_path, dtype=torch.bfloat16)
+    same = CloverHeads.from_pretrained(tmp_path, toy)
+    assert same.config.vocabulary == 3 and same.vocabulary.tolist() == [96, 95, 33] and same.vocabulary.dtype == torch.int32
+    weights = load_file(tmp_path / "heads.safetensors")
+    save_file(weights | dict(vocabulary=torch.tensor([1, 2, 97], dtype=torch.int32)), tmp_path / "heads.safetensors")
+    with pytest.raises(InputError, match="outside 0..96"):
+        CloverHeads.from_pretrained(tmp_path, toy)
+    random_heads(toy).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "heads.json").read_text())
+    del record["config"]["vocabulary"]
+    (tmp_path / "heads.json").write_text(json.dumps(record))
+    assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
 
 
 def test_ties_go_to_the_lower_key():
@@ -184,12 +250,18 @@ def test_a_model_is_the_same_in_any_dtype_and_another_one_is_refused(toy, tmp_pa
         CloverHeads.from_pretrained(tmp_path / "heads", toy, tokenizer="xyz")
 
 
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 BROKEN = {
     "no record": lambda p: (p / "heads.json").unlink(),
     "record is cut": lambda p: (p / "heads.json").write_text("{"),
     "record of something else": lambda p: (p / "heads.json").write_text("{}"),
     "record without base": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(preset="clover")))),
     "record with wrong types": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(heads="x"), base="y"))),
+    "broken acceptance": lambda p: change(p / "heads.json", acceptance=dict(warm=[[0.5]])),
+    "acceptance above 1": lambda p: change(p / "heads.json", acceptance={"0": [[1.5]]}),
     "no weights": lambda p: (p / "heads.safetensors").unlink(),
     "weights are cut": lambda p: (p / "heads.safetensors").write_bytes((p / "heads.safetensors").read_bytes()[:999]),
     "a weight is missing": lambda p: save_file(dict(list(load_file(p / "heads.safetensors").items())[1:]), p / "heads.safetensors"),

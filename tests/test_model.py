@@ -1,11 +1,13 @@
 """model.py: one sequence gives one answer however it is fed, and checkpoint folders mean what transformers says they do."""
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import model as models
 from conftest import SHAPES, random_prompts, toy_model
 from model import GPT, InputError, atomic_write, read_config
 
@@ -70,6 +72,76 @@ def test_tree_nodes_see_their_own_path(shape):
             path = [j for j in range(6) if ancestors[i] >> j & 1]
             want = model(torch.cat((prompt, nodes[b, path]))[None])[0, -1]
             torch.testing.assert_close(hidden[b, i], want, atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed weights
+
+@pytest.mark.skipif(not models.PACKS, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch):
+    """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
+    model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([12]))
+    used = []
+    monkeypatch.setattr(models, "packed_linear", lambda *a, call=models.packed_linear: used.append(a) or call(*a))
+
+    def check(packed):
+        with torch.inference_mode():
+            used.clear()
+            got = model.lm_head(model(tokens))
+            assert bool(used) == packed
+        with torch.no_grad():  # never packed
+            used.clear()
+            torch.testing.assert_close(got, model.lm_head(model(tokens)), atol=1e-4, rtol=1e-4)
+            assert not used
+    check(packed=False)
+    models.pack(model)
+    check(packed=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    check(packed=False)
+    models.pack(model)
+    check(packed=True)
+    model = copy.deepcopy(model)
+    check(packed=False)
+    models.pack(model)
+    model.requires_grad_(True)
+    models.pack(model)
+    check(packed=False)
+    model.requires_grad_(False)
+    models.pack(model)
+    model.to(torch.float64)
+    check(packed=False)
+
+
+def test_packing_needs_room(monkeypatch):
+    """Catches copies that push a large model out of the memory."""
+    model = toy_model()
+    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
+    models.pack(model)
+    assert model.head.copy is None
+
+
+@pytest.mark.skipif(not models.PACKS, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("rows", [None, [90, 4, 17, 33, 60]])
+def test_the_lm_head_finds_the_same_tokens_packed(rows):
+    """Catches a part of the vocabulary that belongs to other rows or to an older weight."""
+    model, hidden = toy_model(), torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    rows = None if rows is None else torch.tensor(rows, dtype=torch.int32)
+    for factor in (1.0, 1.5):
+        with torch.no_grad():
+            model.head.weight.mul_(factor)
+        want = model.head.topk(hidden, 4, rows)
+        models.pack(model)
+        with torch.inference_mode():
+            got = model.head.topk(hidden, 4, rows)
+        torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(got[1], want[1])
+
+
+def test_free_memory_is_a_number():
+    assert 2**20 < models.free_memory("cpu") < 2**50
 
 
 # ---------------------------------------------------------------------------------------------------------------------

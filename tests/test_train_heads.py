@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import train_heads
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
+from data import load_encoding, load_tokens
 from generate import generate
 from model import GPT, InputError
 from test_clover import random_heads
@@ -72,6 +74,26 @@ def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeyp
         run(other, texts, tmp_path / "parts", "--steps", "12", "--resume")
 
 
+def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, capsys):
+    """Catches the rarest tokens instead of the most frequent, and a list that a resumed or evaluated run loses."""
+    out, model = tmp_path / "heads", GPT.from_pretrained(checkpoint, device="cpu")
+    record = run(checkpoint, texts, out, "--steps", "2", "--draft-vocabulary", "12")
+    assert record["config"]["vocabulary"] == 12
+    heads = CloverHeads.from_pretrained(out, model)
+    encoding = load_encoding(checkpoint)
+    counts = Counter(load_tokens([texts], encoding, "train").tolist())
+    least = min(counts[token] for token in heads.vocabulary.tolist())
+    assert len(set(heads.vocabulary.tolist())) == 12 and sum(n > least for n in counts.values()) < 12
+    assert run(checkpoint, texts, out, "--steps", "4", "--resume")["config"]["vocabulary"] == 12
+    weights = (out / "heads.safetensors").read_bytes()
+    capsys.readouterr()
+    before = json.loads((out / "heads.json").read_text())
+    record = run(checkpoint, texts, out, "--evaluate")
+    assert "held-out accuracy" in capsys.readouterr().out and (out / "heads.safetensors").read_bytes() == weights
+    assert record["training"] == before["training"] and set(record["acceptance"]) == {"0", "1"}
+    assert run(checkpoint, texts, out, "--evaluate", "--draft-vocabulary", "0")["config"]["vocabulary"] == 0
+
+
 def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
     """Catches minutes of training that end in an error about the folder."""
     (tmp_path / "file").write_text("in the way")
@@ -120,6 +142,8 @@ BAD = {
     "block beyond the context": (["--block-size", "4000"], "block size must be"),
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "unknown objective": (["--objective", "hope"], "hope"),
+    "draft vocabulary beyond the model's": (["--draft-vocabulary", "259"], "draft vocabulary must be"),
+    "nothing to evaluate": (["--evaluate"], "no such folder"),
     "nothing to resume": (["--resume"], "--resume needs a run"),
     "block without room for prompts": (["--block-size", "0"], "block size must be"),
 }
