@@ -244,7 +244,7 @@ class Engine:
     def __init__(self, model, heads=None, *, batch_size=1, rows=None, tree_size=1, beams=None, sampling=Sampling(), graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
         check("tree size", tree_size, 1, MAX_TREE, whole=True)
-        self.model, self.sampling = model, sampling
+        self.model, self.sampling, self.batch_size = model, sampling, batch_size
         self.heads = heads = heads if tree_size > 1 else None
         self.tree_size = tree_size if heads else 1
         self.beams = default_beams(heads, self.tree_size) if beams is None else beams
@@ -254,20 +254,20 @@ class Engine:
         check_memory(model, heads, batch_size, self.rows, self.tree_size, sampling)
         self.longest = P = 1 + heads_depth(heads, self.tree_size)
         B, device = batch_size, model.device
+        slots = lambda dtype, *shape: torch.zeros(B, *shape, dtype=dtype, device=device)
+        self.whole = dict(root=slots(torch.int64), sequence=slots(torch.int64),  # the noise knows a slot's text by its sequence
+                          active=slots(torch.int32))                             # 0: idle, and goes on computing in vain
         # the tree stands behind the text, and the host hears of a text's end when the next step is on its way
-        self.cache = model.new_cache(B, self.rows + self.tree_size + P)
-        self.root = torch.zeros(B, dtype=torch.int64, device=device)
-        self.sequence = torch.zeros(B, dtype=torch.int64, device=device)  # what the noise knows a slot's text by
-        self.active = torch.zeros(B, dtype=torch.int32, device=device)    # 0: idle, and goes on computing in vain
-        self.tree = root_tree(self.root)
+        self.caches = [model.new_cache(B, self.rows + self.tree_size + P)]
         pack(model)
         if heads:
             pack(heads)
-            self.heads_cache = heads.new_cache(B, self.rows + 2 * P)
-            self.heads_cache.lengths = self.cache.lengths
-            self.state = torch.zeros(B, model.config.n_embd, dtype=model.dtype, device=device)
+            self.caches.append(heads.new_cache(B, self.rows + 2 * P))
+            self.caches[1].lengths = self.caches[0].lengths
+            self.whole |= dict(state=slots(model.dtype, model.config.n_embd))
             self.steps = torch.arange(P, device=device)
-            self.chain = ((2 << self.steps) - 1).expand(B, -1).contiguous()  # ancestors of a plain sequence of nodes
+            self.chain = (2 << self.steps) - 1  # ancestors of a plain sequence of nodes
+        self.narrow(B)
         self.fit = None  # what fit.py chose the tree from, if it did
         self.lag = 0     # steps that are on their way when the host looks at one
         self.run_step = self.step
@@ -312,7 +312,7 @@ class Engine:
             # the accepted nodes and the tokens after them go into the heads' own cache
             hidden = self.hidden.gather(1, self.path[:, :, None].expand(-1, -1, self.hidden.shape[2]))
             positions = self.cache.lengths[:, None] + self.steps
-            states = self.heads.augment(hidden, self.emitted, positions, self.heads_cache, self.chain)
+            states = self.heads.augment(hidden, self.emitted, positions, self.heads_cache, self.chain.expand_as(positions))
             self.state.copy_(states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0])
         self.root.copy_(self.emitted.gather(1, last)[:, 0])
         self.cache.lengths += self.count
@@ -337,6 +337,28 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
     # Slots
 
+    def narrow(self, count):
+        """Lets only the first slots compute: `root`, `cache` and the like are views of their front."""
+        for name, tensor in self.whole.items():
+            setattr(self, name, tensor[:count])
+        self.cache = self.caches[0].slots(0, count)
+        if self.heads:
+            self.heads_cache = self.caches[1].slots(0, count)
+        self.tree = root_tree(self.root)
+
+    def close_ranks(self, at):
+        """Moves the sequences of at, {slot: index}, to the first slots, and lets only these compute."""
+        for target in range(len(at)):
+            if target not in at:
+                source = max(at)
+                at[target] = at.pop(source)
+                rows = int(self.cache.lengths[source])
+                for cache in self.caches:
+                    cache.kv[:, :, target, :, :rows] = cache.kv[:, :, source, :, :rows]
+                for tensor in (*self.whole.values(), self.caches[0].lengths):
+                    tensor[target] = tensor[source]
+        self.narrow(len(at))
+
     def prefill(self, slot, prompt, start):
         """Takes the next chunk of a prompt into a slot -> where the chunk after it starts, None when the prompt is in.
 
@@ -351,16 +373,16 @@ class Engine:
             if self.heads:
                 self.state[slot] = 0
         if end > start:
-            hidden = self.model.prefill(tokens[:, :-1], self.cache.slot(slot), start)
+            hidden = self.model.prefill(tokens[:, :-1], self.cache.slots(slot), start)
             if self.heads:
                 positions = torch.arange(start, end, device=tokens.device)[None]
-                states = self.heads.augment(hidden, tokens[:, 1:], positions, self.heads_cache.slot(slot), end=end)
+                states = self.heads.augment(hidden, tokens[:, 1:], positions, self.heads_cache.slots(slot), end=end)
                 self.state[slot] = states[0, -1]
         self.root[slot] = tokens[0, -1]
         return end if end < len(prompt) - 1 else None
 
     def release(self, slot):
-        """An idle slot goes on computing, since shapes are fixed: on an empty sequence, and nobody listens."""
+        """An idle slot goes on computing, where shapes are fixed: on an empty sequence, and nobody listens."""
         self.active[slot] = 0
         self.cache.lengths[slot] = 0
 
@@ -376,7 +398,7 @@ class Engine:
         if longest >= self.rows:
             raise InputError(f"a prompt of {longest} tokens does not fit an engine made for {self.rows}; make a larger one")
         output = Output([[] for _ in prompts], [None] * len(prompts),
-                        tree_size=self.tree_size, beams=self.beams, batch_size=len(self.root))
+                        tree_size=self.tree_size, beams=self.beams, batch_size=self.batch_size)
         limits = [min(max_new_tokens, self.rows - len(prompt)) for prompt in prompts]
         texts = {}  # of the prompts in work
 
@@ -399,13 +421,14 @@ class Engine:
             raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - began
-            for slot in range(len(self.root)):
+            self.narrow(self.batch_size)
+            for slot in range(self.batch_size):
                 self.release(slot)
         return output
 
     def run(self, prompts, take):
         """Keeps the slots filled and steps until take(index, tokens of one step) has said of every prompt that it is done."""
-        waiting, free = deque(range(len(prompts))), deque(range(len(self.root)))
+        waiting, free = deque(range(len(prompts))), deque(range(self.batch_size))
         filling = None      # (slot, index of the prompt, where its next chunk starts)
         at = {}             # slot -> index of the prompt that decodes there
         flying = deque()    # steps on their way: (function that waits for the result, at when it started)
@@ -420,6 +443,8 @@ class Engine:
                     self.sequence[slot] = index
                     self.active[slot] = 1
                     at[slot] = index
+            if not self.lag and not waiting and not filling and 0 < len(at) < len(self.root):
+                self.close_ranks(at)  # a CPU, unlike a GPU, takes as long for an idle slot as for a busy one
             if at:
                 flying.append((self.launch(), dict(at)))
             if len(flying) > self.lag:

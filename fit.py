@@ -20,6 +20,7 @@ from model import atomic_write, free_memory
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 UNKNOWN = 5  # the tree for heads that carry no table
+UNSURE = 0.03  # what a measurement may be off by: of trees this near the best the smallest is taken
 PREFIX = 256  # tokens in the cache while a step is timed
 
 
@@ -166,9 +167,10 @@ def fit_tree(model, heads, batch_size, rows, sampling, beams=None, graph=True, f
             known[str(size)] = step_time(model, heads, batch_size, size, sampling, beams, graph)
             measured = True
         found.append((size, known[str(size)], expected(size)))
-        best = max(found, key=lambda row: row[2] / row[1])
-        if expected(MAX_TREE) / found[-1][1] < best[2] / best[1]:  # a larger one cannot win: its steps are no quicker
+        best = max(tokens / seconds for _, seconds, tokens in found)
+        if expected(MAX_TREE) / found[-1][1] < best:  # a larger one cannot win: its steps are no quicker
             break
     if measured:
         keep_times(key, known)
-    return Fit(best[0], found) if found else Fit(1, [])
+    near = [size for size, seconds, tokens in found if tokens / seconds >= (1 - UNSURE) * best] if found else [1]
+    return Fit(near[0], found)

@@ -231,7 +231,7 @@ def report(output, encoding, prompts, stop):
 
 def explain(engine, model, heads, fit, graph):
     """The lines of --explain: what the tree was chosen from, and where the time of a step goes."""
-    lines = [f"tree size {engine.tree_size}, {engine.beams} beams, batch size {len(engine.root)}, on {model.device}"]
+    lines = [f"tree size {engine.tree_size}, {engine.beams} beams, batch size {engine.batch_size}, on {model.device}"]
     if fit and fit.rows:
         lines += ["", "tree size   ms per step   tokens per step (expected)   tokens per second and sequence"]
         lines += [f"{size:>9}{seconds * 1e3:>14.2f}{tokens:>20.2f}{tokens / seconds:>26.0f}"
@@ -241,7 +241,7 @@ def explain(engine, model, heads, fit, graph):
                      "train_heads.py --evaluate makes one")
     lines += ["", "ms per stage" + "".join(f"{stage:>10}" for stage in STAGES)]
     for tree_size in sorted({1, engine.tree_size}):
-        times = stage_times(model, heads, len(engine.root), tree_size, engine.sampling, graph=graph)
+        times = stage_times(model, heads, engine.batch_size, tree_size, engine.sampling, graph=graph)
         lines.append(f"tree of {tree_size:<4}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
     return "\n".join(lines)
 

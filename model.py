@@ -77,10 +77,10 @@ class KVCache:
     def rows(self):
         return self.kv.shape[4]
 
-    def slot(self, b):
-        """A cache of one sequence that shares the memory of sequence b."""
+    def slots(self, first, count=1):
+        """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
         view = object.__new__(KVCache)
-        view.kv, view.lengths = self.kv[:, :, b:b + 1], self.lengths[b:b + 1]
+        view.kv, view.lengths = self.kv[:, :, first:first + count], self.lengths[first:first + count]
         return view
 
 

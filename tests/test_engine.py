@@ -243,6 +243,22 @@ def test_the_host_may_look_one_step_late(toy, plain, lag):
             assert out.tokens == plain["greedy"] and sum(out.accepted.values()) == out.steps
 
 
+def test_the_last_texts_close_ranks(toy):
+    """Catches a text that loses its cache, its noise or its state when it moves to another slot."""
+    prompts = random_prompts([50, 5, 20, 3, 40, 9])
+    stops = [tokens[3 + 4 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
+    want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
+    assert len({len(tokens) for tokens in want.tokens}) > 2
+    for name in (None, *PRESETS):
+        made = Engine(toy, random_heads(toy, name) if name else None, batch_size=6, rows=120, tree_size=9 if name else 1,
+                      sampling=Sampling(**SAMPLED))
+        widths, launch = [], made.launch
+        made.launch = lambda: widths.append(len(made.root)) or launch()
+        for _ in range(2):
+            assert made.generate(prompts, 60, stop=stops).tokens == want.tokens
+        assert widths[0] == 6 and 1 <= min(widths) < 6
+
+
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
     """Catches a slot whose half-filled cache a step of the others overwrites, and others that wait for a long prompt."""
     prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])

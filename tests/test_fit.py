@@ -42,7 +42,8 @@ def test_expected_tokens_between_temperatures():
 
 
 @pytest.mark.parametrize("times, want", [(lambda T: 1.0, 4), (lambda T: T, 1), (lambda T: 1 + 0.5 * (T > 2), 2),
-                                         (lambda T: 1 + T / 10, 3)], ids=["free", "linear", "step", "slope"])
+                                         (lambda T: 1 + T / 10, 3), (lambda T: 2.35 if T == 3 else T, 1)],
+                         ids=["free", "linear", "step", "slope", "as good as plain"])
 def test_the_best_tree_wins(toy, monkeypatch, times, want):
     """Catches speculation where it loses, and a search that stops too soon."""
     measured = []
@@ -56,7 +57,7 @@ def test_the_best_tree_wins(toy, monkeypatch, times, want):
     found = fit_tree(toy, heads, 1, 100, Sampling())
     assert found.tree_size == want and [row[0] for row in found.rows] == measured
     rates = {size: tokens / seconds for size, seconds, tokens in found.rows}
-    assert rates[want] == max(rates.values())
+    assert rates[want] >= 0.97 * max(rates.values())
     first = len(measured)
     assert fit_tree(toy, heads, 1, 100, Sampling()) == found and len(measured) == first  # known now
     assert fit_tree(toy, heads, 1, 100, Sampling(), fresh=True) == found and len(measured) == 2 * first
