@@ -73,7 +73,7 @@ class PeakMemory:
 
 def speculating(fit):
     """The best tree of a `Fit` that is more than a root."""
-    rows = [row for row in fit.rows if row[0] > 1]
+    rows = [row for row in fit.table if row[0] > 1]
     return max(rows, key=lambda row: row[2] / row[1])[0] if rows else max(fit.tree_size, 5)
 
 
@@ -89,7 +89,7 @@ def measure_batch(model, prompts, heads, batch, bandwidth, args):
     runs = {name: [] for name in engines}
     peaks = {}
     for name, engine in engines.items():
-        engine.generate(prompts[:batch], 8)  # warm
+        engine.generate(prompts[:batch], min(8, N))  # warm
     for _ in range(args.runs):
         for name, engine in engines.items():
             with PeakMemory(model.device) as memory:

@@ -172,9 +172,12 @@ class CloverHeads(nn.Module):
 
     def set_vocabulary(self, tokens):
         """Token ids [n] to draft among, most frequent first; an empty list: all. InputError for ids the model does not have."""
-        tokens = torch.as_tensor(tokens, dtype=torch.int32, device=self.model.device)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.model.config.vocab_size:
-            raise InputError(f"a draft vocabulary has token ids outside 0..{self.model.config.vocab_size - 1}")
+        tokens, V = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device), self.model.config.vocab_size
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
+            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
+        if len(tokens.unique()) < len(tokens):
+            raise InputError("a draft vocabulary names a token id twice")
+        tokens = tokens.int()
         self.config, self.vocabulary = replace(self.config, vocabulary=len(tokens)), tokens if len(tokens) else None
 
     @property
@@ -224,7 +227,7 @@ class CloverHeads(nn.Module):
         At each depth the W best beams by joint log-probability propose their W best tokens, and of all proposals the
         best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's joint probability is never above its
         parent's and ties go to the shallower node, so what is kept is a tree, its nodes stand behind their parents, and a
-        smaller tree is the front of a larger one. Nothing is read back to the host.
+        smaller tree is the front of a larger one of as many beams. Nothing is read back to the host.
         """
         (B, C), W, depths = state.shape, beams, min(self.config.heads, tree_size - 1)
         states, tokens, joint = state[:, None], root[:, None], state.new_zeros(B, 1, dtype=torch.float32)
@@ -237,7 +240,9 @@ class CloverHeads(nn.Module):
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
             if out.shape[1] < w:  # heads that do not look at the token say the same to all beams
                 logprobs, guesses = (x.view(B, 1, W).expand(B, w, W) for x in (logprobs, guesses))
-            joint = (joint[:, :, None] + logprobs.view(B, w, W).clamp(max=0)).flatten(1)  # (B, w * W)
+            # never above the parent, and broken heads (NaN) guess nothing
+            logprobs = logprobs.view(B, w, W).clamp(max=0).nan_to_num(nan=-math.inf, neginf=-math.inf)
+            joint = (joint[:, :, None] + logprobs).flatten(1)  # (B, w * W)
             guesses = guesses.reshape(B, w * W)
             found.append((joint, guesses, places.repeat_interleave(W, dim=1)))
             if depth < depths - 1:
@@ -295,7 +300,7 @@ class CloverHeads(nn.Module):
         try:
             heads.load_state_dict(load_file(path / "heads.safetensors"))
         except (OSError, SafetensorError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())
             raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights ({reason})") from None
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
@@ -314,11 +319,13 @@ def read_record(path):
             and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
     try:
-        assert all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
+        fits = all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
                    for t, table in record.get("acceptance", {}).items())
-    except (AssertionError, AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
+        fits = False
+    if not fits:
         raise InputError(f"{path}: its acceptance is no table of shares by temperature, depth and node; "
-                         "train_heads.py --evaluate writes it anew") from None
+                         "train_heads.py --evaluate writes it anew")
     return CloverConfig(**config), record
 
 

@@ -19,10 +19,10 @@ import torch
 
 from clover import MAX_TREE, root_tree
 from data import TextStream
-from kernels import commit_path, gumbel_argmax
+from kernels import commit_path, gumbel_argmax, runs_triton
 from model import InputError, free_memory, pack
 
-PREFILL_CHUNK = 512  # prompt tokens between two steps: what the other slots wait for, and a bound for the memory
+PREFILL_CHUNK = 512  # prompt tokens per pass, a bound for the memory; between two steps passes go on until so many are in
 STAGES = ("draft", "verify", "choose", "accept", "commit")
 
 
@@ -40,6 +40,8 @@ class Sampling:
 
     def __post_init__(self):
         check("temperature", self.temperature, 0, 1e4)
+        if 0 < self.temperature < 1e-6:
+            raise InputError(f"temperature must be 0, which is greedy, or at least 1e-06, not {self.temperature!r}")
         check("top-k", self.top_k, 0, 2**31, whole=True)
         check("top-p", self.top_p, 0, 1, above=True)
         check("min-p", self.min_p, 0, 1)
@@ -55,7 +57,7 @@ def check(name, value, low, high, whole=False, above=False):
     kind = int if whole else (int, float)
     if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high or (above and value == low):
         raise InputError(f"{name} must be {'a whole number' if whole else 'a number'} "
-                         f"{'above' if above else 'from'} {low} to {high}, not {value!r}")
+                         f"{f'above {low} and at most' if above else f'from {low} to'} {high}, not {value!r}")
 
 
 def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -69,7 +71,7 @@ def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
             ranked[:, top_k:] = -math.inf
         probs = ranked.softmax(dim=-1)
         kept = (probs.cumsum(dim=-1) - probs < top_p) & (ranked > -math.inf)  # the mass before a token is under top_p
-        least = ranked.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        least = ranked.gather(1, (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0))  # below 0: all is NaN
     if min_p > 0:
         least = torch.maximum(least, logits.amax(dim=-1, keepdim=True) + math.log(min_p))
     return logits.masked_fill(logits < least, -math.inf)
@@ -82,7 +84,7 @@ def choose(model, hidden, sampling, sequence, positions):
     place = sequence[:, None].expand(B, T).reshape(-1), (positions + 1).reshape(-1)
     if not s.filtered:
         return model.head.sample(rows, s.temperature, s.seed, *place).view(B, T)
-    logits = keep_likely(model.head(rows).float() / s.temperature, s.top_k, s.top_p, s.min_p)
+    logits = keep_likely(model.head.logits(rows) / s.temperature, s.top_k, s.top_p, s.min_p)
     return gumbel_argmax(logits, 1.0, s.seed, *place).view(B, T)
 
 
@@ -99,7 +101,7 @@ def accept(tree, chosen, longest):
     place = torch.where(accepted, tree.depths, longest)  # everything else lands in a spare column
     nodes = torch.arange(T, device=chosen.device).expand(B, T)
     path = torch.zeros(B, longest + 1, dtype=torch.int64, device=chosen.device).scatter_(1, place, nodes)
-    return path[:, :longest], accepted.sum(dim=1).to(torch.int32)
+    return path[:, :longest], (tree.depths * accepted).amax(dim=1).to(torch.int32) + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,6 +175,8 @@ def check_prompts(model, prompts):
     if not prompts:
         raise InputError("no prompt was given; give at least one")
     for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, (list, tuple)):
+            raise InputError(f"prompt {i} must be a list of token ids, not {prompt!r}")
         if not len(prompt):
             raise InputError(f"prompt {i} is empty; it needs at least one token")
         if len(prompt) >= c.block_size:
@@ -184,7 +188,7 @@ def check_prompts(model, prompts):
 
 def check_stops(stop, encoding):
     """stop as a tuple of token ids and texts that can be looked for."""
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (stop,) if isinstance(stop, (int, str)) else tuple(stop)
     for s in stop:
         if isinstance(s, bool) or not isinstance(s, (int, str)) or s == "":
             raise InputError(f"stop must hold token ids and texts that are not empty, not {s!r}")
@@ -205,22 +209,29 @@ def memory_needed(model, heads, batch_size, rows, tree_size, sampling):
     S = rows + T + P
     cache_rows = c.n_layer * S + (heads.config.augment_layers * (rows + 2 * P) if heads and T > 1 else 0)
     caches = 2 * B * c.n_kv_head * c.head_size * cache_rows * size
+    scores = 5 if model.device.type == "cpu" else 5 + 6 * c.n_head  # bytes: masks, and on CUDA what the slowest attention stores
     per_token = (4 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size) * size
     logits = (16 if sampling.filtered else 8) * B * T * c.vocab_size if sampling.filtered or model.device.type == "cpu" else 0
-    step = B * T * (per_token + S) + logits
-    prefill = PREFILL_CHUNK * (per_token + S) + B * T * per_token
+    step = B * T * (per_token + 13 * S) + logits
+    prefill = PREFILL_CHUNK * (per_token + scores * S) + B * T * per_token
     return caches, max(step, prefill)
+
+
+def largest_batch(model, heads, most, rows, tree_size, sampling, free):
+    """The largest batch size up to `most` that fits into so many free bytes, 0 if none does."""
+    need = lambda batch: sum(memory_needed(model, heads, batch, rows, tree_size, sampling))
+    return next((batch for batch in range(most, 0, -1) if need(batch) <= free), 0)
 
 
 def check_memory(model, heads, batch_size, rows, tree_size, sampling, free=None):
     """Raises InputError, before anything is allocated, where a batch does not fit the memory."""
     free = free_memory(model.device) if free is None else free
-    need = lambda batch: sum(memory_needed(model, heads, batch, rows, tree_size, sampling))
-    if need(batch_size) <= free:
+    fits = largest_batch(model, heads, batch_size, rows, tree_size, sampling, free)
+    if fits == batch_size:
         return
     caches, step = (f"{x / 2**30:.2f} GiB" for x in memory_needed(model, heads, batch_size, rows, tree_size, sampling))
-    fits = next((batch for batch in range(batch_size - 1, 0, -1) if need(batch) <= free), 0)
-    advice = f"a batch size of {fits} fits" if fits else "not even one sequence fits: take a smaller tree or fewer new tokens"
+    smaller = "a smaller tree or " if tree_size > 1 else ""
+    advice = f"a batch size of {fits} fits" if fits else f"not even one sequence fits: take {smaller}fewer new tokens"
     raise InputError(f"batch size {batch_size} with a tree of {tree_size} and {rows} tokens each needs {caches} for its caches "
                      f"and {step} for a step, but {free / 2**30:.2f} GiB are free; {advice}")
 
@@ -265,22 +276,24 @@ class Engine:
             self.caches.append(heads.new_cache(B, self.rows + 2 * P))
             self.caches[1].lengths = self.caches[0].lengths
             self.whole |= dict(state=slots(model.dtype, model.config.n_embd))
-            self.steps = torch.arange(P, device=device)
-            self.chain = (2 << self.steps) - 1  # ancestors of a plain sequence of nodes
+            self.offsets = torch.arange(P, device=device)
+            self.chain = (2 << self.offsets) - 1  # ancestors of a plain sequence of nodes
         self.narrow(B)
         self.fit = None  # what fit.py chose the tree from, if it did
         self.lag = 0     # steps that are on their way when the host looks at one
-        self.run_step = self.step
+        self.replay = None
         if device.type == "cuda":
             self.lag = 1
             self.host = [torch.zeros(B, P + 1, dtype=torch.int64, pin_memory=True) for _ in range(2)]
             self.written = [torch.cuda.Event() for _ in range(2)]
-            if graph:
-                with torch.cuda.device(device):
-                    self.run_step = capture(self.step)
+            if graph and runs_triton(self.root):  # torch's references of the kernels read values back
+                self.replay = capture(self.step, device)
 
     # -----------------------------------------------------------------------------------------------------------------
     # One step: fixed shapes, everything in place, nothing read back
+
+    def run_step(self):
+        self.replay() if self.replay else self.step()
 
     def step(self):
         for stage in STAGES:
@@ -311,7 +324,7 @@ class Engine:
             commit_path(self.cache.kv, self.cache.lengths, self.path, self.count)
             # the accepted nodes and the tokens after them go into the heads' own cache
             hidden = self.hidden.gather(1, self.path[:, :, None].expand(-1, -1, self.hidden.shape[2]))
-            positions = self.cache.lengths[:, None] + self.steps
+            positions = self.cache.lengths[:, None] + self.offsets
             states = self.heads.augment(hidden, self.emitted, positions, self.heads_cache, self.chain.expand_as(positions))
             self.state.copy_(states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0])
         self.root.copy_(self.emitted.gather(1, last)[:, 0])
@@ -344,7 +357,7 @@ class Engine:
         self.cache = self.caches[0].slots(0, count)
         if self.heads:
             self.heads_cache = self.caches[1].slots(0, count)
-        self.tree = root_tree(self.root)
+        self.tree = root_tree(self.root)  # a view of it: the tree of plain decoding stays up to date
 
     def close_ranks(self, at):
         """Moves the sequences of at, {slot: index}, to the first slots, and lets only these compute."""
@@ -394,17 +407,18 @@ class Engine:
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompts(self.model, prompts)
         stop = check_stops(stop, encoding)
-        longest = max(map(len, prompts))
-        if longest >= self.rows:
-            raise InputError(f"a prompt of {longest} tokens does not fit an engine made for {self.rows}; make a larger one")
+        limits = [min(max_new_tokens, self.model.config.block_size - len(prompt)) for prompt in prompts]
+        rows = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
+        if rows > self.rows:
+            raise InputError(f"a text of {rows} tokens does not fit an engine made for {self.rows}; make a larger one")
         output = Output([[] for _ in prompts], [None] * len(prompts),
                         tree_size=self.tree_size, beams=self.beams, batch_size=self.batch_size)
-        limits = [min(max_new_tokens, self.rows - len(prompt)) for prompt in prompts]
         texts = {}  # of the prompts in work
 
         def take(index, tokens):
-            text = texts.setdefault(index, Text(output.tokens[index], limits[index], stop, encoding))
-            taken, stopped, done = text.take(tokens)
+            if index not in texts:
+                texts[index] = Text(output.tokens[index], limits[index], stop, encoding)
+            taken, stopped, done = texts[index].take(tokens)
             output.steps += 1
             output.accepted[len(taken)] += 1
             if done:
@@ -443,7 +457,7 @@ class Engine:
                     self.sequence[slot] = index
                     self.active[slot] = 1
                     at[slot] = index
-            if not self.lag and not waiting and not filling and 0 < len(at) < len(self.root):
+            if not self.lag and not self.replay and not waiting and not filling and 0 < len(at) < len(self.root):
                 self.close_ranks(at)  # a CPU, unlike a GPU, takes as long for an idle slot as for a busy one
             if at:
                 flying.append((self.launch(), dict(at)))
@@ -458,17 +472,18 @@ class Engine:
                         free.append(slot)
 
 
-def capture(body):
-    """A function that replays what body() does on the GPU, recorded in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # what is compiled or allocated at the first call must be there
+def capture(body, device):
+    """A function that replays what body() does on a GPU, recorded in a CUDA graph. What body() works on must outlive it."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # what is compiled or allocated at the first call must be there
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             body()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
     return graph.replay
 
 

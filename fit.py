@@ -7,7 +7,9 @@ tree of most tokens per second is taken, and that may be none at all, which is p
 
 import hashlib
 import json
+import math
 import os
+import platform
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,12 +33,13 @@ PREFIX = 256  # tokens in the cache while a step is timed
 def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
     """How often node n of a tree, the n-th likeliest, was accepted at depth d: [[share] * 63] * K, row d - 1, column n - 1.
 
-    Counted over the steps of decoding the prompts with trees of 64 nodes. A smaller tree is the front of a larger one, so
-    one table serves all sizes."""
+    Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller tree of as many beams is the
+    front of a larger one, and fewer beams find nearly as much, so one table serves all sizes."""
     rows = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
     engine = Engine(model, heads, batch_size=min(batch_size, len(prompts)), rows=rows, tree_size=MAX_TREE,
                     sampling=Sampling(temperature), graph=False)
     hits, steps = torch.zeros(heads.config.heads, MAX_TREE - 1), 0
+    engine.lag = 0  # no step after a text's end, which would be counted
     stage = engine.accept
 
     def counting():
@@ -88,9 +91,10 @@ def copy_bandwidth(device):
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
 
 
-def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, graph=True):
-    """An engine that can be stepped for ever: its slots are idle, with PREFIX tokens in the cache."""
-    prefix = min(PREFIX, model.config.block_size - 1)
+def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, graph=True, rows=PREFIX + 1):
+    """An engine that can be stepped for ever: its slots are idle, with PREFIX tokens in the cache, or fewer if `rows`, the most
+    that a sequence will have, is less."""
+    prefix = min(PREFIX, model.config.block_size - 1, rows - 1)
     engine = Engine(model, heads, batch_size=batch_size, rows=prefix + 1, tree_size=tree_size, beams=beams, sampling=sampling,
                     graph=graph)
     engine.cache.lengths.fill_(prefix)
@@ -98,9 +102,10 @@ def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, gra
 
 
 @torch.inference_mode()
-def step_time(model, heads, batch_size, tree_size, sampling, beams=None, graph=True):
+def step_time(model, heads, batch_size, tree_size, sampling, beams=None, graph=True, rows=PREFIX + 1):
     """Seconds of one step."""
-    return seconds(timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph).run_step, model.device)
+    engine = timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph, rows)
+    return seconds(engine.run_step, model.device)
 
 
 @torch.inference_mode()
@@ -108,27 +113,27 @@ def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph
     """{stage: seconds} of one step, each stage timed by itself (on CUDA as a graph of its own, if `graph`)."""
     engine = timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph=False)
     engine.step()
-    wrap = capture if graph and model.device.type == "cuda" else lambda stage: stage
-    return {name: seconds(wrap(getattr(engine, name)), model.device) for name in STAGES}
+    wrap = capture if graph and model.device.type == "cuda" else lambda stage, device: stage
+    return {name: seconds(wrap(getattr(engine, name), model.device), model.device) for name in STAGES}
 
 
 def times_file():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover" / "step_times.json"
 
 
-def circumstances(model, heads, batch_size, sampling, graph):
+def circumstances(model, heads, batch_size, rows, sampling, beams, graph):
     """16 hex digits over all that a step's time depends on."""
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else os.uname().nodename
-    what = (asdict(model.config), str(model.dtype), asdict(heads.config), batch_size, sampling.temperature > 0, sampling.filtered,
-            graph, device, torch.get_num_threads(), torch.__version__)
+    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
+    what = (asdict(model.config), str(model.dtype), asdict(heads.config), batch_size, min(rows, PREFIX + 1), beams, graph,
+            sampling.temperature > 0, sampling.filtered, gpu, platform.node(), torch.get_num_threads(), torch.__version__)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def read_times():
     try:
         times = json.loads(times_file().read_text())
-        return times if isinstance(times, dict) else {}
-    except (OSError, ValueError):  # none yet, or a broken one: measured again
+        return {key: known for key, known in times.items() if all(0 < float(value) < math.inf for value in known.values())}
+    except (AttributeError, OSError, TypeError, ValueError):  # none yet, or a broken one: measured again
         return {}
 
 
@@ -146,9 +151,9 @@ def keep_times(key, times):
 
 @dataclass
 class Fit:
-    """The chosen tree_size, and what it was chosen from: rows of (tree size, seconds per step, tokens per step expected)."""
+    """The chosen tree_size, and what it was chosen from: a list of (tree size, seconds per step, tokens per step expected)."""
     tree_size: int
-    rows: list
+    table: list
 
 
 def fit_tree(model, heads, batch_size, rows, sampling, beams=None, graph=True, fresh=False):
@@ -156,7 +161,7 @@ def fit_tree(model, heads, batch_size, rows, sampling, beams=None, graph=True, f
     tables = heads.info.get("acceptance")
     if not tables:
         return Fit(UNKNOWN, [])
-    key = circumstances(model, heads, batch_size, sampling, graph)
+    key = circumstances(model, heads, batch_size, rows, sampling, beams, graph)
     known = {} if fresh else read_times().get(key, {})
     free, measured, found = free_memory(model.device), False, []
     expected = lambda size: expected_tokens(tables, size, sampling.temperature)
@@ -164,7 +169,7 @@ def fit_tree(model, heads, batch_size, rows, sampling, beams=None, graph=True, f
         if sum(memory_needed(model, heads, batch_size, rows, size, sampling)) > free:
             break
         if str(size) not in known:
-            known[str(size)] = step_time(model, heads, batch_size, size, sampling, beams, graph)
+            known[str(size)] = step_time(model, heads, batch_size, size, sampling, beams, graph, rows)
             measured = True
         found.append((size, known[str(size)], expected(size)))
         best = max(tokens / seconds for _, seconds, tokens in found)

@@ -17,7 +17,7 @@ import torch
 
 from clover import MAX_TREE, CloverHeads
 from data import TextStream, end_of_text, load_encoding, tokenizer_hash
-from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, memory_needed
+from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, largest_batch
 from fit import fit_tree, stage_times
 from kernels import gumbel
 from model import GPT, InputError, free_memory
@@ -45,9 +45,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_
     rows = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch = min(len(prompts), batch_size or BATCH_SIZE)
     if batch_size is None:  # nobody asked for more than fits
-        need = lambda batch: sum(memory_needed(model, heads, batch, rows, tree_size or 1, sampling))
-        free = free_memory(model.device)
-        batch = next((b for b in range(batch, 1, -1) if need(b) <= free), 1)
+        batch = largest_batch(model, heads, batch, rows, tree_size or 1, sampling, free_memory(model.device)) or 1
     fit = None
     if tree_size is None and heads:
         check_memory(model, None, batch, rows, 1, sampling)
@@ -232,16 +230,16 @@ def report(output, encoding, prompts, stop):
 def explain(engine, model, heads, fit, graph):
     """The lines of --explain: what the tree was chosen from, and where the time of a step goes."""
     lines = [f"tree size {engine.tree_size}, {engine.beams} beams, batch size {engine.batch_size}, on {model.device}"]
-    if fit and fit.rows:
+    if fit and fit.table:
         lines += ["", "tree size   ms per step   tokens per step (expected)   tokens per second and sequence"]
         lines += [f"{size:>9}{seconds * 1e3:>14.2f}{tokens:>20.2f}{tokens / seconds:>26.0f}"
-                  + ("   <- chosen" if size == fit.tree_size else "") for size, seconds, tokens in fit.rows]
+                  + ("   <- chosen" if size == fit.tree_size else "") for size, seconds, tokens in fit.table]
     elif fit:
         lines.append(f"these heads carry no acceptance table, hence a tree of {fit.tree_size} unmeasured; "
                      "train_heads.py --evaluate makes one")
     lines += ["", "ms per stage" + "".join(f"{stage:>10}" for stage in STAGES)]
     for tree_size in sorted({1, engine.tree_size}):
-        times = stage_times(model, heads, engine.batch_size, tree_size, engine.sampling, graph=graph)
+        times = stage_times(model, heads, engine.batch_size, tree_size, engine.sampling, engine.beams if tree_size > 1 else None, graph)
         lines.append(f"tree of {tree_size:<4}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
     return "\n".join(lines)
 
@@ -293,9 +291,9 @@ def parse(argv):
     return args
 
 
-def warm(engine, prompts):
+def warm(engine, prompts, max_new_tokens):
     """Runs a few steps, so that what follows is timed with everything loaded and compiled."""
-    engine.generate(prompts[:1], 4)
+    engine.generate(prompts[:1], min(4, max_new_tokens))
     return engine
 
 
@@ -314,7 +312,7 @@ def main(argv=None):
     plain = explained = None
     engine = make(heads=heads, tree_size=args.tree_size, beams=args.beams, fresh=args.explain)
     if args.compare:
-        warm(engine, prompts)
+        warm(engine, prompts, args.max_new_tokens)
     if printer:
         print(texts[0], end="", flush=True)
     try:
@@ -335,7 +333,7 @@ def main(argv=None):
     if args.compare:
         try:
             engine = None  # its memory is the next one's
-            plain = decode(warm(make(tree_size=1), prompts))
+            plain = decode(warm(make(tree_size=1), prompts, args.max_new_tokens))
         except KeyboardInterrupt:
             print("interrupted: no comparison", file=sys.stderr)
     difference = first_difference(model, prompts, output.tokens, plain.tokens, **sampling) if plain else None

@@ -607,9 +607,12 @@ def project_topk_triton(hidden, weight, k, rows=None):
     return _project_triton(hidden, weight, rows, k)
 
 
-def _logits(hidden, weight, rows):
-    """[M, V] in float32: half precision would make ties. On a CPU few rows take half the time with the weight first."""
+def float_logits(hidden, weight, rows=None):
+    """hidden [M, C], weight [V, C] -> [M, V] in float32: half precision would make ties. On a CPU few rows take half the
+    time with the weight first."""
     weight = weight if rows is None else weight[rows]
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (weight.float() @ hidden.float().T).T.contiguous()
 
 
@@ -626,7 +629,7 @@ def topk_logits(logits, k):
 def project_topk_reference(hidden, weight, k, rows=None):
     """`project_topk` by torch, through the [M, V] logits."""
     _check_topk(hidden, weight, k, rows)
-    logprobs, tokens = topk_logits(_logits(hidden, weight, rows), k)
+    logprobs, tokens = topk_logits(float_logits(hidden, weight, rows), k)
     return logprobs, tokens if rows is None else rows[tokens].long()
 
 
@@ -707,7 +710,7 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
     """`project_sample` by torch, through the [M, V] logits."""
     _check_project(hidden, weight, rows)
     _seed_key(seed)
-    tokens = gumbel_argmax(_logits(hidden, weight, rows), temperature, seed, sequence, position, rows)
+    tokens = gumbel_argmax(float_logits(hidden, weight, rows), temperature, seed, sequence, position, rows)
     return tokens if rows is None else rows[tokens].long()
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kernels import gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
+from kernels import float_logits, gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
 
 PACKS = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch.compile uses
 
@@ -56,10 +56,15 @@ def free_memory(device):
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
     try:
-        lines = dict(line.split(":", 1) for line in open("/proc/meminfo"))
-        return 1024 * int(lines["MemAvailable"].split()[0])
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else math.inf
+    try:  # a container may be allowed less
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no such limit
+        return free
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ class Linear(nn.Linear):
         if self.copy is None or not torch.is_inference_mode_enabled():
             return None
         weight, version, packed = self.copy
-        return packed if weight._version == version else None
+        return packed if weight is self.weight and weight._version == version else None
 
     def __getstate__(self):  # what deepcopy and pickle take along: not the copies, which are oneDNN's own
         return {name: value for name, value in self.__dict__.items() if name not in ("copy", "part")}
@@ -176,17 +181,22 @@ class LMHead(Linear):
         if packed is None:
             return project_topk(hidden, self.weight, k, rows)
         if rows is None:
-            return topk_logits(packed_linear(hidden, packed), k)
+            return topk_logits(self.logits(hidden), k)
         if self.part is None or self.part[0] is not rows or self.part[1] is not packed:
             self.part = rows, packed, torch.ops.mkldnn._reorder_linear_weight(self.weight[rows], None)
         logprobs, places = topk_logits(packed_linear(hidden, self.part[2]), k)
         return logprobs, rows[places].long()
 
+    def logits(self, hidden):
+        """hidden [M, C], after the final norm -> float32 [M, V], not rounded to half precision, which would make ties."""
+        packed = self.packed()
+        return float_logits(hidden, self.weight) if packed is None else packed_linear(hidden, packed)
+
     def sample(self, hidden, temperature, seed, sequence, position):
         """`kernels.project_sample` by this weight: hidden [M, C], after the final norm -> tokens [M]."""
         if self.packed() is None:
             return project_sample(hidden, self.weight, temperature, seed, sequence, position)
-        return gumbel_argmax(self(hidden), temperature, seed, sequence, position)
+        return gumbel_argmax(self.logits(hidden), temperature, seed, sequence, position)
 
 
 class Norm(nn.Module):

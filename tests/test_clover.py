@@ -127,6 +127,9 @@ def test_a_draft_vocabulary_is_a_smaller_lm_head(name, packed):
 def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     """Catches ids rounded to bfloat16, and older heads, which have no such key, refused."""
     heads = random_heads(toy)
+    for wrong in ([3, 4, 3], [97], [-1], [2**40]):
+        with pytest.raises(InputError, match="draft vocabulary"):
+            heads.set_vocabulary(wrong)
     heads.set_vocabulary([96, 95, 33])
     heads.save_pretrained(tmp_path, dtype=torch.bfloat16)
     same = CloverHeads.from_pretrained(tmp_path, toy)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):
         out = generate(toy, PROMPTS, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way])
         assert out.tokens == plain[way], (tree_size, batch)
         assert sum(out.accepted.values()) == out.steps
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_broken_heads_only_cost_time(toy, plain, name):
+    """Catches a tree without its root, which would never end: heads whose weights became NaN or infinite."""
+    for head, value in ((0, math.nan), (-1, math.nan), (0, math.inf)):
+        heads = random_heads(toy, name)
+        heads.heads[head].project.linear.bias.data.fill_(value)
+        assert generate(toy, PROMPTS, 24, heads, tree_size=9).tokens == plain["greedy"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -321,6 +331,22 @@ def test_min_p_keeps_what_is_near_the_likeliest():
     assert torch.equal(both, (keep_likely(logits, top_k=3) > -math.inf) & (keep_likely(logits, min_p=0.01) > -math.inf))
 
 
+def test_top_1_is_greedy_in_half_precision():
+    """Catches logits rounded to bfloat16, where the best two are often equal."""
+    model = toy_model(scale=1.0).to(torch.bfloat16)
+    prompts = random_prompts([5] * 20)
+    assert generate(model, prompts, 20, temperature=1.0, top_k=1).tokens == generate(model, prompts, 20).tokens
+
+
+def test_an_engine_is_gone_when_it_is_let_go(toy):
+    """Catches a cycle of references, which keeps the caches until some later collection."""
+    made = Engine(toy, random_heads(toy), tree_size=5)
+    made.generate(PROMPTS[:1], 5)
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
+
+
 def test_seeds_differ_and_repeat(toy):
     runs = [generate(toy, PROMPTS[:3], 20, temperature=1.5, seed=seed).tokens for seed in (1, 1, 2, -5)]
     assert runs[0] == runs[1] != runs[2] != runs[3]
@@ -420,9 +446,11 @@ BAD_CALLS = {
     "no new tokens": (dict(max_new_tokens=0), "max new tokens must be a whole number from 1"),
     "temperature below 0": (dict(temperature=-0.1), "temperature must be"),
     "temperature nan": (dict(temperature=math.nan), "temperature must be"),
+    "temperature too near 0": (dict(temperature=1e-40), "temperature must be 0, which is greedy"),
+    "prompts are one list of ids": (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, not 1"),
     "temperature infinite": (dict(temperature=math.inf), "temperature must be"),
     "top-k below 0": (dict(top_k=-1), "top-k must be"),
-    "top-p 0": (dict(top_p=0.0), "top-p must be a number above 0 to 1"),
+    "top-p 0": (dict(top_p=0.0), "top-p must be a number above 0 and at most 1"),
     "top-p above 1": (dict(top_p=1.1), "top-p must be"),
     "tree of 0 without heads": (dict(tree_size=0, heads=None), "tree size must be"),
     "tree of 0": (dict(tree_size=0), "tree size must be a whole number from 1 to 64"),
@@ -473,9 +501,10 @@ def test_memory_needed_counts_the_caches_to_the_byte(toy):
 
 def test_an_engine_says_what_it_is_too_small_for(toy):
     made = Engine(toy, rows=20)
-    with pytest.raises(InputError, match="a prompt of 30 tokens does not fit an engine made for 20"):
-        made.generate(random_prompts([30]), 5)
-    assert len(made.generate(random_prompts([15]), 50).tokens[0]) == 5
+    for length, new in ((30, 5), (15, 6)):
+        with pytest.raises(InputError, match=f"a text of {length + new} tokens does not fit an engine made for 20"):
+            made.generate(random_prompts([length]), new)
+    assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,14 +55,15 @@ def test_the_best_tree_wins(toy, monkeypatch, times, want):
     heads = random_heads(toy)
     heads.info = dict(acceptance={"0": TABLE})
     found = fit_tree(toy, heads, 1, 100, Sampling())
-    assert found.tree_size == want and [row[0] for row in found.rows] == measured
-    rates = {size: tokens / seconds for size, seconds, tokens in found.rows}
+    assert found.tree_size == want and [row[0] for row in found.table] == measured
+    rates = {size: tokens / seconds for size, seconds, tokens in found.table}
     assert rates[want] >= 0.97 * max(rates.values())
     first = len(measured)
     assert fit_tree(toy, heads, 1, 100, Sampling()) == found and len(measured) == first  # known now
     assert fit_tree(toy, heads, 1, 100, Sampling(), fresh=True) == found and len(measured) == 2 * first
     fit_tree(toy, heads, 2, 100, Sampling())
-    assert len(measured) == 3 * first  # another batch size is another measurement
+    fit_tree(toy, heads, 1, 100, Sampling(), beams=1)
+    assert len(measured) == 4 * first  # another batch size or number of beams is another measurement
 
 
 def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
@@ -71,7 +72,8 @@ def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
     heads.info = dict(acceptance={"0": TABLE})
     monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
     fit.times_file().parent.mkdir(parents=True)
-    for content in ("", "[]", "{", '{"a": 3}'):
+    key = fit.circumstances(toy, heads, 1, 100, Sampling(), None, True)
+    for content in ("", "[]", "{", '{"a": 3}', *(json.dumps({key: value}) for value in (3, {"1": "x"}, {"1": 0}, {"1": -1}))):
         fit.times_file().write_text(content)
         assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 4
         assert len(json.loads(fit.times_file().read_text())) >= 1

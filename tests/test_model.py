@@ -106,6 +106,11 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
     model = copy.deepcopy(model)
     check(packed=False)
     models.pack(model)
+    for layer in list(model.modules()):
+        if isinstance(layer, models.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)
+    check(packed=False)
+    models.pack(model)
     model.requires_grad_(True)
     models.pack(model)
     check(packed=False)
