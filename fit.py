@@ -22,7 +22,8 @@ from model import atomic_write, free_memory
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 UNKNOWN = 5  # the tree for heads that carry no table
-UNSURE = 0.03  # what a measurement may be off by: of trees this near the best the smallest is taken
+ROUNDS = 3  # on a CPU, whose other work comes and goes, the quickest of these counts
+UNSURE = 0.03  # what a measurement may be off by: plain decoding is taken where it is this near the best
 PREFIX = 256  # tokens in the cache while a step is timed
 
 
@@ -131,8 +132,9 @@ def circumstances(model, heads, batch_size, rows, sampling, beams, graph):
 
 def read_times():
     try:
-        times = json.loads(times_file().read_text())
-        return {key: known for key, known in times.items() if all(0 < float(value) < math.inf for value in known.values())}
+        times = {key: {int(size): float(value) for size, value in known.items()}
+                 for key, known in json.loads(times_file().read_text()).items()}
+        return times if all(0 < value < math.inf for known in times.values() for value in known.values()) else {}
     except (AttributeError, OSError, TypeError, ValueError):  # none yet, or a broken one: measured again
         return {}
 
@@ -162,20 +164,24 @@ def fit_tree(model, heads, batch_size, rows, sampling, beams=None, graph=True, f
     if not tables:
         return Fit(UNKNOWN, [])
     key = circumstances(model, heads, batch_size, rows, sampling, beams, graph)
-    known = {} if fresh else read_times().get(key, {})
-    free, measured, found = free_memory(model.device), False, []
+    times, free, tried, new = {} if fresh else read_times().get(key, {}), free_memory(model.device), [], []
+    measure = lambda size: step_time(model, heads, batch_size, size, sampling, beams, graph, rows)
     expected = lambda size: expected_tokens(tables, size, sampling.temperature)
+    rate = lambda size: expected(size) / times[size]
     for size in TREE_SIZES:
         if sum(memory_needed(model, heads, batch_size, rows, size, sampling)) > free:
             break
-        if str(size) not in known:
-            known[str(size)] = step_time(model, heads, batch_size, size, sampling, beams, graph, rows)
-            measured = True
-        found.append((size, known[str(size)], expected(size)))
-        best = max(tokens / seconds for _, seconds, tokens in found)
-        if expected(MAX_TREE) / found[-1][1] < best:  # a larger one cannot win: its steps are no quicker
+        if size not in times:
+            times[size] = measure(size)
+            new.append(size)
+        tried.append(size)
+        if expected(MAX_TREE) / times[size] < max(map(rate, tried)):  # a larger one cannot win: its steps are no quicker
             break
-    if measured:
-        keep_times(key, known)
-    near = [size for size, seconds, tokens in found if tokens / seconds >= (1 - UNSURE) * best] if found else [1]
-    return Fit(near[0], found)
+    for size in new * (ROUNDS - 1 if model.device.type == "cpu" else 0):
+        times[size] = min(times[size], measure(size))
+    if new:
+        keep_times(key, times)
+    best = max(tried, key=rate, default=1)
+    if best > 1 and rate(1) >= (1 - UNSURE) * rate(best):
+        best = 1
+    return Fit(best, [(size, times[size], expected(size)) for size in tried])
