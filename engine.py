@@ -435,7 +435,8 @@ class Engine:
             raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - began
-            self.narrow(self.batch_size)
+            if len(self.root) < self.batch_size:  # never with a graph: it remembers where its tensors are
+                self.narrow(self.batch_size)
             for slot in range(self.batch_size):
                 self.release(slot)
         return output

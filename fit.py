@@ -23,7 +23,7 @@ from model import atomic_write, free_memory
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 UNKNOWN = 5  # the tree for heads that carry no table
 ROUNDS = 3  # on a CPU, whose other work comes and goes, the quickest of these counts
-UNSURE = 0.03  # what a measurement may be off by: plain decoding is taken where it is this near the best
+UNSURE = 0.08  # what times and expectations may be off by: plain decoding is taken where it is this near the best
 PREFIX = 256  # tokens in the cache while a step is timed
 
 

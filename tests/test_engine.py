@@ -248,9 +248,12 @@ def test_the_host_may_look_one_step_late(toy, plain, lag):
     for heads, tree_size in ((None, 1), (random_heads(toy), 9)):
         made = Engine(toy, heads, batch_size=3, rows=150, tree_size=tree_size)
         made.lag = lag
+        places = [x.data_ptr() for x in (*made.tree, made.root, made.cache.kv, made.cache.lengths)]
         for _ in range(2):  # an engine can be used again
             out = made.generate(PROMPTS, 24)
             assert out.tokens == plain["greedy"] and sum(out.accepted.values()) == out.steps
+        if lag and tree_size == 1:  # a graph would hold these places
+            assert places == [x.data_ptr() for x in (*made.tree, made.root, made.cache.kv, made.cache.lengths)]
 
 
 def test_the_last_texts_close_ranks(toy):
