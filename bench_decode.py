@@ -9,11 +9,12 @@ import torch
 
 from bench_kernels import print_head
 from clover import CloverHeads, preset
-from data import heldout_prompts, tokenizer_hash
+from data import heldout_prompts
 from engine import STAGES, Sampling, memory_needed
 from fit import copy_bandwidth, fit_tree, stage_times, step_time
 from generate import load_model, pick_device, prepare
 from model import GPT, GPTConfig, InputError, free_memory
+from tokenizer import tokenizer_hash
 
 GB = 1e9
 SIZES = {  # name -> (what a GPTConfig of it differs in, the model)
@@ -231,7 +232,7 @@ def random_model(name, device, dtype):
         raise InputError(f"random weights of {name} take {need / GB:.1f} GB in {str(dtype).removeprefix('torch.')}, but "
                          f"{free / GB:.1f} GB are free on {device}; take another size or --dtype bfloat16")
     model = model.to_empty(device=device)
-    model.tie_and_rope()
+    model.tie_and_place()
     for p in model.parameters():
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(1)
     return model.requires_grad_(False).eval()

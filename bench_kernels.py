@@ -77,10 +77,12 @@ def signature(name, args, named):
     return name, tuple(kinds), tuple(constants), tuple(multiples), options
 
 
-def attention_launches(T, G, D, dtype, wide=True, S=4096):
+def attention_launches(T, G, D, dtype, wide=True, S=4096, alibi=False):
     q = torch.empty(2, T, 2 * G, D, dtype=dtype)
     cache = torch.empty(2, 2, S, D, dtype=dtype) if wide else torch.empty(2, 2, D, S + 1, dtype=dtype).transpose(2, 3)
-    return record(kernels.tree_attention_triton, q, cache, cache, torch.zeros(2).int(), torch.zeros(2, T).long())
+    slopes = torch.zeros(2 * G) if alibi else None
+    lengths, ancestors = torch.zeros(2).int(), torch.zeros(2, T).long()
+    return record(kernels.tree_attention_triton, q, cache, cache, lengths, ancestors, slopes=slopes)
 
 
 def project_launches(M, k, dtype, temperature=None, gathered=False, wide=True, C=4096, V=32000, multiprocessors=132):
@@ -107,6 +109,13 @@ def all_launches():
         launches += attention_launches(5, 4, D, FP32)
     for rows in (8, 32, 64, 128):
         launches += attention_launches(rows // 4, 4, 128, BF16, S=64)  # a single split
+    for D in (16, 32, 64, 128, 256):  # ALiBi: every tile, in bfloat16; float16 takes the same registers
+        for rows in (8, 32, 64, 128):
+            launches += attention_launches(rows // 4, 4, D, BF16, alibi=True)
+        launches += attention_launches(5, 4, D, BF16, wide=False, alibi=True) + attention_launches(5, 4, D, FP32, alibi=True)
+    for T in (1, 32, 64):  # Baichuan-13B: one query head a group
+        launches += attention_launches(T, 1, 128, BF16, alibi=True) + attention_launches(T, 1, 128, FP16, alibi=True)
+        launches += attention_launches(T, 1, 128, BF16, S=64, alibi=True)
     for M in (8, 32, 64):
         for gathered in (False, True):
             for temperature in (0.0, 0.8):
@@ -184,7 +193,7 @@ def shape_class(launch):
     named = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(named[key]) for key in parameters if key.startswith("BLOCK_") and key in named)
     options = dict(options)
-    kernel = name.strip("_").removesuffix("_kernel")
+    kernel = name.strip("_").removesuffix("_kernel") + " alibi" * ("slopes_ptr" in set(parameters) - set(named))
     return kernel, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
 
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import Block, InputError, KVCache, Linear, Norm, Span, atomic_write, identity, read_json
+from checkpoint import InputError, atomic_write, identity, read_json
+from model import Block, KVCache, Linear, Norm, Span
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
 
@@ -205,7 +206,7 @@ class CloverHeads(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
         table = self.model.rope(positions)
-        span = Span(cache, positions, ancestors, end) if cache is not None and self.augment_blocks else None
+        span = Span(positions, cache, ancestors, end, self.model.slopes) if self.augment_blocks else None
         for layer, block in enumerate(self.augment_blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
         return F.rms_norm(x, x.shape[-1:])

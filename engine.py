@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from clover import MAX_TREE, root_tree
-from data import TextStream
 from kernels import commit_path, gumbel_argmax, runs_triton
 from model import InputError, free_memory, pack
+from tokenizer import TextStream
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, a bound for the memory; between two steps passes go on until so many are in
 STAGES = ("draft", "verify", "choose", "accept", "commit")
@@ -209,10 +209,11 @@ def memory_needed(model, heads, batch_size, rows, tree_size, sampling):
     S = rows + T + P
     cache_rows = c.n_layer * S + (heads.config.augment_layers * (rows + 2 * P) if heads and T > 1 else 0)
     caches = 2 * B * c.n_kv_head * c.head_size * cache_rows * size
-    scores = 5 if model.device.type == "cpu" else 5 + 6 * c.n_head  # bytes: masks, and on CUDA what the slowest attention stores
+    alibi = 8 * c.n_head if c.positions == "alibi" else 0  # bytes per cache row and token: its biases
+    scores = 5 + alibi + (6 * c.n_head if model.device.type == "cuda" else 0)  # masks, and what CUDA's slowest attention stores
     per_token = (4 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size) * size
     logits = (16 if sampling.filtered else 8) * B * T * c.vocab_size if sampling.filtered or model.device.type == "cpu" else 0
-    step = B * T * (per_token + 13 * S) + logits
+    step = B * T * (per_token + (13 + alibi) * S) + logits
     prefill = PREFILL_CHUNK * (per_token + scores * S) + B * T * per_token
     return caches, max(step, prefill)
 
@@ -280,6 +281,7 @@ class Engine:
             self.chain = (2 << self.offsets) - 1  # ancestors of a plain sequence of nodes
         self.narrow(B)
         self.fit = None  # what fit.py chose the tree from, if it did
+        self.text = []   # of an engine with one slot: the tokens of its last text, whose rows still stand in the caches
         self.lag = 0     # steps that are on their way when the host looks at one
         self.replay = None
         if device.type == "cuda":
@@ -373,7 +375,7 @@ class Engine:
         self.narrow(len(at))
 
     def prefill(self, slot, prompt, start):
-        """Takes the next chunk of a prompt into a slot -> where the chunk after it starts, None when the prompt is in.
+        """Takes a prompt's next chunk, from token `start`, into a slot -> where the one after it starts, None when all is in.
 
         The last token becomes the root, so that each step emits what it accepts. Steps between two chunks write their tree
         behind what is there, where the next chunk goes."""
@@ -399,10 +401,21 @@ class Engine:
         self.active[slot] = 0
         self.cache.lengths[slot] = 0
 
+    def remember(self, prompt, tokens):
+        """Notes that the rows of this text stand in the caches, where no other slot's steps will write over them."""
+        self.text = [*prompt, *tokens] if self.batch_size == 1 else []
+
+    def known(self, prompt):
+        """How many of a prompt's first rows the last text left in the caches of an engine with one slot. The heads' row of a
+        token depends on the token after it, and the prompt's last but one must be run, for the heads' state."""
+        same = next((i for i, (a, b) in enumerate(zip(self.text, prompt)) if a != b), min(len(self.text), len(prompt)))
+        return max(min(same - 1, len(prompt) - 2), 0)
+
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, stop=(), on_tokens=None, encoding=None):
         """Continues prompts (lists of token ids) -> `Output`. stop: token ids, and texts if there is an `encoding`, that end a
         sequence; the token that does it is kept. on_tokens(index, tokens) is called with the tokens of each step.
+        With one slot, what the prompt has in common with the text before it is not computed again, as turns of a chat have.
         Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompts(self.model, prompts)
@@ -422,6 +435,7 @@ class Engine:
             output.steps += 1
             output.accepted[len(taken)] += 1
             if done:
+                self.remember(prompts[index], output.tokens[index])
                 del texts[index]
                 output.ended[index] = "stop" if stopped else "length" if limits[index] == max_new_tokens else "context"
             if on_tokens:
@@ -435,6 +449,8 @@ class Engine:
             raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - began
+            for index in texts:  # interrupted
+                self.remember(prompts[index], output.tokens[index])
             if len(self.root) < self.batch_size:  # never with a graph: it remembers where its tensors are
                 self.narrow(self.batch_size)
             for slot in range(self.batch_size):
@@ -450,7 +466,10 @@ class Engine:
         while waiting or filling or at:
             budget = PREFILL_CHUNK
             while budget > 0 and (filling or (waiting and free)):
-                slot, index, start = filling or (free.popleft(), waiting.popleft(), 0)
+                if not filling:
+                    filling = free.popleft(), waiting[0], self.known(prompts[waiting.popleft()])
+                    self.text = []
+                slot, index, start = filling
                 end = self.prefill(slot, prompts[index], start)
                 budget -= (len(prompts[index]) if end is None else end) - start
                 filling = None if end is None else (slot, index, end)

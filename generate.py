@@ -3,27 +3,31 @@
     python generate.py --prompt "def fibonacci(n):"
     python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
     python generate.py --prompt "import os" --explain
+    python generate.py --model FOLDER --chat              a conversation, if the folder has a chat template
 
 The loop itself is in engine.py; here the tree that fits the machine is chosen, and the text is printed as it comes.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from clover import MAX_TREE, CloverHeads
-from data import TextStream, end_of_text, load_encoding, tokenizer_hash
 from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, largest_batch
 from fit import fit_tree, stage_times
 from kernels import gumbel
 from model import GPT, InputError, free_memory
+from tokenizer import TextStream, encode_prompt, load_chat_template, load_encoding, stop_tokens, tokenizer_hash
 
 DEMO = Path(__file__).parent / "demo"
 BATCH_SIZE = 8
+ROOM = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
 # what two orders of summing may differ by, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 HEAD_COLOURS = (32, 36, 34, 35, 33, 31)  # ANSI; a head beyond the last takes the last
@@ -265,7 +269,11 @@ def tree_size_flag(text):
 
 def parse(argv):
     parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess ahead.")
-    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; - reads standard input")
+    parser.add_argument("--prompt", action="append",
+                        help="text to continue; repeatable; - reads standard input; without any, each line typed is one")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message to a chat model, by the folder's template; "
+                        "without a prompt: a conversation")
+    parser.add_argument("--system", help="what a chat model is told first")
     add_model_flags(parser)
     parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it has one")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -284,10 +292,14 @@ def parse(argv):
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
     parser.add_argument("--json", action="store_true", help="print one json object instead of text")
     args = parser.parse_args(argv)
-    if not args.prompt:
-        parser.error("--prompt is missing: give at least one text to continue")
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
+    if args.system is not None and not args.chat:
+        parser.error("--system is for chat models; give --chat with it")
+    if not args.prompt:
+        for flag in ("compare", "json", "explain"):
+            if getattr(args, flag):
+                parser.error(f"--{flag} needs a --prompt")
     return args
 
 
@@ -299,32 +311,69 @@ def warm(engine, prompts, max_new_tokens):
 
 def main(argv=None):
     args = parse(argv)
-    texts = read_prompts(args.prompt)
+    texts = read_prompts(args.prompt or [])
+    template = load_chat_template(args.model) if args.chat else None
+    if args.chat and not template:
+        raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained to chat")
     model, encoding = load_model(args)
-    heads = load_heads(args.heads, args, model, encoding)
-    prompts = [encoding.encode(text, allowed_special="all") for text in texts]
-    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed)
-    stop = [end_of_text(encoding), *args.stop]
-    make = lambda **options: prepare(model, prompts, args.max_new_tokens, batch_size=args.batch_size,
-                                     graph=not args.no_graph, **options, **sampling)
+    job = Job(args, model, encoding, load_heads(args.heads, args, model, encoding), template,
+              [*stop_tokens(args.model, encoding), *args.stop],
+              dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed))
+    if texts:
+        run(job, texts)
+    else:
+        converse(job)
+
+
+class Job(NamedTuple):
+    """What the command line has been asked for, loaded."""
+    args: argparse.Namespace
+    model: GPT
+    encoding: object
+    heads: CloverHeads | None
+    template: object  # of chat prompts, or None
+    stop: list        # token ids and texts
+    sampling: dict
+
+    def prepare(self, prompts, max_new_tokens, **options):
+        a = self.args
+        options = dict(heads=self.heads, tree_size=a.tree_size, beams=a.beams) | options
+        options |= dict(batch_size=a.batch_size, graph=not a.no_graph)
+        return prepare(self.model, prompts, max_new_tokens, **options, **self.sampling)
+
+    def encode(self, messages):
+        """Token ids of a conversation, or without a template of its last message."""
+        if self.template:
+            return self.encoding.encode(self.template.render(messages), allowed_special="all")
+        return encode_prompt(self.encoding, messages[-1]["content"])
+
+    def system(self):
+        return [] if self.args.system is None else [dict(role="system", content=self.args.system)]
+
+
+def run(job, texts):
+    """Decodes the prompts and prints what came out, with statistics."""
+    args, model, encoding, stop = job.args, job.model, job.encoding, job.stop
+    prompts = [job.encode([*job.system(), dict(role="user", content=text)]) for text in texts]
+    shown = ["" if job.template else text for text in texts]
     decode = lambda engine, on_tokens=None: engine.generate(prompts, args.max_new_tokens, stop, on_tokens, encoding)
     printer = Printer(encoding, stop) if len(prompts) == 1 and not args.json else None
     plain = explained = None
-    engine = make(heads=heads, tree_size=args.tree_size, beams=args.beams, fresh=args.explain)
+    engine = job.prepare(prompts, args.max_new_tokens, fresh=args.explain)
     if args.compare:
         warm(engine, prompts, args.max_new_tokens)
     if printer:
-        print(texts[0], end="", flush=True)
+        print(shown[0], end="", flush=True)
     try:
         output = decode(engine, (lambda index, tokens: printer.show(tokens)) if printer else None)
     except Interrupted as interrupt:
         output, args.compare, args.explain = interrupt.output, False, False
     if args.explain:
-        explained = explain(engine, model, heads, engine.fit, not args.no_graph)
+        explained = explain(engine, model, job.heads, engine.fit, not args.no_graph)
     if printer:
         printer.finish()
     elif not args.json:
-        for text, tokens in zip(texts, output.tokens):
+        for text, tokens in zip(shown, output.tokens):
             print(f"{text}{decode_text(encoding, tokens, stop)}\n{'-' * 40}")
     if not args.json:
         print(f"\n{statistics(output)}")
@@ -333,16 +382,61 @@ def main(argv=None):
     if args.compare:
         try:
             engine = None  # its memory is the next one's
-            plain = decode(warm(make(tree_size=1), prompts, args.max_new_tokens))
+            plain = decode(warm(job.prepare(prompts, args.max_new_tokens, heads=None, tree_size=1), prompts, args.max_new_tokens))
         except KeyboardInterrupt:
             print("interrupted: no comparison", file=sys.stderr)
-    difference = first_difference(model, prompts, output.tokens, plain.tokens, **sampling) if plain else None
+    difference = first_difference(model, prompts, output.tokens, plain.tokens, **job.sampling) if plain else None
     if args.json:
         result = report(output, encoding, texts, stop)
         result |= dict(plain=report(plain, encoding, texts, stop), difference=difference) if plain else {}
         print(json.dumps(result | (dict(explained=explained.splitlines()) if explained else {})))
     elif plain:
         print(compare_lines(output, plain, difference))
+
+
+def converse(job):
+    """Reads a line, prints the model's text, and so on until the input ends: with a chat template the turns of a conversation,
+    else each line a prompt by itself. What the turns have in common is computed once: the engine keeps its cache."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  lines can be edited
+        print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+    messages, engine = job.system(), None
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        if line == "/clear":
+            messages = job.system()
+        elif line:
+            turn = [*messages, dict(role="user", content=line)]
+            try:
+                prompt = job.encode(turn)
+                check_prompts(job.model, [prompt])
+                if engine is None or min(len(prompt) + job.args.max_new_tokens, job.model.config.block_size) > engine.rows:
+                    engine = None  # its memory is the next one's
+                    engine = job.prepare([prompt], len(prompt) + job.args.max_new_tokens + ROOM)
+            except InputError as error:  # such as a conversation that is too long
+                print(f"{error}{'; /clear starts anew' if messages != job.system() else ''}", file=sys.stderr)
+                continue
+            text, output = reply(job, engine, prompt)
+            print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]", file=sys.stderr)
+            if job.template:
+                messages = [*turn, dict(role="assistant", content=text)]
+
+
+def reply(job, engine, prompt):
+    """Prints what follows a prompt, as it comes -> (text, Output)."""
+    printer = Printer(job.encoding, job.stop)
+    try:
+        output = engine.generate([prompt], job.args.max_new_tokens, job.stop, lambda index, tokens: printer.show(tokens), job.encoding)
+    except Interrupted as interrupt:
+        output = interrupt.output
+    printer.finish()
+    return decode_text(job.encoding, output.tokens[0], job.stop), output
 
 
 def compare_lines(output, plain, difference):

@@ -34,7 +34,7 @@ except ImportError:  # macOS and Windows: @triton.jit below leaves plain functio
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(math.log2(math.e))
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
 NOWHERE = tl.constexpr(2**31 - 1)  # no place in the vocabulary
 PIVOT = tl.constexpr(-3.0e38)  # stands for the maximum of no scores: -inf - -inf would be NaN, -inf - PIVOT is not
@@ -70,6 +70,10 @@ def _dot(a, b, acc):
 #   out[b, i, h] = sum_n softmax_n(scale * q[b, i, h] . k[b, h // G, n]) v[b, h // G, n]
 #   over n < lengths[b] (committed) and n = lengths[b] + j for each set bit j of ancestors[b, i]
 #
+# ALiBi (arXiv 2108.12409), where slopes are given: each score less slopes[h] * (position(i) - position(n)). The position of
+# tree node j is lengths[b] + its depth, the number of its ancestors. What is the same for all n cancels, so the kernel adds
+# slopes[h] * (position(n) - lengths[b]): one multiply-add per score and no bytes to speak of.
+#
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each of them meets T * G rows, so
 # 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, under the 200 to 300 at which a data-centre GPU stops
 # being bound by memory. Hence: pack all T * G rows that share a kv head into one tile, and cut the cache into splits so
@@ -82,10 +86,13 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _attend(q, keys, values, visible, scale, best, total, acc):
-    """One online-softmax step, base 2: folds a tile of keys and values into (best, total, acc)."""
+def _attend(q, keys, values, visible, places, slopes, scale, best, total, acc):
+    """One online-softmax step, base 2: folds a tile of keys and values into (best, total, acc). places: where the keys
+    stand, counted from the root."""
     # [BLOCK_ROWS, BLOCK_N] = [BLOCK_ROWS, BLOCK_D] @ [BLOCK_D, BLOCK_N]
     scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
+    if slopes is not None:
+        scores += slopes[:, None] * places.to(tl.float32)[None, :]
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -97,6 +104,16 @@ def _attend(q, keys, values, visible, scale, best, total, acc):
 
 
 @triton.jit
+def _ones(word):
+    """How many bits of an int32 are set, in steps that know no sign."""
+    word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
+    word = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF)
+    return (word & 0x0000FFFF) + (word >> 16)
+
+
+@triton.jit
 def _rows_per_split(end, splits, least_rows):
     """A multiple of 128, and so of every BLOCK_N."""
     return tl.maximum(tl.cdiv(tl.cdiv(end, splits), 128) * 128, least_rows)
@@ -104,7 +121,7 @@ def _rows_per_split(end, splits, least_rows):
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, partial_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     scale, T, G, S, Hkv, splits, least_rows,
@@ -135,6 +152,9 @@ def _tree_attention_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :] * stride_qd, mask=real[:, None] & dim_mask, other=0.0)
     k_ptr += b * stride_kb + kv_head * stride_kh
     v_ptr += b * stride_kb + kv_head * stride_kh
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + kv_head * G + members, mask=real, other=0.0) * LOG2_E
     best = tl.full([BLOCK_ROWS], PIVOT, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
@@ -146,7 +166,7 @@ def _tree_attention_kernel(
         # [BLOCK_N, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
-        best, total, acc = _attend(q, keys, values, None, scale, best, total, acc)
+        best, total, acc = _attend(q, keys, values, None, start + columns - length, slopes, scale, best, total, acc)
 
     # The last committed rows and the tree. Rows that nobody here sees are not loaded: 0 * NaN would reach the output.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=real, other=0)
@@ -160,10 +180,15 @@ def _tree_attention_kernel(
         visible = visible & (cache_rows < end)[None, :]
         seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
         offsets = cache_rows.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
+        places = node
+        if slopes_ptr is not None:
+            key_bits = tl.load(ancestors_ptr + b * T + node, mask=(node >= 0) & (node < T), other=0)
+            depth = _ones(key_bits.to(tl.int32)) + _ones((key_bits >> 32).to(tl.int32)) - 1
+            places = tl.where(node < 0, node, depth)
         # [BLOCK_N, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=seen, other=0.0)
         values = tl.load(v_ptr + offsets, mask=seen, other=0.0)
-        best, total, acc = _attend(q, keys, values, visible, scale, best, total, acc)
+        best, total, acc = _attend(q, keys, values, visible, places, slopes, scale, best, total, acc)
 
     blind = total == 0.0
     acc = acc / tl.where(blind, 1.0, total)[:, None]
@@ -230,22 +255,25 @@ def _registers(most):
     return {} if torch.version.hip else dict(maxnreg=most)
 
 
-def _attention_blocks(rows, D, dtype, wide):
+def _attention_blocks(rows, D, dtype, wide, alibi=False):
     """Tile sizes and launch options by shape class. The tests compile every class: nothing spills, and the shared
     memory of small GPUs suffices.
 
     From D = 64 on a tile of keys is 8 kB, and as much of values; two or three such pairs are in flight per program, and
     up to 64 rows of D = 128 leave room for two programs per multiprocessor: enough to hide the latency of the memory.
     Exact float32 has no tensor cores, and its unrolled multiply-adds want small tiles; so do loads of single elements.
-    128 rows fit only with the commonest head sizes.
+    128 rows fit only with the commonest head sizes. The ALiBi bias takes registers of its own: where a tile has many scores
+    it gets half the keys, and one more such tile in flight.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not wide:
         return dict(BLOCK_ROWS=16, BLOCK_N=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
     BLOCK_ROWS = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
-    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=min(64, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
+    BLOCK_N = min(64, 4096 // BLOCK_D)
+    halved = alibi and BLOCK_ROWS * BLOCK_N > 1024
+    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=BLOCK_N // 2 if halved else BLOCK_N, BLOCK_D=BLOCK_D,
                 num_warps=4 if BLOCK_ROWS <= 64 and BLOCK_ROWS * BLOCK_D <= 8192 else 8,
-                num_stages=4 if BLOCK_ROWS <= 32 else 3, **_registers(168 if BLOCK_ROWS == 16 else 255))
+                num_stages=4 if BLOCK_ROWS <= 32 or halved else 3, **_registers(168 if BLOCK_ROWS == 16 else 255))
 
 
 def _splits(S, least_rows, groups, multiprocessors):
@@ -253,7 +281,7 @@ def _splits(S, least_rows, groups, multiprocessors):
     return min(triton.cdiv(S, least_rows), triton.cdiv(4 * multiprocessors, groups))
 
 
-def _check_attention(q, k_cache, v_cache, lengths, ancestors):
+def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
     _check(q.dim() == 4 and q.numel() > 0, "q of shape [B, T, Hq, D], not empty", q)
     _check(q.dtype in FLOATS, "q of float32, float16 or bfloat16", q)
     B, T, Hq, D = q.shape
@@ -268,6 +296,9 @@ def _check_attention(q, k_cache, v_cache, lengths, ancestors):
     _check(lengths.shape == (B,) and lengths.dtype == torch.int32, lambda: f"lengths of shape [{B}], int32", lengths)
     _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, lambda: f"ancestors of shape [{B}, {T}], int64", ancestors)
     _check_device(q, k_cache=k_cache, v_cache=v_cache, lengths=lengths, ancestors=ancestors)
+    if slopes is not None:
+        _check(slopes.shape == (Hq,) and slopes.dtype == torch.float32, lambda: f"slopes of shape [{Hq}], float32", slopes)
+        _check_device(q, slopes=slopes)
 
 
 def _check_lengths(lengths, T, rows):
@@ -277,30 +308,31 @@ def _check_lengths(lengths, T, rows):
         _check(0 <= low and high + T <= rows, lambda: f"lengths of 0 to {rows - T}: {T} nodes in {rows} rows", lengths.tolist())
 
 
-def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
+def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
     """`tree_attention` by the Triton kernels. `mask` is not read: the kernel reads the ancestor bits themselves."""
-    _check_attention(q, k_cache, v_cache, lengths, ancestors)
+    _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     _check_lengths(lengths, T, S)
     if _strides(k_cache) != _strides(v_cache):  # one set of addresses serves both
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
-    blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache))
+    blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache), slopes is not None)
     BLOCK_ROWS = blocks["BLOCK_ROWS"]
     row_tiles = triton.cdiv(T * G, BLOCK_ROWS)
     least_rows = max(128, 4 * BLOCK_ROWS)
     splits = _splits(S, least_rows, B * Hkv * row_tiles, _multiprocessors(q.device))
     lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
+    slopes = None if slopes is None else slopes.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial, lse = out, None  # a single split is the result; 128 rows spill on the way to half precision
     if splits > 1 or BLOCK_ROWS > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
-    scale = LOG2_E * (D ** -0.5 if scale is None else scale)  # the kernel's exponentials are base 2
+    scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel's exponentials are base 2
     with torch.cuda.device_of(q):
         _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
-            q, k_cache, v_cache, lengths, ancestors, partial, lse, *_strides(q), *_strides(k_cache),
+            q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse, *_strides(q), *_strides(k_cache),
             scale, T, G, S, Hkv, splits, least_rows, D=D, **blocks)
         if lse is not None:
             _combine_splits_kernel[(T * Hq, B)](
@@ -311,40 +343,52 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
 
 class TreeMask(NamedTuple):
     """visible bool [B, T, N]: which cache rows a node sees. unseen bool [B, N]: the rows that no node sees, None if none.
-    bias float32 [B, 1, T, N]: 0 or -inf, to be added to the scores, None if every node sees every row."""
+    bias float32, to be added to the scores: [B, 1, T, N] of 0 and -inf, None if every node sees every row; with slopes
+    [B, Hq, T, N] of the ALiBi bias and -inf, never None."""
     visible: torch.Tensor
     unseen: torch.Tensor | None
     bias: torch.Tensor | None
 
 
-def tree_mask(lengths, ancestors, rows):
+def tree_mask(lengths, ancestors, rows, slopes=None):
     """What each node sees of the first `rows` cache rows, as a `TreeMask`. Made once a step, shared by all layers.
 
     lengths int32 [B], ancestors int64 [B, T]; `rows` is at least max(lengths) + T, else ValueError (on a CPU).
+    slopes float32 [Hq]: those of `tree_attention`, else ValueError.
     """
     B, T = ancestors.shape
     _check_lengths(lengths, T, rows)
+    if slopes is not None:
+        _check(slopes.dim() == 1 and slopes.dtype == torch.float32, "slopes of shape [Hq], float32", slopes)
+        _check_device(lengths, slopes=slopes)
     node = torch.arange(rows, device=lengths.device) - lengths[:, None]  # (B, N), negative: committed
     ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, N)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
-    if visible.all():
+    if slopes is None and visible.all():
         return TreeMask(visible, None, None)
     unseen = ~visible.any(1)
-    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, -math.inf)[:, None]
+    if slopes is None:
+        bias = torch.zeros_like(visible, dtype=torch.float32)[:, None]
+    else:
+        depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(-1) - 1  # (B, T)
+        places = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, N), counted from the root
+        bias = slopes[:, None, None] * (places[:, None] - depth[:, :, None])[:, None]  # (B, Hq, T, N)
+    bias.masked_fill_(~visible[:, None], -math.inf)
     return TreeMask(visible, unseen if unseen.any() else None, bias)
 
 
-def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
+def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
     """`tree_attention` by torch's own attention. With a `mask` at hand it costs little more than that one call."""
-    _check_attention(q, k_cache, v_cache, lengths, ancestors)
+    _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
     S = k_cache.shape[2]
     if mask is None:
         _check_lengths(lengths, T, S)
-        mask = tree_mask(lengths, ancestors, int(lengths.max()) + T)
+        mask = tree_mask(lengths, ancestors, int(lengths.max()) + T, slopes)
     visible, unseen, bias = mask
     N = visible.shape[-1]
     _check(visible.shape == (B, T, N) and visible.dtype == torch.bool and N <= S, "the tree_mask of these arguments", visible)
+    _check(slopes is None or bias is not None and bias.shape[1] == Hq, "a mask whose tree_mask had the slopes", bias)
     k, v = k_cache[:, :, :N], v_cache[:, :, :N]  # (B, Hkv, N, D)
     if unseen is not None:
         # A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only the rows behind the shortest
@@ -358,17 +402,19 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
     return out.transpose(1, 2)  # (B, T, Hq, D)
 
 
-def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None):
+def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
     """Attention of a token tree over the committed cache and each node's own ancestors.
 
     q [B, T, Hq, D], caches [B, Hkv, S, D], one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256;
     lengths int32 [B], 0..S - T; ancestors int64 [B, T], bit j of node i set: node j is i or an ancestor of i. Node j's
     keys and values already stand at cache row lengths[b] + j. Cache rows that no node sees may hold anything.
-    scale: default D ** -0.5. mask: `tree_mask(lengths, ancestors, N)`, read by the reference alone.
+    scale: default D ** -0.5. slopes float32 [Hq]: ALiBi (arXiv 2108.12409), one per query head: a score is less its slope
+    times how many positions lie between node and key; tree nodes stand at lengths[b] + depth, wherever their rows are.
+    mask: `tree_mask(lengths, ancestors, N, slopes)`, read by the reference alone, which then reads no slopes.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
     attend = tree_attention_triton if runs_triton(q) else tree_attention_reference
-    return attend(q, k_cache, v_cache, lengths, ancestors, scale, mask)
+    return attend(q, k_cache, v_cache, lengths, ancestors, scale, mask, slopes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,52 +1,27 @@
-"""A causal language model in one file: the Llama shape and the GPT-2 shape by config, a KV cache, and Hugging Face folders.
+"""A causal language model in one file: the Llama shape and the GPT-2 shape by config, and a KV cache.
+
+    python model.py FOLDER        what a Hugging Face checkpoint folder holds
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache rows, D head size,
 Hq query heads, Hkv key/value heads.
 """
 
-import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from checkpoint import (FAMILIES, GPTConfig, InputError, atomic_write, hf_config, parse_config, read_config, read_state, split_weight,
+                        weight_files)
 from kernels import float_logits, gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
 
 PACKS = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch.compile uses
-
-
-class InputError(ValueError):
-    """Bad input that the user can mend. The message is one line: what was expected, what came, what to do."""
-
-
-@dataclass
-class GPTConfig:
-    family: str = "llama"      # a key of FAMILIES: how a checkpoint folder spells names and flags
-    vocab_size: int = 4096     # V
-    block_size: int = 1024     # longest sequence, in tokens
-    n_layer: int = 12          # L
-    n_head: int = 4            # Hq
-    n_kv_head: int = 2         # Hkv
-    head_size: int = 64        # D
-    n_embd: int = 256          # C
-    n_inner: int = 640         # width of the MLP
-    norm: str = "rms"          # "rms" or "layer"
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0  # 0 means learned positions, as in GPT-2
-    activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
-    gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
-    qkv_bias: bool = False
-    proj_bias: bool = False    # bias of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
-    tied: bool = True          # the LM head is the embedding table
 
 
 def free_memory(device):
@@ -90,37 +65,65 @@ class KVCache:
 
 
 class Span:
-    """Where the T new tokens of one forward pass stand in the cache, and what each of them sees; shared by all layers.
+    """Where the T tokens of one forward pass stand and what each of them sees; shared by all layers.
 
-    With `ancestors` (int64 [B, T]) the tokens are tree nodes at rows lengths..lengths+T. Without, they continue their
-    sequence at rows `positions` and see everything up to themselves; `end`, one past the last of these, need not be read
-    back from a GPU by who knows it.
+    Without a cache they are whole sequences, and each sees what is before it. With one, and `ancestors` (int64 [B, T]), they
+    are tree nodes at cache rows lengths..lengths+T. With a cache alone they continue their sequence at rows `positions`
+    and see everything up to themselves; `end`, one past the last of these, need not be read back from a GPU by who knows it.
+    slopes: float32 [Hq], ALiBi's, or None.
     """
 
-    def __init__(self, cache, positions, ancestors=None, end=None):
+    def __init__(self, positions, cache=None, ancestors=None, end=None, slopes=None):
         B, T = positions.shape
-        self.lengths, self.ancestors = cache.lengths, ancestors
+        self.cached, self.ancestors, self.slopes, self.mask = cache is not None, ancestors, slopes, None
+        if cache is None:
+            if slopes is not None:
+                self.mask = alibi_mask(positions[:1], T, slopes)
+            return
+        self.lengths = cache.lengths
         self.batch = torch.arange(B, device=positions.device)[:, None]
-        self.mask = None
         if ancestors is None:
             end = int(positions.max()) + 1 if end is None else end
             self.rows = positions
-            self.mask = torch.arange(end, device=positions.device) <= positions[:, :, None]  # (B, T, end)
+            if slopes is None:
+                self.mask = (torch.arange(end, device=positions.device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
+            else:
+                self.mask = alibi_mask(positions, end, slopes)
         else:
             self.rows = self.lengths[:, None].long() + torch.arange(T, device=positions.device)
             if not runs_triton(ancestors):  # the reference wants the mask; the kernel reads the bits itself
-                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T)
+                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T, slopes)
 
-    def attend(self, q, k, v, kv):
-        """Writes k, v [B, T, Hkv, D] into kv [2, B, Hkv, S, D] and returns the attention of q [B, T, Hq, D]."""
-        kv[0].transpose(1, 2)[self.batch, self.rows] = k
-        kv[1].transpose(1, 2)[self.batch, self.rows] = v
-        if self.ancestors is not None:
-            return tree_attention(q, kv[0], kv[1], self.lengths, self.ancestors, mask=self.mask)
-        end = self.mask.shape[-1]
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), kv[0, :, :, :end], kv[1, :, :, :end],
-                                           attn_mask=self.mask[:, None], enable_gqa=q.shape[2] != k.shape[2])
+    def attend(self, q, k, v, kv=None):
+        """The attention of q [B, T, Hq, D], k, v [B, T, Hkv, D] in the same shape; with a cache, its layer kv [2, B, Hkv, S, D]
+        takes in k and v first."""
+        if self.cached:
+            kv[0].transpose(1, 2)[self.batch, self.rows] = k
+            kv[1].transpose(1, 2)[self.batch, self.rows] = v
+            if self.ancestors is not None:
+                return tree_attention(q, kv[0], kv[1], self.lengths, self.ancestors, mask=self.mask, slopes=self.slopes)
+            end = self.mask.shape[-1]
+            keys, values = kv[0, :, :, :end], kv[1, :, :, :end]
+        else:
+            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+        mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(q.dtype)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None,
+                                           enable_gqa=q.shape[2] != k.shape[2])
         return y.transpose(1, 2)  # (B, T, Hq, D)
+
+
+def alibi_slopes(heads):
+    """float32 [heads]: 2^(-8/n), 2^(-16/n), ... for n heads; where n is no power of two, those of the power below it, then
+    every other one of the power above (ALiBi, arXiv 2108.12409, and its authors' code)."""
+    n = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)] + [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
+    return torch.tensor(slopes)
+
+
+def alibi_mask(positions, end, slopes):
+    """positions [B, T] -> float32 [B, Hq, T, end]: minus slope times distance to the rows before a token, -inf behind it."""
+    distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)  # (B, 1, T, end)
+    return (-slopes[:, None, None] * distance).masked_fill_(distance < 0, -math.inf)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,10 +217,34 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def rope_table(positions, frequencies, dtype):
+def rope_frequencies(config):
+    """(radians per token of each pair of dimensions [D/2], a factor for cos and sin) by config.rope_theta and rope_scaling:
+    RoPE (arXiv 2104.09864); position interpolation (2306.15595), YaRN (2309.00071, section 3), LongRoPE (2402.13753), and
+    Llama 3.1's."""
+    D, theta, s = config.head_size, config.rope_theta, config.rope_scaling or dict(rope_type="default")
+    plain = theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
+    if s["rope_type"] == "linear":
+        return plain / s["factor"], 1.0
+    if s["rope_type"] == "longrope":
+        return plain / torch.tensor(s["short_factor"]), s["attention_factor"]
+    if s["rope_type"] == "llama3":  # long waves are stretched, short ones are not, and in between it is blended
+        turns = s["original_max_position_embeddings"] * plain / (2 * math.pi)  # within the original context
+        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        return plain * torch.lerp(torch.tensor(1 / s["factor"]), torch.tensor(1.0), keep.clamp(0, 1)), 1.0
+    if s["rope_type"] == "yarn":  # the same idea, blended over dimensions
+        place = lambda turns: D * math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        low, high = place(s["beta_fast"]), place(s["beta_slow"])
+        low, high = (math.floor(low), math.ceil(high)) if s["truncate"] else (low, high)
+        low, high = max(low, 0), min(high, D - 1)
+        stretch = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return plain * torch.lerp(torch.tensor(1.0), torch.tensor(1 / s["factor"]), stretch), s["attention_factor"]
+    return plain, 1.0
+
+
+def rope_table(positions, frequencies, scale, dtype):
     """cos and signed sin, each [B, T, 1, D], for `rotate` (RoPE, arXiv 2104.09864, halves layout)."""
     angles = positions[:, :, None, None].float() * frequencies  # (B, T, 1, D/2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
@@ -238,7 +265,7 @@ class Attention(nn.Module):
             self.q_norm = Norm("rms", c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", c.head_size, c.norm_eps)
 
-    def forward(self, x, table, span=None, kv=None):
+    def forward(self, x, table, span, kv=None):
         B, T, C = x.shape
         Hq, Hkv, D = self.config.n_head, self.config.n_kv_head, self.config.head_size
         qk, v = self.qkv(x).view(B, T, Hq + 2 * Hkv, D).split((Hq + Hkv, Hkv), dim=2)
@@ -247,12 +274,7 @@ class Attention(nn.Module):
         if table is not None:
             qk = rotate(qk, table)
         q, k = qk.split((Hq, Hkv), dim=2)  # (B, T, Hq, D), (B, T, Hkv, D)
-        if span is not None:
-            y = span.attend(q, k, v, kv)
-        else:
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                                               is_causal=True, enable_gqa=Hq != Hkv).transpose(1, 2)
-        return self.proj(y.reshape(B, T, Hq * D))
+        return self.proj(span.attend(q, k, v, kv).reshape(B, T, Hq * D))
 
 
 class MLP(nn.Module):
@@ -279,32 +301,37 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.norm, config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, table, span=None, kv=None):
+    def forward(self, x, table, span, kv=None):
         x = x + self.attn(self.attn_norm(x), table, span, kv)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer. The hidden state it hands out is the last block's output, before the final norm."""
+    """A decoder-only transformer; `init_weights` or `from_pretrained` gives it weights. The hidden state it hands out is the
+    last block's output, before the final norm."""
 
     def __init__(self, config):
         super().__init__()
         c, self.config = config, config
-        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
-        self.embed_positions = None if c.rope_theta else nn.Embedding(c.block_size, c.n_embd)
+        # nn.Embedding itself draws random numbers, which on the meta device takes a second of imports
+        embedding = lambda rows: nn.Embedding.from_pretrained(torch.zeros(rows, c.n_embd), freeze=False)
+        self.embed = embedding(c.vocab_size)
+        self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
-        self.tie_and_rope()
+        self.tie_and_place()
 
-    def tie_and_rope(self):
-        """What is derived rather than stored: the tied head and the rotation frequencies."""
-        c = self.config
+    def tie_and_place(self):
+        """What is derived rather than stored: the tied head, and the tables of positions."""
+        c, device = self.config, self.embed.weight.device
         if c.tied:
             self.head.weight = self.embed.weight
-        if c.rope_theta:
-            exponents = torch.arange(0, c.head_size, 2, dtype=torch.float32, device=self.embed.weight.device) / c.head_size
-            self.register_buffer("frequencies", c.rope_theta ** -exponents, persistent=False)
+        if c.positions == "rope":
+            with torch.device("cpu"):
+                frequencies, self.rope_scale = rope_frequencies(c)
+            self.register_buffer("frequencies", frequencies.to(device), persistent=False)
+        self.register_buffer("slopes", alibi_slopes(c.n_head).to(device) if c.positions == "alibi" else None, persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator=None):
@@ -330,7 +357,7 @@ class GPT(nn.Module):
         return KVCache(c.n_layer, batch, c.n_kv_head, rows, c.head_size, self.dtype, self.device)
 
     def rope(self, positions):
-        return rope_table(positions, self.frequencies, self.dtype) if self.config.rope_theta else None
+        return rope_table(positions, self.frequencies, self.rope_scale, self.dtype) if self.config.positions == "rope" else None
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None):
         """tokens [B, T] int64 -> the last block's output [B, T, C].
@@ -346,7 +373,7 @@ class GPT(nn.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         table = self.rope(positions)
-        span = None if cache is None else Span(cache, positions, ancestors, end)
+        span = Span(positions, cache, ancestors, end, self.slopes)
         for layer, block in enumerate(self.blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
         return x
@@ -365,11 +392,12 @@ class GPT(nn.Module):
         return hidden
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Hugging Face folders
+    # Folders
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None):
-        """Reads a checkpoint folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
+        """Reads a checkpoint folder of one of checkpoint.py's FAMILIES: config.json, and model.safetensors or
+        pytorch_model.bin, in one file or in shards, straight to the device.
 
         dtype: torch dtype, default float32 on a CPU and bfloat16 on CUDA. Raises InputError for whatever is amiss.
         """
@@ -378,19 +406,17 @@ class GPT(nn.Module):
         config = read_config(path)
         with torch.device("meta"):
             model = cls(config)
-        state = merge_weights(read_weights(path), config, path)
-        for name, p in model.named_parameters():
-            if name not in state:
-                raise InputError(f"{path}: the checkpoint lacks what {name} is made of; it does not fit its config.json")
-            if state[name].shape != p.shape:
-                raise InputError(f"{path}: {name} should have shape {tuple(p.shape)} by config.json, "
-                                 f"the checkpoint has {tuple(state[name].shape)}")
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        needed, free = dtype.itemsize * sum(map(math.prod, shapes.values())), free_memory(device)
+        if needed > free:
+            raise InputError(f"{path}: its weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, but {free / 1e9:.1f} GB "
+                             f"are free on {device}; take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else ""))
+        state, model.identity = read_state(path, config, shapes, dtype, device)
         if config.tied:
             state["head.weight"] = state["embed.weight"]
-        model.identity = identity(state)  # of the values in the file, before the cast
-        model.load_state_dict({name: value.to(device=device, dtype=dtype) for name, value in state.items()}, assign=True)
+        model.load_state_dict(state, assign=True)
         model.requires_grad_(False)
-        model.tie_and_rope()
+        model.tie_and_place()
         return model.eval()
 
     def save_pretrained(self, path, dtype=None):
@@ -409,189 +435,34 @@ class GPT(nn.Module):
         atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
-def identity(state):
-    """16 hex digits over the names, shapes and a sample of the values of {name: tensor}. Values are rounded to bfloat16
-    first, so that a float32 model and its bfloat16 checkpoint are the same model."""
-    digest = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        sample = value.detach().flatten()[::max(1, value.numel() // 64)].to("cpu", torch.bfloat16).view(torch.int16)
-        digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def atomic_write(path, write):
-    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old file or the new one."""
-    tmp = f"{path}.tmp{os.getpid()}"
-    try:
-        write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors writes files that only their owner may read
-        os.replace(tmp, path)
-    finally:
-        Path(tmp).unlink(missing_ok=True)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Families: what a folder's config.json and tensor names mean. A further family is a further entry.
+# Command line
 
-LLAMA_NAMES = {  # ours -> the checkpoint's; several parts are stacked, in order, into one of ours
-    "embed.{}": ("model.embed_tokens.{}",),
-    "norm.{}": ("model.norm.{}",),
-    "head.{}": ("lm_head.{}",),
-    "blocks.N.attn_norm.{}": ("model.layers.N.input_layernorm.{}",),
-    "blocks.N.attn.qkv.{}": tuple(f"model.layers.N.self_attn.{x}_proj.{{}}" for x in "qkv"),
-    "blocks.N.attn.q_norm.{}": ("model.layers.N.self_attn.q_norm.{}",),
-    "blocks.N.attn.k_norm.{}": ("model.layers.N.self_attn.k_norm.{}",),
-    "blocks.N.attn.proj.{}": ("model.layers.N.self_attn.o_proj.{}",),
-    "blocks.N.mlp_norm.{}": ("model.layers.N.post_attention_layernorm.{}",),
-    "blocks.N.mlp.up.{}": ("model.layers.N.mlp.gate_proj.{}", "model.layers.N.mlp.up_proj.{}"),
-    "blocks.N.mlp.down.{}": ("model.layers.N.mlp.down_proj.{}",),
-}
-
-FAMILIES = {  # model_type -> (architecture, names, flags as read from config.json)
-    "llama": ("LlamaForCausalLM", LLAMA_NAMES,
-              lambda raw: dict(qkv_bias=raw.get("attention_bias", False), proj_bias=raw.get("attention_bias", False),
-                               mlp_bias=raw.get("mlp_bias", False))),
-    "qwen2": ("Qwen2ForCausalLM", LLAMA_NAMES, lambda raw: dict(qkv_bias=True)),
-    "qwen3": ("Qwen3ForCausalLM", LLAMA_NAMES,
-              lambda raw: dict(qk_norm=True, qkv_bias=raw.get("attention_bias", False),
-                               proj_bias=raw.get("attention_bias", False))),
-}
-
-
-def read_json(path):
-    """The object in a json file; InputError when it is missing or broken."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as json ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
-    return value
-
-
-def rope_settings(raw, path):
-    """theta from `rope_parameters` (transformers 5) or `rope_theta`; scaled kinds are refused."""
-    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind != "default":
-        raise InputError(f"{path}: rope type {kind!r} is not supported; supported: 'default'")
-    theta = float(settings.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if not 0 < theta < math.inf:
-        raise InputError(f"{path}: rope_theta must be above 0, found {theta}")
-    return theta
-
-
-def read_config(path):
-    """config.json of a checkpoint folder -> GPTConfig."""
-    if not Path(path).is_dir():
-        raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
-    path = Path(path) / "config.json"
-    return parse_config(read_json(path), path)
-
-
-def parse_config(raw, path):
-    """The dict of a config.json -> GPTConfig; InputError for what is not supported, missing or of the wrong type."""
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise InputError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported: 'silu'")
-    if raw.get("quantization_config"):
-        raise InputError(f"{path}: quantised checkpoints are not supported; use the float16 or bfloat16 one")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise InputError(f"{path}: sliding-window attention is not supported; use a model without it")
-    try:
-        heads, C = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        config = GPTConfig(
-            family=family, vocab_size=int(raw["vocab_size"]), block_size=int(raw["max_position_embeddings"]),
-            n_layer=int(raw["num_hidden_layers"]), n_head=heads, n_kv_head=int(raw.get("num_key_value_heads") or heads),
-            head_size=int(raw.get("head_dim") or C // heads), n_embd=C, n_inner=int(raw["intermediate_size"]),
-            norm_eps=float(raw["rms_norm_eps"]), rope_theta=rope_settings(raw, path),
-            tied=bool(raw.get("tie_word_embeddings", False)), **FAMILIES[family][2](raw))
-    except InputError:
-        raise
-    except KeyError as error:
-        raise InputError(f"{path}: the key {error} is missing") from None
-    except (AttributeError, OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{path}: a value has the wrong type ({error})") from None
-    if min(config.vocab_size, config.block_size, config.n_layer, C, config.n_inner, config.n_kv_head) < 1:
-        raise InputError(f"{path}: every size must be at least 1")
-    if heads % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
-        raise InputError(f"{path}: num_attention_heads must be a multiple of num_key_value_heads and head_dim even, from 16 "
-                         f"to 256; found {heads}, {config.n_kv_head}, {config.head_size}")
-    return config
-
-
-def hf_config(config, dtype):
-    """GPTConfig -> the dict of config.json, rope settings in both spellings."""
-    c = config
-    raw = dict(
-        architectures=[FAMILIES[c.family][0]], model_type=c.family, vocab_size=c.vocab_size, hidden_size=c.n_embd,
-        max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head, head_dim=c.head_size, intermediate_size=c.n_inner, hidden_act=c.activation,
-        rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=c.tied, attention_bias=c.proj_bias,
-        rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta), torch_dtype=str(dtype).removeprefix("torch."))
-    return raw | (dict(mlp_bias=c.mlp_bias) if c.family == "llama" else {})
-
-
-def read_weights(path):
-    """All tensors of a folder's safetensors file or shards, as {name: tensor}."""
-    path = Path(path)
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.is_file() or not index.is_file():
-        files = ["model.safetensors"]
-    else:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise InputError(f"{index}: expected a weight_map of tensor names to file names")
-        files = sorted(set(weight_map.values()))
-    weights = {}
-    for name in files:
-        try:
-            with safe_open(path / name, framework="pt") as shard:
-                weights.update((key, shard.get_tensor(key)) for key in shard.keys())
-        except FileNotFoundError:
-            raise InputError(f"{path / name}: no such file; expected the checkpoint's weights there") from None
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path / name}: truncated or not a safetensors file ({error}); fetch it again") from None
-    return weights
-
-
-def checkpoint_names(name, config):
-    """Our parameter name -> the tensor names in the checkpoint that are stacked into it."""
-    stem, _, kind = name.rpartition(".")
-    parts = stem.split(".")
-    number = parts[1] if parts[0] == "blocks" else ""
-    if number:
-        parts[1] = "N"
-    pattern = ".".join(parts) + ".{}"
-    return [part.format(kind).replace(".N.", f".{number}.") for part in FAMILIES[config.family][1][pattern]]
-
-
-def merge_weights(weights, config, path):
-    """Checkpoint tensors -> our parameters. A tensor that no parameter uses is an error, rotary tables excepted."""
+def describe(path):
+    """What a checkpoint folder holds, as lines of text; reads no weights."""
+    c, files = read_config(path), weight_files(path)
     with torch.device("meta"):
-        names = list(GPT(config).state_dict())
-    state, used = {}, set()
-    for name in names:
-        parts = checkpoint_names(name, config)
-        if all(part in weights for part in parts):
-            state[name] = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weights[parts[0]]
-            used.update(parts)
-    left = [name for name in weights if name not in used and not name.endswith("rotary_emb.inv_freq")]
-    if left:
-        raise InputError(f"{path}: the checkpoint has tensors that its config.json gives no place to: {', '.join(left[:3])}")
-    return state
+        parameters = sum(p.numel() for p in GPT(c).parameters())
+    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size
+    size = lambda numbers, dtype: f"{numbers * dtype.itemsize / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}"
+    scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
+    shards = f"{len(files)} files" if len(files) > 1 else files[0].name
+    return "\n".join((
+        f"family        {c.family} ({FAMILIES[c.family].architecture})",
+        f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' if c.gated else ''}",
+        f"heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
+        f"vocabulary    {c.vocab_size}, LM head {'tied to the embeddings' if c.tied else 'of its own'}",
+        f"context       {c.block_size} tokens, positions by {c.positions}{scaling}",
+        f"parameters    {parameters / 1e6:.1f} million: {size(parameters, torch.float32)}, {size(parameters, torch.bfloat16)}",
+        f"weights       {shards}, {sum(f.stat().st_size for f in files) / 1e9:.2f} GB",
+        f"KV cache      {per_token * 4 / 1024:.1f} KiB per token in float32, {per_token * 2 / 1024:.1f} KiB in bfloat16"))
 
 
-def split_weight(name, value, config):
-    """The inverse of merge_weights for one parameter: {checkpoint name: tensor}."""
-    names, c = checkpoint_names(name, config), config
-    if len(names) == 3:
-        sizes = [c.n_head * c.head_size, c.n_kv_head * c.head_size, c.n_kv_head * c.head_size]
-    else:
-        sizes = [value.shape[0] // len(names)] * len(names)
-    return {part: tensor.contiguous() for part, tensor in zip(names, value.split(sizes))}
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: python {Path(sys.argv[0]).name} FOLDER")
+    try:
+        print(describe(sys.argv[1]))
+    except InputError as error:
+        print(f"model.py: {error}", file=sys.stderr)
+        sys.exit(2)

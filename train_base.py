@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import batch, documents, end_of_text, load_encoding, token_array
+from data import batch, documents, token_array
 from generate import Parser, check, command, pick_device
 from model import GPT, GPTConfig, InputError, atomic_write
+from tokenizer import end_of_text, load_encoding
 
 END_OF_TEXT = "<|endoftext|>"
 # words with the one character before them, up to three digits, punctuation with its line end, line ends, other space

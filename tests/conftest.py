@@ -13,8 +13,9 @@ SHAPES = {
     "llama": dict(),
     "untied-biased": dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
     "qk-norm": dict(qk_norm=True, n_kv_head=1),
-    "gpt2": dict(norm="layer", rope_theta=0, activation="gelu", gated=False, n_kv_head=4, qkv_bias=True, proj_bias=True,
+    "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True, proj_bias=True,
                  mlp_bias=True),
+    "alibi": dict(positions="alibi", n_head=6, n_kv_head=3),
 }
 
 

@@ -9,9 +9,10 @@ import torch
 import bench
 import bench_decode
 from clover import PRESETS, CloverHeads
-from data import heldout_prompts, load_encoding
+from data import heldout_prompts
 from generate import generate
 from model import GPT, GPTConfig, InputError
+from tokenizer import load_encoding
 
 
 def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsys):

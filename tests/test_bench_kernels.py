@@ -35,9 +35,9 @@ def random_launches(generator):
     def draw(*choices):
         return choices[int(torch.randint(0, len(choices), (), generator=generator))]
     T, G = draw(1, 2, 5, 17, 33, 64), draw(1, 2, 3, 8, 12)
-    wide = draw(True, True, False)
+    wide, dtype = draw(True, True, False), draw(BF16, FP16, FP32)
     launches = bench_kernels.attention_launches(
-        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), draw(BF16, FP16, FP32), wide, draw(100, 4096, 50000))
+        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), dtype, wide, draw(100, 4096, 50000), draw(False, dtype != FP16))
     k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
     launches += bench_kernels.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, wide),
                                                wide, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
@@ -48,9 +48,7 @@ def random_launches(generator):
 def test_the_gate_knows_every_shape_class():
     """Bug: a host function chooses a tile, a number of warps or of stages that the gate never compiled."""
     def options(launch):
-        name, kinds, constants, _, options = launch
-        names = getattr(kernels, name).arg_names
-        return name, kinds[0], tuple((names[i], value) for i, value in constants if names[i].startswith("BLOCK_")), options
+        return bench_kernels.shape_class(launch), launch[-1]
 
     known = {options(launch) for launch in bench_kernels.all_launches()}
     generator = torch.Generator().manual_seed(0)
@@ -73,11 +71,12 @@ def test_figures_are_read_from_the_binary():
     (bench_kernels.attention_launches, (2, 4, 128, BF16), "HMMA"),
     (bench_kernels.attention_launches, (16, 4, 128, BF16), "HGMMA"),
     (bench_kernels.attention_launches, (16, 8, 128, BF16), "HGMMA"),
+    (bench_kernels.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA"),
     (bench_kernels.project_launches, (8, 8, BF16), "HGMMA"),
     (bench_kernels.project_launches, (32, 8, BF16), "HMMA"),
     (bench_kernels.project_launches, (64, 8, BF16), "HGMMA"),
     (bench_kernels.project_launches, (8, 8, BF16, None, True), "HGMMA"),
-], ids=["attention-8-rows", "64-rows", "128-rows", "project-8-rows", "32-rows", "64-rows", "gathered-rows"])
+], ids=["attention-8-rows", "64-rows", "128-rows", "alibi-64-rows", "project-8-rows", "32-rows", "64-rows", "gathered-rows"])
 def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand idle."""
     name, _, values, named = launches(*args)[0]

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from clover import CloverHeads
-from data import heldout_prompts, load_encoding, tokenizer_hash
+from data import heldout_prompts
 from generate import DEMO, generate
 from model import GPT
+from tokenizer import load_encoding, tokenizer_hash
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import engine
 import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
 from conftest import SHAPES, random_prompts, toy_model
-from data import load_encoding
 from engine import Engine, Interrupted, Sampling, Text, accept, check_memory, keep_likely, memory_needed
 from generate import first_difference, generate
 from model import GPT, InputError
 from test_clover import random_heads
+from tokenizer import load_encoding
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
 SAMPLED = dict(temperature=0.9, seed=3)
@@ -532,3 +532,51 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
                 made.launch()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Turns of a chat
+
+@pytest.mark.parametrize("name", [None, "clover", "clover2", "medusa"])
+def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, monkeypatch):
+    """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
+    model = toy_model()
+    heads = random_heads(model, name) if name else None
+    read = []
+    prefill = GPT.prefill
+    monkeypatch.setattr(GPT, "prefill", lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest))
+    new = lambda: Engine(model, heads, rows=250, tree_size=9 if name else 1)
+    kept = new()
+
+    def check(prompt, most):
+        fresh = new()
+        want = fresh.generate([prompt], 20).tokens[0]
+        read.clear()
+        assert kept.generate([prompt], 20).tokens == [want] and sum(read) <= most
+        rows = len(prompt) + len(want) - 2  # what is certain: the last token has no row, and for the heads none follows it
+        for a, b in zip(kept.caches, fresh.caches):
+            torch.testing.assert_close(a.kv[..., :rows, :], b.kv[..., :rows, :], atol=1e-4, rtol=1e-4)
+        return prompt + want
+
+    text = check(random_prompts([30])[0], 29)
+    for turn in random_prompts([1, 7, 40, 3], seed=3):
+        text = check(text + turn, len(turn) + 1)
+    for other in (text[:50] + [5, 6, 7], text[:50], text[:1], text, [9] + text[1:60]):  # edited, shorter, the whole, another
+        check(other, len(other))
+
+
+def test_an_interrupted_text_can_go_on(monkeypatch):
+    """Catches rows that the host thinks are there after Ctrl-C and are not."""
+    model, prompt = toy_model(), random_prompts([30])[0]
+    want = Engine(model, rows=200).generate([prompt], 100).tokens[0]
+    engine, calls = Engine(model, rows=200), []
+
+    def interrupt(index, tokens):
+        calls.append(tokens)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+    with pytest.raises(Interrupted) as caught:
+        engine.generate([prompt], 100, on_tokens=interrupt)
+    so_far = caught.value.output.tokens[0]
+    assert engine.text == prompt + so_far and so_far == want[:20]
+    assert engine.generate([prompt + so_far], 80).tokens[0] == want[20:]

@@ -8,12 +8,13 @@ import torch
 import fit
 from clover import CloverHeads
 from conftest import random_prompts
-from data import heldout_prompts, load_encoding
+from data import heldout_prompts
 from engine import Engine, Sampling
 from fit import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
 from generate import DEMO, generate
 from model import GPT
 from test_clover import random_heads
+from tokenizer import load_encoding
 
 TABLE = [[0.8, 0.1, 0.05] + [0.0] * 60, [0.0, 0.5, 0.1] + [0.0] * 60, [0.0] * 63, [0.0] * 63]
 

@@ -1,6 +1,8 @@
 """generate.py: the command line says what it did, or what went wrong."""
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import first_difference, generate
 from model import GPT, InputError
+from tokenizer import load_encoding
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -132,13 +135,101 @@ def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
     assert "1.00 tokens per step, " in said and "ms per stage" not in said
 
 
+TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+    """The folder with a chat template."""
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "chat"
+
+
+def typed(monkeypatch, *lines):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_chat_prompts_go_through_the_template(chat_folder, capsys):
+    """Catches a message that the model sees as plain text, and a reply that begins with the question."""
+    flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 20, "--json"]
+    asked = json.loads(run(capsys, *flags, "--chat", "--system", "be", "--prompt", "hi"))
+    plain = json.loads(run(capsys, *flags, "--prompt", "s:be\nu:hi\na:"))
+    assert asked["tokens"] == plain["tokens"] and asked["prompts"] == ["hi"]
+    shown = run(capsys, *flags[:-1], "--chat", "--system", "be", "--prompt", "hi")
+    assert shown.split("\n\ntree size")[0].strip("\n") == asked["texts"][0].strip("\n")
+
+
+def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):
+    """Catches turns that are forgotten, mixed up or read again, and a conversation that cannot be started anew."""
+    read, prefill = [], GPT.prefill
+    monkeypatch.setattr(GPT, "prefill", lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest))
+    flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 10, "--tree-size", 5, "--chat"]
+    def single(text):
+        result = json.loads(run(capsys, *flags[:-1], "--json", "--prompt", text))
+        return result["texts"][0], encoding.encode(text) + result["tokens"][0]
+    encoding = load_encoding(chat_folder)
+    first, tokens = single("u:hi\na:")
+    asked = f"u:hi\na:{first}\nu:you\na:"
+    second, _ = single(asked)
+    typed(monkeypatch, "hi", "", "you", "/clear", "hi")
+    read.clear()
+    said = run(capsys, *flags)
+    assert said == f"{first}\n{second}\n{first}\n"
+    asked = encoding.encode(asked)
+    same = next(i for i, (a, b) in enumerate(zip([*tokens, None], asked)) if a != b)
+    assert same > 8 and read == [6, len(asked) - same, 6 - 5]  # all but the last token; what differs; "u:hi\na:" again
+
+
+def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folder, capsys, monkeypatch):
+    """Catches a traceback, and a conversation that is lost to one long line."""
+    typed(monkeypatch, "hi", "x" * 200, "ok")
+    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "8", "--chat"])
+    said = capsys.readouterr()
+    assert "shorten the prompt; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
+
+
+def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
+    flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 10]
+    want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "import")]
+    typed(monkeypatch, "abc", "import")
+    assert run(capsys, *flags) == f"{want[0]}\n{want[1]}\n"
+
+
+def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monkeypatch):
+    take, calls = engine.Text.take, []
+
+    def interrupted(self, tokens):
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return take(self, tokens)
+    monkeypatch.setattr(engine.Text, "take", interrupted)
+    typed(monkeypatch, "hi", "go on")
+    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "10", "--chat", "--heads", "none"])
+    assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
+
+
+def test_stop_tokens_are_the_folders_own(chat_folder, capsys):
+    """Catches a generation_config.json that nobody reads."""
+    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2, "--json"]
+    whole = json.loads(run(capsys, *flags))["tokens"][0]
+    (chat_folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[whole[9], 257])))
+    ended = json.loads(run(capsys, *flags))
+    assert ended["ended"] == ["stop"] and ended["tokens"][0] == whole[:whole.index(whole[9]) + 1]
+
+
 BAD_FLAGS = {
     "empty stop": (["--prompt", "a", "--stop", ""], "--stop needs a text"),
     "tree of half": (["--prompt", "a", "--tree-size", "half"], "half"),
     "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be"),
     "no beams": (["--prompt", "a", "--beams", "0"], "beams must be"),
     "no batch": (["--prompt", "a", "--batch-size", "0"], "batch size must be"),
-    "no prompt": ([], "--prompt"),
+    "json without a prompt": (["--json"], "--json needs a --prompt"),
+    "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
+    "system without chat": (["--prompt", "a", "--system", "b"], "give --chat"),
+    "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),
     "empty prompt": (["--prompt", ""], "empty"),
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     "not a number": (["--prompt", "a", "--max-new-tokens", "many"], "many"),

@@ -65,16 +65,20 @@ def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator):
     return q, k, v, torch.tensor(lengths, dtype=torch.int32), masks
 
 
-def attend_row_by_row(q, k, v, lengths, masks, scale):
+def attend_row_by_row(q, k, v, lengths, masks, scale, slopes=None):
     """The oracle where q is float64; else the same arithmetic in q's dtype, which measures torch's own error."""
     B, T, Hq, D = q.shape
     out = torch.zeros_like(q)
     for b in range(B):
+        length = int(lengths[b])
+        position = torch.tensor([*range(length), *(length + bin(mask).count("1") - 1 for mask in masks[b])])
         for i in range(T):
-            rows = visible_rows(int(lengths[b]), masks[b][i], T)
+            rows = visible_rows(length, masks[b][i], T)
             for h in range(Hq if rows else 0):
                 head = h * k.shape[1] // Hq
                 scores = k[b, head, rows] @ q[b, i, h] * scale
+                if slopes is not None:
+                    scores -= (slopes[h].double() * (position[length + i] - position[rows])).to(q.dtype)
                 out[b, i, h] = torch.softmax(scores, 0) @ v[b, head, rows]
     return out
 
@@ -102,21 +106,27 @@ ATTENTION = {
     "float16-many-row-tiles": ([45], 13, 24, 2, 64, 58, FP16, None),
     "float16-odd-head-size": ([3, 20], 13, 3, 1, 21, 40, FP16, None),
 }
-ERRORS = {FP32: 3, FP16: 2, BF16: 2}  # how many times torch's own error in that dtype is allowed; exp2 costs float32 some
+ERRORS = {FP32: 4, FP16: 2, BF16: 2}  # how many times torch's own error in that dtype is allowed; exp2 costs float32 some
 
 
-def check_attention(case, device, prepare=lambda q, k, v: (q, k, v)):
+def alibi_slopes(heads):
+    """From 1/2 to 1/256, in memory that is not contiguous."""
+    return (2.0 ** -torch.linspace(1, 8, heads)).repeat_interleave(2)[::2]
+
+
+def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), slopes=None):
     *case, scale = case
     D, dtype = case[4], case[6]
     q, k, v, lengths, masks = attention_case(*case, torch.Generator().manual_seed(1))
     factor = D ** -0.5 if scale is None else scale
-    want = attend_row_by_row(q.double(), k.double(), v.double(), lengths, masks, factor)
-    torch_error = (attend_row_by_row(q, k, v, lengths, masks, factor).double() - want).abs().max()
+    want = attend_row_by_row(q.double(), k.double(), v.double(), lengths, masks, factor, slopes)
+    torch_error = (attend_row_by_row(q, k, v, lengths, masks, factor, slopes).double() - want).abs().max()
     q, k, v, lengths, ancestors = (x.to(device) for x in (q, k, v, lengths, as_int64(masks)))
     q, k, v = prepare(q, k, v)
-    mask = kernels.tree_mask(lengths, ancestors, int(lengths.max()) + q.shape[1])
-    for got in (kernels.tree_attention(q, k, v, lengths, ancestors, scale),
-                kernels.tree_attention(q, k, v, lengths, ancestors, scale, mask)):
+    slopes = slopes if slopes is None else slopes.to(device)
+    mask = kernels.tree_mask(lengths, ancestors, int(lengths.max()) + q.shape[1], slopes)
+    for got in (kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes=slopes),
+                kernels.tree_attention(q, k, v, lengths, ancestors, scale, mask, slopes)):
         assert got.dtype == dtype and got.shape == q.shape
         assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
 
@@ -127,13 +137,43 @@ def test_tree_attention_matches_float64(case, device):
     check_attention(case, device)
 
 
+@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+def test_alibi_matches_float64(case, device):
+    """Bug: a head takes another's slope, a slope is scaled, or a node counts as far as its row and not as its depth."""
+    check_attention(case, device, slopes=alibi_slopes(case[2]))
+
+
+@pytest.mark.parametrize("slopes", [None, alibi_slopes(3)], ids=["no-bias", "alibi"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["one-split", "many-splits"])
-def test_splits_are_weighed_rightly(dtype, multiprocessors, device, monkeypatch):
+def test_splits_are_weighed_rightly(dtype, multiprocessors, slopes, device, monkeypatch):
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, or the boundary rows count twice or never."""
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
     assert kernels._splits(1200, 128, 4, multiprocessors) == (1 if multiprocessors == 1 else 10)
-    check_attention(([0, 255, 256, 1187], 13, 3, 1, 32, 1200, dtype, None), device)
+    check_attention(([0, 255, 256, 1187], 13, 3, 1, 32, 1200, dtype, None), device, slopes=slopes)
+
+
+def test_alibi_of_a_chain_is_that_of_a_text(device):
+    """Bug: bits of the upper word, or the sign, lost on the way to a depth: the last of 64 nodes in a row has depth 63."""
+    q, k, v = (torch.randn(1, 4, 70, 32, dtype=torch.float64, device=device) for _ in range(3))
+    slopes, place = alibi_slopes(4).to(device), torch.arange(70, device=device)
+    scores = q @ k.mT * 32 ** -0.5 - slopes[:, None, None] * (place[:, None] - place)
+    want = torch.softmax(scores.masked_fill(place > place[:, None], -math.inf), -1) @ v
+    chain = as_int64([[2 ** (i + 1) - 1 for i in range(64)]]).to(device)
+    got = kernels.tree_attention(q[:, :, 6:].transpose(1, 2).float(), k.float(), v.float(),
+                                 torch.tensor([6], device=device, dtype=torch.int32), chain, slopes=slopes)
+    assert torch.allclose(got.transpose(1, 2).double(), want[:, :, 6:], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+def test_slopes_of_zero_are_no_slopes(dtype, device):
+    """Bug: a bias where there is none, or a row seen that is not."""
+    q, k, v, lengths, masks = attention_case([0, 255, 40], 5, 6, 2, 48, 300, dtype, torch.Generator().manual_seed(1))
+    args = [x.to(device) for x in (q, k, v, lengths, as_int64(masks))]
+    want, got = kernels.tree_attention(*args), kernels.tree_attention(*args, slopes=torch.zeros(6, device=device))
+    if device == "cpu":  # a GPU's compiler may join other multiplications and additions into one
+        assert torch.equal(got, want)
+    assert torch.allclose(got, want, atol=1e-5 if dtype == FP32 else 1e-2)
 
 
 def inside(x):
@@ -221,6 +261,19 @@ def test_tree_mask_follows_the_bits(device):
             assert mask[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b][i], 3)
     deep = kernels.tree_mask(torch.zeros(1, dtype=torch.int32), as_int64([[0] * 63 + [1 << 63]]), 64).visible
     assert deep.nonzero().tolist() == [[0, 63, 63]]
+
+
+def test_tree_mask_holds_the_alibi_bias(device):
+    """Bug: distances by rows, an unscaled or a missing head, or no bias where every node sees every row."""
+    lengths, slopes = torch.tensor([2], dtype=torch.int32, device=device), torch.tensor([0.5, 0.25], device=device)
+    tree = torch.tensor([[1, 3, 5, 11, 0]], device=device)  # the root, two children, a child of the first, unused
+    no = -math.inf
+    far = torch.tensor([[-2, -1, 0, no, no, no, no], [-3, -2, -1, 0, no, no, no], [-3, -2, -1, no, 0, no, no],
+                        [-4, -3, -2, -1, no, 0, no], [-1, 0, no, no, no, no, no]], device=device)
+    bias = kernels.tree_mask(lengths, tree, 7, slopes).bias
+    assert bias.dtype == torch.float32 and torch.equal(bias, torch.stack([far / 2, far / 4])[None])
+    visible, unseen, bias = kernels.tree_mask(lengths, tree[:, :1], 3, slopes)
+    assert visible.all() and unseen is None and torch.equal(bias[0, 1], torch.tensor([[-0.5, -0.25, 0.0]], device=device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,6 +476,11 @@ def attention_args(**changed):
     return args | changed
 
 
+def mask_args(**changed):
+    args = dict(lengths=torch.tensor([0, 7], dtype=torch.int32), ancestors=torch.zeros(2, 3, dtype=torch.int64), rows=10)
+    return args | changed
+
+
 def project_args(**changed):
     return dict(hidden=torch.zeros(2, 8), weight=torch.zeros(9, 8)) | changed
 
@@ -468,8 +526,15 @@ WRONG = {  # what is wrong: (function, arguments, what the message has to name)
     "cache-elsewhere": (kernels.tree_attention, attention_args(k_cache=torch.zeros(2, 2, 10, 16, device="meta")), "k_cache"),
     "lengths-elsewhere": (kernels.tree_attention, attention_args(lengths=meta(torch.zeros(2).int())), "lengths"),
     "ancestors-elsewhere": (kernels.tree_attention, attention_args(ancestors=meta(torch.zeros(2, 3).long())), "ancestors"),
-    "too-few-mask-rows": (kernels.tree_mask, dict(
-        lengths=torch.tensor([4], dtype=torch.int32), ancestors=torch.zeros(1, 3, dtype=torch.int64), rows=6), "lengths"),
+    "too-few-slopes": (kernels.tree_attention, attention_args(slopes=torch.zeros(2)), "slopes"),
+    "slopes-of-two-dimensions": (kernels.tree_attention, attention_args(slopes=torch.zeros(4, 1)), "slopes"),
+    "half-slopes": (kernels.tree_attention, attention_args(slopes=half(4)), "slopes"),
+    "slopes-elsewhere": (kernels.tree_attention, attention_args(slopes=meta(torch.zeros(4))), "slopes"),
+    "mask-without-the-slopes": (kernels.tree_attention_reference,
+                                attention_args(slopes=torch.zeros(4), mask=kernels.tree_mask(**mask_args())), "slopes"),
+    "half-slopes-of-a-mask": (kernels.tree_mask, mask_args(slopes=half(4)), "slopes"),
+    "slopes-of-a-mask-elsewhere": (kernels.tree_mask, mask_args(slopes=meta(torch.zeros(4))), "slopes"),
+    "too-few-mask-rows": (kernels.tree_mask, mask_args(rows=9), "lengths"),
     "hidden-of-3-dimensions": (kernels.project_topk, project_args(hidden=torch.zeros(1, 2, 8), k=2), "hidden"),
     "no-hidden": (kernels.project_topk, project_args(hidden=torch.zeros(0, 8), k=2), "hidden"),
     "integer-hidden": (kernels.project_topk, project_args(hidden=torch.zeros(2, 8).long(), k=1), "hidden"),

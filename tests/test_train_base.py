@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train_base
-from data import load_encoding
 from model import GPT, InputError
+from tokenizer import load_encoding
 
 pytest.importorskip("tokenizers", reason="learning a tokenizer needs the tokenizers package")
 TINY = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 1 --head-size 16 --n-embd 32 --n-inner 48 --device cpu " \

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import generate as command_line
 import train_heads
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model
-from data import load_encoding, load_tokens
+from conftest import SHAPES, random_prompts, toy_model
+from data import load_tokens
 from generate import generate
 from model import GPT, InputError
 from test_clover import random_heads
+from tokenizer import load_encoding
 
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
 
@@ -45,6 +47,27 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
     prompts = random_prompts([9, 20])
     assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
+
+
+FAMILIES = {
+    "gpt2": SHAPES["gpt2"], "mistral": {}, "qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True), "phi3": {},
+    "llama": dict(rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "baichuan": dict(n_kv_head=4, positions="alibi", unit_head=True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_every_family_are_trained_and_used(family, checkpoint, texts, tmp_path, capsys):
+    """Catches a family that loads and cannot be trained on or decoded with, from the command line on."""
+    model = toy_model(family=family, vocab_size=258, block_size=128, tied=family == "gpt2", **FAMILIES[family])
+    model.save_pretrained(tmp_path)
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
+    run(tmp_path, texts, tmp_path / "out", "--steps", "3")
+    capsys.readouterr()
+    for flags in ([], ["--temperature", "0.9", "--seed", "3"]):
+        command_line.main(["--model", str(tmp_path), "--heads", str(tmp_path / "out"), "--device", "cpu", "--tree-size", "9",
+                           "--prompt", "line 7", "--max-new-tokens", "30", "--compare", *flags])
+        assert "the text is identical, all" in capsys.readouterr().out
 
 
 def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeypatch, capsys):

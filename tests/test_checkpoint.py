@@ -1,0 +1,435 @@
+"""checkpoint.py: folders mean what transformers says they do, and broken ones are refused in one line."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+from checkpoint import InputError, atomic_write, read_config
+from clover import CloverHeads, preset
+from conftest import SHAPES, random_prompts, toy_model
+from generate import generate
+from model import GPT, alibi_slopes
+
+TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+GPT2 = dict(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None)
+ROPES = {
+    "linear": dict(rope_type="linear", factor=4.0, rope_theta=10000.0),
+    "dynamic": dict(rope_type="dynamic", factor=2.0, rope_theta=500.0),
+    "llama3": dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=64, rope_theta=500.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=10000.0),
+    "yarn-scaled": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=500.0, beta_fast=8.0,
+                        beta_slow=2.0, mscale=0.7, mscale_all_dim=1.3, truncate=False),
+    "longrope": dict(rope_type="longrope", short_factor=[1.0 + i / 5 for i in range(8)], long_factor=[9.0] * 8,
+                     rope_theta=10000.0),
+}
+FOLDERS = {  # name: (transformers' name of the family, flags of its config)
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-wide": ("GPT2", GPT2 | dict(n_inner=96, tie_word_embeddings=False)),
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # as SmolLM
+    "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=32)),
+    "llama-theta": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500000.0))),
+    **{f"llama-{kind}": ("Llama", dict(rope_parameters=ROPES[kind])) for kind in ROPES},
+    "mistral": ("Mistral", dict(sliding_window=None)),
+    "mistral-window": ("Mistral", dict(sliding_window=100, head_dim=32)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=100, max_window_layers=1)),
+    "qwen3": ("Qwen3", dict(head_dim=32)),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", dict(sliding_window=100)),
+    "phi3-longrope": ("Phi3", dict(rope_parameters=ROPES["longrope"], original_max_position_embeddings=100)),
+    "baichuan-7b": ("Llama", {}),
+    "baichuan2-7b": ("Llama", {}),
+    "baichuan-13b": ("Llama", {}),
+    "baichuan2-13b": ("Llama", {}),
+}
+
+
+def theirs_of(name):
+    """The transformers model of a folder, its weights all random: norms at 1 and biases at 0 would hide mistakes."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    kind, flags = FOLDERS[name]
+    flags = flags if kind == "GPT2" else TINY | flags | (dict(num_key_value_heads=4) if "baichuan" in name else {})
+    torch.manual_seed(0)
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model = model(getattr(transformers, f"{kind}Config")(**flags)).eval()
+    with torch.no_grad():
+        for _, p in model.named_parameters():
+            p.add_((0.1 if p.dim() == 2 else 0.3) * torch.randn(p.shape))
+    return model
+
+
+def their_logits(name, model, tokens):
+    """Of the family's own code, or for Baichuan of the Llama model that equals it."""
+    with torch.no_grad():
+        if name.startswith("baichuan2"):
+            model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=-1))
+        if not name.endswith("13b"):
+            return model(tokens).logits
+        n = tokens.shape[1]  # no rotation at position 0; ALiBi as a mask: https://arxiv.org/abs/2108.12409, section 3
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
+        places = torch.arange(n)
+        mask = slopes[:, None, None] * (places[None, :] - places[:, None]) + torch.full((n, n), -math.inf).triu(1)
+        return model(tokens, attention_mask=mask[None], position_ids=torch.zeros_like(tokens)).logits
+
+
+def save_theirs(name, model, path, shards=False):
+    model.save_pretrained(path, **dict(max_shard_size="60KB") if shards else {})
+    if name.startswith("baichuan"):
+        rename_to_baichuan(path, name)
+    return path
+
+
+def rename_to_baichuan(path, name):
+    """A Llama folder as Baichuan would have written it."""
+    files = sorted(path.glob("*.safetensors"))
+    tensors = {key: value for file in files for key, value in load_file(file).items()}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        tensors[prefix + "W_pack.weight"] = torch.cat([tensors.pop(f"{prefix}{x}_proj.weight") for x in "qkv"])
+    for file in path.glob("model*"):
+        file.unlink()
+    shards = {key: i * len(files) // len(tensors) for i, key in enumerate(tensors)}
+    names = [f"model-{i}.safetensors" for i in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+    for i, file in enumerate(names):
+        save_file({key: value for key, value in tensors.items() if shards[key] == i}, path / file)
+    if len(names) > 1:
+        (path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={k: names[i] for k, i in shards.items()})))
+    raw = json.loads((path / "config.json").read_text())
+    sizes = dict(model_max_length=128) if name.endswith("13b") else dict(max_position_embeddings=128, model_max_length=128)
+    raw = dict(architectures=["BaichuanForCausalLM"], model_type="baichuan", hidden_act="silu", tie_word_embeddings=False,
+               rms_norm_eps=raw["rms_norm_eps"], **sizes,
+               **{key: raw[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")})
+    (path / "config.json").write_text(json.dumps(raw | (dict(z_loss_weight=0) if "2" in name else {})))
+
+
+def to_bin(path):
+    """The same folder with pytorch_model.bin instead of safetensors."""
+    for file in sorted(path.glob("*.safetensors")):
+        torch.save(load_file(file), path / file.name.replace("model", "pytorch_model").replace(".safetensors", ".bin"))
+        file.unlink()
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        (path / "pytorch_model.bin.index.json").write_text(
+            index.read_text().replace("model", "pytorch_model").replace(".safetensors", ".bin").replace("pytorch_model.", "model."))
+        index.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_equal_transformers_both_ways(name, tmp_path):
+    """Catches a misread flag, a swapped weight, a wrong rotation; and that what we write means the same there."""
+    theirs, tokens = theirs_of(name), torch.tensor(random_prompts([90, 90]))
+    save_theirs(name, theirs, tmp_path / "theirs")
+    want = their_logits(name, theirs, tokens)
+    ours = GPT.from_pretrained(tmp_path / "theirs", device="cpu")
+    torch.testing.assert_close(ours.lm_head(ours(tokens)), want, atol=2e-4, rtol=0)
+    ours.save_pretrained(tmp_path / "ours")
+    same = GPT.from_pretrained(tmp_path / "ours", device="cpu")
+    torch.testing.assert_close(same.lm_head(same(tokens)), want, atol=2e-4, rtol=0)
+    if not name.startswith("baichuan"):  # not a part of transformers
+        again = type(theirs).from_pretrained(tmp_path / "ours", dtype=torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(again(tokens).logits, want, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_greedy_text_equals_transformers_with_and_without_heads(name, tmp_path):
+    """Catches positions, masks and caches that go wrong only while decoding, and folders that read otherwise in shards."""
+    theirs = theirs_of(name)
+    whole, sharded = (save_theirs(name, theirs, tmp_path / kind, kind == "sharded") for kind in ("whole", "sharded"))
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    prompt = random_prompts([20])[0]
+    text = generate(GPT.from_pretrained(whole, device="cpu"), [prompt], 64).tokens[0]
+    theirs_too = their_logits(name, theirs, torch.tensor([prompt + text]))[0].argmax(-1).tolist()
+    assert len(text) == 64 and text == theirs_too[len(prompt) - 1:-1]  # each token is their choice after those before it
+    model = GPT.from_pretrained(sharded, device="cpu")
+    heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
+    assert generate(model, [prompt, prompt[:7]], 64, heads, tree_size=12).tokens[0] == text
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "baichuan2-7b"])
+def test_pickled_weights_are_the_same_weights(name, shards, tmp_path):
+    """Catches a .bin folder, whole, in shards or in torch's old format, that loads otherwise."""
+    path = save_theirs(name, theirs_of(name), tmp_path, shards)
+    want = GPT.from_pretrained(path, device="cpu")
+    to_bin(path)
+    got = GPT.from_pretrained(path, device="cpu")
+    assert got.identity == want.identity
+    assert all(torch.equal(a, b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
+    for file in path.glob("*.bin"):
+        torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)
+    assert GPT.from_pretrained(path, device="cpu").identity == want.identity
+
+
+def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
+    """Catches GPT-2's first folder, which has no prefix, and what it stores beside the weights."""
+    theirs = theirs_of("gpt2")
+    save_theirs("gpt2", theirs, tmp_path)
+    want = GPT.from_pretrained(tmp_path, device="cpu")
+    tensors = {key.removeprefix("transformer."): value for key, value in load_file(tmp_path / "model.safetensors").items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert GPT.from_pretrained(tmp_path, device="cpu").identity == want.identity
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "both"])
+def test_a_tied_table_may_stand_under_either_name(kept, tmp_path):
+    """Catches a tied folder that keeps its one table as lm_head.weight, or holds both."""
+    theirs = theirs_of("llama-tied")
+    save_theirs("llama-tied", theirs, tmp_path)
+    want = GPT.from_pretrained(tmp_path, device="cpu")
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"] if kept == "both" else tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"] = table.clone() + (1.0 if kept == "both" else 0.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = GPT.from_pretrained(tmp_path, device="cpu")
+    assert got.identity == want.identity and torch.equal(got.embed.weight, want.embed.weight)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_settings_in_all_spellings(kind, tmp_path):
+    """Catches settings that are read from one place only, or under one name."""
+    toy_model().save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=ROPES[kind], rope_theta=None)
+    want = read_config(tmp_path)
+    assert want.rope_theta == ROPES[kind]["rope_theta"]
+    scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
+    for name in ("rope_type", "type"):
+        renamed = {name if key == "rope_type" else key: value for key, value in scaling.items()}
+        edit_config(tmp_path, rope_parameters=None, rope_scaling=renamed, rope_theta=want.rope_theta)
+        assert read_config(tmp_path) == want
+
+
+def test_rope_theta_in_both_spellings(tmp_path):
+    """Catches a theta that is read from one place only."""
+    toy_model(rope_theta=77.0).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for gone in ("rope_theta", "rope_parameters"):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != gone}))
+        assert read_config(tmp_path).rope_theta == 77.0
+
+
+def test_a_window_and_a_scaled_rope_move_the_contexts_end(tmp_path):
+    """Catches texts longer than what a family's attention can see, and a context that is cut for no reason."""
+    def context(family, **changes):
+        toy_model(family=family, **dict(qkv_bias=True) if family == "qwen2" else {}).save_pretrained(tmp_path)
+        edit_config(tmp_path, **changes)
+        return read_config(tmp_path).block_size
+    assert context("mistral", sliding_window=100) == 100 and context("mistral", sliding_window=1000) == 256
+    assert context("qwen2", sliding_window=100) == 256 and context("qwen2", sliding_window=100, use_sliding_window=True) == 100
+    assert context("llama", rope_parameters=ROPES["yarn"]) == 256
+    assert context("llama", rope_parameters=ROPES["yarn"] | dict(original_max_position_embeddings=256)) == 1024
+    assert context("phi3", rope_parameters=ROPES["longrope"], original_max_position_embeddings=64) == 64
+    with pytest.raises(InputError, match="the model's context of 100"):
+        toy_model(family="mistral").save_pretrained(tmp_path)
+        edit_config(tmp_path, sliding_window=100)
+        generate(GPT.from_pretrained(tmp_path, device="cpu"), random_prompts([100]), 1)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 40])
+def test_alibi_slopes(heads):
+    """Catches slopes of head counts that are no power of two, by the recursion of the paper's authors."""
+    def slopes(n):
+        if math.log2(n).is_integer():
+            start = 2 ** -(2 ** -(math.log2(n) - 3))
+            return [start ** (i + 1) for i in range(n)]
+        below = 2 ** math.floor(math.log2(n))
+        return slopes(below) + slopes(2 * below)[0::2][:n - below]
+    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(slopes(heads)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading and writing
+
+@pytest.mark.parametrize("shape", ["llama", "untied-biased"])
+def test_save_and_load(shape, tmp_path):
+    """Catches a weight that is lost, renamed or split wrongly on the way to disk and back, in one file and in shards."""
+    model = toy_model(**SHAPES[shape])
+    model.save_pretrained(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    same = GPT.from_pretrained(tmp_path, device="cpu")
+    assert same.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), same.state_dict().values()))
+    tensors = load_file(tmp_path / "model.safetensors")
+    shards = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(shards.values()):
+        save_file({n: t for n, t in tensors.items() if shards[n] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=shards)))
+    sharded = GPT.from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert sharded.dtype == torch.bfloat16
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.state_dict().values(), sharded.state_dict().values()))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan-7b"])
+def test_casts_and_small_buffers_change_nothing(name, stored, tmp_path, monkeypatch):
+    """Catches a cast in the wrong order, rows lost between two fillings of the buffer, and an identity that a cast changes."""
+    path = save_theirs(name, theirs_of(name), tmp_path)
+    tensors = {key: value.to(stored) for key, value in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors")
+    want = GPT.from_pretrained(path, device="cpu", dtype=torch.float32)
+    for buffer in (2**26, 100, 1000):
+        monkeypatch.setattr(checkpoint, "BUFFER", buffer)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            got = GPT.from_pretrained(path, device="cpu", dtype=dtype)
+            assert got.identity == want.identity
+            assert all(torch.equal(a.to(dtype), b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
+    assert checkpoint.identity(want.state_dict()) == want.identity
+
+
+def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
+    """Catches minutes of silence."""
+    save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
+    capsys.readouterr()  # transformers has a bar
+    GPT.from_pretrained(tmp_path, device="cpu")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint, "LARGE", 1000)
+    GPT.from_pretrained(tmp_path, device="cpu")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)}, 0.0 of" in lines[0]
+
+
+def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    """Catches a machine that swaps itself to death."""
+    toy_model().save_pretrained(tmp_path)
+    monkeypatch.setattr("model.free_memory", lambda device: 1000)
+    with pytest.raises(InputError, match="its weights take 0.0 GB in float32, but 0.0 GB are free on cpu"):
+        GPT.from_pretrained(tmp_path, device="cpu")
+
+
+def edit_config(path, **changes):
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({k: v for k, v in (raw | changes).items() if v is not None}))
+
+
+def edit_weights(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def edit_header(path, change):
+    """Rewrites the header of a safetensors file."""
+    data = (path / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def pickled(path, value):
+    (path / "model.safetensors").unlink()
+    torch.save(value, path / "pytorch_model.bin")
+
+
+def shard_missing(path):
+    (path / "model.safetensors").rename(path / "model-1.safetensors")
+    weight_map = dict(a="model-1.safetensors", b="model-2.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+
+
+def rope(**settings):
+    return lambda p: edit_config(p, rope_parameters=settings)
+
+
+BROKEN = {
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no such file"),
+    "no config": (lambda p: (p / "config.json").unlink(), "no such file"),
+    "config is cut": (lambda p: (p / "config.json").write_text('{"a": '), "cannot be read as json"),
+    "config is a list": (lambda p: (p / "config.json").write_text("[1]"), "expected a json object"),
+    "config is not text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x80"), "cannot be read as json"),
+    "weights are cut": (lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:5000]),
+                        "truncated"),
+    "weights are text": (lambda p: (p / "model.safetensors").write_text("hello"), "truncated or not a safetensors"),
+    "weights are empty": (lambda p: (p / "model.safetensors").write_bytes(b""), "truncated or not a safetensors"),
+    "header of another type": (lambda p: edit_header(p, lambda h: h.update(a=1)), "truncated or not a safetensors"),
+    "tensor outside the file": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(data_offsets=[0, 2**40])),
+                                "model.norm.weight does not lie within the file"),
+    "tensor of an unknown type": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(dtype="F4")), "unknown type F4"),
+    "another family": (lambda p: edit_config(p, model_type="mamba"),
+                       "not supported; supported: llama, mistral, qwen2, qwen3, phi3, baichuan, gpt2"),
+    "key missing": (lambda p: edit_config(p, hidden_size=None), "'hidden_size' is missing"),
+    "key of another type": (lambda p: edit_config(p, hidden_size="big"), "wrong type"),
+    "size of zero": (lambda p: edit_config(p, num_hidden_layers=0), "at least 1"),
+    "heads do not divide": (lambda p: edit_config(p, num_attention_heads=3), "multiple"),
+    "more heads than numbers": (lambda p: edit_config(p, num_attention_heads=100, head_dim=None), "do not fit a hidden size"),
+    "another activation": (lambda p: edit_config(p, hidden_act="relu"), "hidden_act 'relu' is not supported"),
+    "unknown rope": (rope(rope_type="spiral"), "'spiral' is not supported; supported: default, linear, dynamic"),
+    "rope of another type": (lambda p: edit_config(p, rope_parameters="x"), "wrong type"),
+    "rope of zero": (rope(rope_theta=0), "above 0"),
+    "rope without a factor": (rope(rope_type="linear"), "'factor' is missing"),
+    "rope whose factor is text": (rope(rope_type="linear", factor="2"), "factor has the wrong type"),
+    "rope with crossed factors": (rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=1), "must be below"),
+    "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
+    "part of the rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "no heads": (lambda p: edit_config(p, num_attention_heads=0, head_dim=None), "at least 1"),
+    "family of another type": (lambda p: edit_config(p, model_type=[]), "not supported"),
+    "quantised": (lambda p: edit_config(p, quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),
+    "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})),
+                               "it looks quantised (GPTQ or AWQ)"),
+    "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "quantised (float8_e4m3fn)"),
+    "other shape": (lambda p: edit_config(p, intermediate_size=95), "should have shape"),
+    "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lacks what norm.weight"),
+    "tensor too many": (lambda p: edit_weights(p, lambda t: t.update(extra=torch.ones(1))), "extra"),
+    "shard missing": (shard_missing, "model-2.safetensors: no such file, but model.safetensors.index.json names it"),
+    "index of another type": (lambda p: (p / "model.safetensors").rename(p / "model.safetensors.index.json").write_text("{}"),
+                              "expected a weight_map"),
+    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "it holds code"),
+    "pickle of other things": (lambda p: pickled(p, [1, 2]), "does not hold tensors by name"),
+    "pickle is cut": (lambda p: (pickled(p, dict(a=torch.ones(1000))), (p / "pytorch_model.bin").write_bytes(
+        (p / "pytorch_model.bin").read_bytes()[:1000])), "truncated or not a bin"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused_in_one_line(case, tmp_path, capsys):
+    """Catches a broken folder that loads as garbage or ends in a traceback from deep inside."""
+    toy_model().save_pretrained(tmp_path)
+    breaks, says = BROKEN[case]
+    breaks(tmp_path)
+    with pytest.raises(InputError) as caught:
+        GPT.from_pretrained(tmp_path, device="cpu")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_a_config_without_a_spelling_is_not_written(tmp_path):
+    """Catches a folder that reads back as another model: Llama's format has one flag for all attention biases."""
+    for flags in (dict(qkv_bias=True), SHAPES["gpt2"]):
+        with pytest.raises(InputError, match="no way to write|not supported"):
+            toy_model(**flags).save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
+        GPT.from_pretrained(tmp_path / "nowhere")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    """Catches half-written files."""
+    def fail(tmp):
+        open(tmp, "w").write("half")
+        raise OSError("disk full")
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(OSError):
+        atomic_write(tmp_path / "file", fail)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
