@@ -23,11 +23,11 @@ import torch
 import bench_decode
 import bench_kernels
 import kernels
+from checkpoint import InputError
 from clover import MAX_TREE, CloverHeads
 from data import heldout_prompts, load_tokens
 from engine import Sampling, check
 from generate import DEMO, Parser, add_model_flags, command, generate, load_model
-from model import InputError
 from tokenizer import tokenizer_hash
 from train_base import add_data_flag
 from train_heads import evaluate

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from bench_kernels import print_head
+from checkpoint import GPTConfig, InputError
 from clover import CloverHeads, preset
 from data import heldout_prompts
 from engine import STAGES, Sampling, memory_needed
 from fit import copy_bandwidth, fit_tree, stage_times, step_time
 from generate import load_model, pick_device, prepare
-from model import GPT, GPTConfig, InputError, free_memory
+from model import GPT, free_memory
 from tokenizer import tokenizer_hash
 
 GB = 1e9

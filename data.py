@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import InputError
+from checkpoint import InputError
 from tokenizer import end_of_text, load_encoding  # noqa: F401, load_encoding for who imports it from here
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".jsonl")

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from checkpoint import InputError
 from clover import MAX_TREE, root_tree
 from kernels import commit_path, gumbel_argmax, runs_triton
-from model import InputError, free_memory, pack
+from model import free_memory, pack
 from tokenizer import TextStream
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, a bound for the memory; between two steps passes go on until so many are in

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import atomic_write
 from clover import MAX_TREE
 from engine import STAGES, Engine, Sampling, capture, memory_needed
-from model import atomic_write, free_memory
+from model import free_memory
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 UNKNOWN = 5  # the tree for heads that carry no table

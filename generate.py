@@ -18,12 +18,14 @@ from typing import NamedTuple
 
 import torch
 
+from chat import load_chat_template, stop_tokens
+from checkpoint import InputError
 from clover import MAX_TREE, CloverHeads
 from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, largest_batch
 from fit import fit_tree, stage_times
 from kernels import gumbel
-from model import GPT, InputError, free_memory
-from tokenizer import TextStream, encode_prompt, load_chat_template, load_encoding, stop_tokens, tokenizer_hash
+from model import GPT, free_memory
+from tokenizer import TextStream, encode_prompt, load_encoding, tokenizer_hash
 
 DEMO = Path(__file__).parent / "demo"
 BATCH_SIZE = 8

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from checkpoint import (FAMILIES, GPTConfig, InputError, atomic_write, hf_config, parse_config, read_config, read_state, split_weight,
+from checkpoint import (FAMILIES, InputError, atomic_write, hf_config, parse_config, read_config, read_state, split_weight,
                         weight_files)
 from kernels import float_logits, gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
 

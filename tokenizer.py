@@ -1,4 +1,4 @@
-"""A checkpoint folder's tokenizer and chat template: ids, prompts and stop tokens that are exact, or refused in one line.
+"""A checkpoint folder's tokenizer: ids that are exact, or refused in one line.
 
 tiktoken does the work wherever it gives the very ids that the folder's files stand for. Every other tokenizer goes
 through the package it was made for, tokenizers or sentencepiece: both optional, and imported only then.
@@ -14,12 +14,8 @@ import json
 import re
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 
-import jinja2  # torch brings it
-import jinja2.ext
-import jinja2.sandbox
 import regex  # tiktoken brings it
 import tiktoken
 
@@ -256,15 +252,12 @@ def _tokenizer_file(path):
     return next((file for file in files if file.exists()), path / "tokenizer.json")
 
 
-def _folder(path):
-    return Path(path) if Path(path).is_dir() else Path(path).parent
-
-
-def _optional_json(file):
+def optional_json(file):
+    """The object in a json file, {} where there is none."""
     return read_json(file) if file.exists() else {}
 
 
-def _read_text(file):
+def read_text(file):
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -556,7 +549,7 @@ def _tokenizer_class(folder, config, default):
     """tokenizer_config.json's tokenizer_class without the Fast at its end; where it has none, Qwen's by config.json."""
     if config.get("tokenizer_class"):
         return config["tokenizer_class"].removesuffix("Fast")
-    return "Qwen2Tokenizer" if str(_optional_json(folder / "config.json").get("model_type")).startswith("qwen") else default
+    return "Qwen2Tokenizer" if str(optional_json(folder / "config.json").get("model_type")).startswith("qwen") else default
 
 
 def _added_tokens(folder, config, index_of, defaults=()):
@@ -564,15 +557,15 @@ def _added_tokens(folder, config, index_of, defaults=()):
     the first has no added_tokens_decoder) special_tokens_map.json. index_of(text): the vocabulary's id, or None."""
     decoder = config.get("added_tokens_decoder") or {}
     found = [(int(index), token) for index, token in decoder.items()]
-    found += [(index, text) for text, index in _optional_json(folder / "added_tokens.json").items()]
-    named = ({} if decoder else _optional_json(folder / "special_tokens_map.json")) | config
+    found += [(index, text) for text, index in optional_json(folder / "added_tokens.json").items()]
+    named = ({} if decoder else optional_json(folder / "special_tokens_map.json")) | config
     for key, value in named.items():
         if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
             found += [(None, token) for token in (value if isinstance(value, list) else [value])]
     found += [(None, text) for text in defaults if index_of(text) is not None]
     tokens = {}
     for index, token in found:
-        text, flags = _content(token), token if isinstance(token, dict) else {}
+        text, flags = token_text(token), token if isinstance(token, dict) else {}
         if not text:
             continue
         known = tokens[text]["id"] if text in tokens else index_of(text)
@@ -591,13 +584,14 @@ def _bos(folder, config, special, default, text=None):
     """The ids before a prompt: bos_token's (`text` where none is named), if add_bos_token (`default`) says so."""
     if not config.get("add_bos_token", default):
         return []
-    text = _content(config.get("bos_token") or _optional_json(folder / "special_tokens_map.json").get("bos_token") or text)
+    text = token_text(config.get("bos_token") or optional_json(folder / "special_tokens_map.json").get("bos_token") or text)
     if text not in special:
         _refuse(folder / "tokenizer_config.json", f"add_bos_token, but a bos_token ({text!r}) without an id")
     return [special[text]]
 
 
-def _content(token):
+def token_text(token):
+    """The text of a special token, which tokenizer_config.json gives as such or with flags around it."""
     """A token's text, or None: tokenizer_config.json has texts, dicts with "content", nulls and switches."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
@@ -605,14 +599,14 @@ def _content(token):
 
 def _read_vocab(file):
     """GPT-2's vocab.json with merges.txt, through the tokenizer.json that they stand for."""
-    folder, vocab, config = file.parent, read_json(file), _optional_json(file.parent / "tokenizer_config.json")
+    folder, vocab, config = file.parent, read_json(file), optional_json(file.parent / "tokenizer_config.json")
     kind = _tokenizer_class(folder, config, "GPT2Tokenizer")
     if kind not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json (GPT2Tokenizer and Qwen2Tokenizer need none)")
     byte_level = {"type": "ByteLevel", "add_prefix_space": bool(config.get("add_prefix_space")), "trim_offsets": True}
     split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
     qwen = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    lines = _read_text(folder / "merges.txt").split("\n")
+    lines = read_text(folder / "merges.txt").split("\n")
     merges = [line for line in lines[lines[0].startswith("#version"):] if line]
     added = _added_tokens(folder, config, vocab.get, ["<|endoftext|>"])
     spec = {
@@ -645,7 +639,7 @@ def _read_ranks(file, content, lines):
 
 def _read_model(file):
     """A tokenizer.model: sentencepiece's, or Llama 3's, which is a tiktoken file."""
-    content, config = file.read_bytes(), _optional_json(file.parent / "tokenizer_config.json")
+    content, config = file.read_bytes(), optional_json(file.parent / "tokenizer_config.json")
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", content):
         return _read_llama3(file, content, config)
     return _through_sentencepiece(file, content, config)
@@ -716,119 +710,3 @@ def _through_sentencepiece(file, content, config):
     return PackageEncoding(file.parent.name, encode, first.encode, decode, token_bytes, special, last,
                            identity=(hashlib.sha256(content).hexdigest(), rest is first),
                            prefix=_bos(file.parent, config, special, kind != "BaichuanTokenizer", "<s>"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stop tokens and chat templates
-
-
-def stop_tokens(path, encoding):
-    """The ids that end a generation: eos_token_id of generation_config.json, else of config.json, else end_of_text; for a
-    chat model, which has a chat template, tokenizer_config.json's eos_token besides. Raises InputError for broken files
-    and for ids that are no token's."""
-    folder = _folder(path)
-    ids, file = None, None
-    for name in ("generation_config.json", "config.json"):
-        if ids is None:
-            file, ids = folder / name, _optional_json(folder / name).get("eos_token_id")
-    ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not ids or not all(_is_token(encoding, index) for index in ids):
-        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; mend the file")
-    config = _optional_json(folder / "tokenizer_config.json")
-    eos = encoding._special_tokens.get(_content(config.get("eos_token"))) if _template_source(folder)[1] else None
-    return list(dict.fromkeys([*ids, *([] if eos is None else [eos])]))
-
-
-def _is_token(encoding, index):
-    try:
-        encoding.decode_single_token_bytes(index)
-    except (KeyError, OverflowError, TypeError):
-        return False
-    return type(index) is int and index <= encoding.max_token_value
-
-
-def load_chat_template(path):
-    """A folder's chat template: chat_template.jinja's, else tokenizer_config.json's (the "default" of several), else None.
-
-    Raises InputError for files that are broken and a template that does not parse.
-    """
-    folder = _folder(path)
-    file, source = _template_source(folder)
-    if source is None:
-        return None
-    config = _optional_json(folder / "tokenizer_config.json")
-    named = _optional_json(folder / "special_tokens_map.json") | config
-    tokens = {key: _content(value) for key, value in named.items() if key.endswith("_token")}
-    return ChatTemplate(file, source, {key: text for key, text in tokens.items() if text is not None})
-
-
-def _template_source(folder):
-    """(file, text of its template or None)."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file, _read_text(file)
-    file = folder / "tokenizer_config.json"
-    source = _optional_json(file).get("chat_template")
-    try:
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}["default"]
-        if source is not None and not isinstance(source, str):
-            raise TypeError(type(source).__name__)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one named default, but: "
-                         f"{error}; mend the file") from error
-    return file, source
-
-
-class ChatTemplate:
-    """Messages in, the text of the prompt out, as transformers' apply_chat_template renders it.
-
-    Its ids are `encoding.encode(text, allowed_special="all")`, without the prefix: a template writes its own BOS.
-    """
-
-    def __init__(self, file, source, tokens):
-        self.file, self.tokens = file, tokens
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self.template = environment.from_string(source)
-        except Exception as error:
-            raise InputError(f"{file}: expected a chat template, but: {_reason(error)}; mend the template") from error
-
-    def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the template asks for,
-        such as tools. Raises InputError, with the reason, when the template raises or leaves its sandbox."""
-        given = dict(messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
-        try:
-            return self.template.render(**self.tokens | given | variables)
-        except Exception as error:
-            raise InputError(f"{self.file}: expected messages that the chat template takes, but: {_reason(error)}; "
-                             "mend the messages or the template") from error
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: marks what the assistant wrote, for training; rendered as it stands."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """json, without jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message):
-    raise jinja2.TemplateError(message)
-
-
-def _reason(error):
-    line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return f"{line}{' '.join(str(error).split()) or type(error).__name__}"

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from checkpoint import GPTConfig, InputError, atomic_write
 from data import batch, documents, token_array
 from generate import Parser, check, command, pick_device
-from model import GPT, GPTConfig, InputError, atomic_write
+from model import GPT
 from tokenizer import end_of_text, load_encoding
 
 END_OF_TEXT = "<|endoftext|>"

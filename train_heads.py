@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from checkpoint import InputError, atomic_write
 from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens
 from fit import acceptance
 from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
-from model import InputError, atomic_write
 from tokenizer import tokenizer_hash
 from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from model import GPT, GPTConfig
+from checkpoint import GPTConfig
+from model import GPT
 
 torch.set_num_threads(2)
 

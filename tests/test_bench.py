@@ -8,10 +8,11 @@ import torch
 
 import bench
 import bench_decode
+from checkpoint import GPTConfig, InputError
 from clover import PRESETS, CloverHeads
 from data import heldout_prompts
 from generate import generate
-from model import GPT, GPTConfig, InputError
+from model import GPT
 from tokenizer import load_encoding
 
 

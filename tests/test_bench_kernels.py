@@ -9,7 +9,7 @@ import torch
 import bench
 import bench_kernels
 import kernels
-from model import InputError
+from checkpoint import InputError
 
 INTERPRETED = bool(kernels.INTERPRETED)
 needs_compiler = pytest.mark.skipif(not kernels.HAS_TRITON or INTERPRETED, reason="needs triton, not interpreting")

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as models
+from checkpoint import InputError
 from clover import PRESETS, CloverHeads, best_of, model_identity, preset
 from conftest import random_prompts, toy_model
 from generate import generate
-from model import GPT, InputError, pack
+from model import GPT, pack
 
 
 def random_heads(model, name="clover", seed=0, **switches):

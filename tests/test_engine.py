@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import model as models
+from checkpoint import InputError
 from clover import PRESETS, CloverHeads, Tree, root_tree
 from conftest import SHAPES, random_prompts, toy_model
 from engine import Engine, Interrupted, Sampling, Text, accept, check_memory, keep_likely, memory_needed
 from generate import first_difference, generate
-from model import GPT, InputError
+from model import GPT
 from test_clover import random_heads
 from tokenizer import load_encoding
 

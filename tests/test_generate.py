@@ -13,10 +13,11 @@ import torch
 import engine
 import fit
 import generate as command_line
+from checkpoint import InputError
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import first_difference, generate
-from model import GPT, InputError
+from model import GPT
 from tokenizer import load_encoding
 
 ROOT = Path(__file__).parent.parent

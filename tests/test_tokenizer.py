@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tiktoken
 
+import chat
 import data
 import tokenizer
-from model import InputError
+from checkpoint import InputError
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -930,8 +931,8 @@ def test_stop_tokens_are_the_generation_configs_then_the_configs_then_the_end_of
     save(tmp_path, byte_level(corpus, BYTE_LEVEL, CHAT))
     write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
     encoding = tokenizer.load_encoding(tmp_path)
-    assert tokenizer.stop_tokens(tmp_path, encoding) == expected
-    assert tokenizer.stop_tokens(tmp_path / "tokenizer.json", encoding) == expected
+    assert chat.stop_tokens(tmp_path, encoding) == expected
+    assert chat.stop_tokens(tmp_path / "tokenizer.json", encoding) == expected
 
 
 @pytest.mark.parametrize("ids", [700, -1, "0", True, 1.0, [0, None], [], 2**70])
@@ -939,9 +940,9 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
     save(tmp_path, trained(corpus, BYTE_LEVEL))
     write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
     encoding = tokenizer.load_encoding(tmp_path)
-    refusal(lambda: tokenizer.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
+    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
     write(tmp_path, {"generation_config.json": "{"})
-    one_line(lambda: tokenizer.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
+    one_line(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1028,11 +1029,11 @@ def chat_folder(folder, corpus, **config):
 def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
     pytest.importorskip("transformers")
     chat_folder(tmp_path, corpus, chat_template=TEMPLATES[name])
-    ours, encoding = tokenizer.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
+    ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
     reference, tools = auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
     assert tokenizer.encode_prompt(encoding, "") == [0]
-    for chat, messages in CHATS.items():
-        if (name, chat) == ("turns", "system"):
+    for kind, messages in CHATS.items():
+        if (name, kind) == ("turns", "system"):
             continue
         for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": tools}):
             text = ours.render(messages, **options)
@@ -1046,10 +1047,10 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
 
 def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(corpus, tmp_path):
     chat_folder(tmp_path, corpus, chat_template=TURNS)
-    ours = tokenizer.load_chat_template(tmp_path)
+    ours = chat.load_chat_template(tmp_path)
     refusal(lambda: ours.render(CHATS["system"]), tmp_path / "tokenizer_config.json", 'not "system"')
     write(tmp_path, {"chat_template.jinja": HEADERS})
-    ours = tokenizer.load_chat_template(tmp_path)
+    ours = chat.load_chat_template(tmp_path)
     refusal(lambda: ours.render([{"role": "user", "content": 7}]), tmp_path / "chat_template.jinja", "text only")
 
 
@@ -1068,23 +1069,23 @@ def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(corpus, 
 ])  # fmt: skip
 def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp_path):
     write(tmp_path, {"chat_template.jinja": source})
-    refusal(lambda: tokenizer.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
+    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
 
 
 def test_where_a_template_is_looked_for(tmp_path):
-    assert tokenizer.load_chat_template(tmp_path) is None
+    assert chat.load_chat_template(tmp_path) is None
     one = said(("user", "x"))
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ bos_token }}"}]
     write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
     write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
-    assert tokenizer.load_chat_template(tmp_path).render(one) == "default <s>"
+    assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
     write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n", "tokenizer.json": "{}"})
-    assert tokenizer.load_chat_template(tmp_path / "tokenizer.json").render(one) == "file x"
+    assert chat.load_chat_template(tmp_path / "tokenizer.json").render(one) == "file x"
     write(tmp_path, {"chat_template.jinja": b"\xff"})
-    refusal(lambda: tokenizer.load_chat_template(tmp_path), tmp_path / "chat_template.jinja")
+    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "chat_template.jinja")
     (tmp_path / "chat_template.jinja").unlink()
     for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
         write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
-        refusal(lambda: tokenizer.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
+        refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
     write(tmp_path, {"tokenizer_config.json": "[]"})
-    one_line(lambda: tokenizer.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
+    one_line(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")

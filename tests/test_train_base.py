@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import train_base
-from model import GPT, InputError
+from checkpoint import InputError
+from model import GPT
 from tokenizer import load_encoding
 
 pytest.importorskip("tokenizers", reason="learning a tokenizer needs the tokenizers package")

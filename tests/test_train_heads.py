@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 import generate as command_line
 import train_heads
+from checkpoint import InputError
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from data import load_tokens
 from generate import generate
-from model import GPT, InputError
+from model import GPT
 from test_clover import random_heads
 from tokenizer import load_encoding
 
