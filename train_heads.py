@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from checkpoint import InputError, atomic_write
 from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens
 from fit import acceptance
 from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
+from loss import head_losses
 from tokenizer import tokenizer_hash
 from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
@@ -35,41 +35,20 @@ def windows(tokens, args, heads, seed):
     return batch(tokens, args.batch_size, length, torch.Generator().manual_seed(seed)).to(heads.model.device)
 
 
-def forward(heads, tokens, autocast):
-    """tokens [B, T + K + 1] -> (the model's logits [B, T + K, V], the heads' logits, K times [B, T, V])."""
+def forward(heads, tokens, objective, autocast):
+    """tokens [B, T + K + 1] -> per head (mean cross-entropy in nats [K], head accuracy [K]), see loss.py."""
     model, K = heads.model, heads.config.heads
     with autocast:
         with torch.no_grad():
             hidden = model(tokens[:, :-1])
-            teacher = model.lm_head(hidden)
-        outputs = heads(hidden[:, :-K], tokens[:, 1:])
-        return teacher, [model.lm_head(out) for out in outputs]
-
-
-def losses(teacher, guesses, tokens, objective):
-    """Per head the mean cross-entropy in nats against what the model would say (distill) or what the text says (data)."""
-    T = guesses[0].shape[1]
-    probs = teacher.softmax(dim=-1, dtype=torch.float32) if objective == "distill" else None
-    for i, logits in enumerate(guesses):
-        logits = logits.float()
-        if objective == "data":
-            yield F.cross_entropy(logits.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten())
-        else:
-            yield (logits.logsumexp(dim=-1) - (probs[:, i + 1:i + 1 + T] * logits).sum(dim=-1)).mean()
-
-
-@torch.no_grad()
-def accuracies(teacher, guesses):
-    """Head accuracy, one number per head: the share of positions where its top-1 is the model's own greedy token."""
-    T, best = guesses[0].shape[1], teacher.argmax(dim=-1)
-    return [(logits.argmax(dim=-1) == best[:, i + 1:i + 1 + T]).float().mean().item() for i, logits in enumerate(guesses)]
+        return head_losses(model, heads(hidden[:, :-K], tokens[:, 1:]), hidden, tokens, objective)
 
 
 @torch.no_grad()
 def evaluate(heads, tokens, args, autocast, batches=16):
     """Head accuracy on fixed held-out windows: a list of K."""
-    rows = [accuracies(*forward(heads, windows(tokens, args, heads, seed), autocast)) for seed in range(batches)]
-    return [sum(column) / batches for column in zip(*rows)]
+    rows = [forward(heads, windows(tokens, args, heads, seed), "distill", autocast)[1] for seed in range(batches)]
+    return torch.stack(rows).mean(0).tolist()
 
 
 def measure(heads, heldout, prompts, args, autocast):
@@ -127,27 +106,26 @@ class Run:
         atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
 
     def train_step(self, tokens):
-        """One optimiser step on a batch of windows -> (loss, head accuracies; those only in a step that shows them)."""
+        """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
         a = self.args
-        teacher, guesses = forward(self.heads, tokens, self.autocast)
-        loss = sum(HEAD_WEIGHT ** i * part for i, part in enumerate(losses(teacher, guesses, tokens, a.objective)))
+        losses, accuracies = forward(self.heads, tokens, a.objective, self.autocast)
+        loss = sum(HEAD_WEIGHT ** i * part for i, part in enumerate(losses))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
         set_learning_rate(self.optimizer, a.lr, self.step, a.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        shown = self.step % SHOW_EVERY == 0 or self.step == a.steps
-        return loss.item(), accuracies(teacher, guesses) if shown else None
+        return loss, accuracies
 
     def train(self, tokens):
         """Trains to the last step, or until Ctrl-C. Batches are seeded by the step, so a resumed run sees the same ones."""
         a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         try:
             while self.step < a.steps:
-                loss, accuracy = self.train_step(windows(tokens, a, self.heads, a.seed * 1_000_003 + self.step))
-                if accuracy:
-                    shares = " ".join(f"{share:.3f}" for share in accuracy)
+                loss, accuracies = self.train_step(windows(tokens, a, self.heads, a.seed * 1_000_003 + self.step))
+                if self.step % SHOW_EVERY == 0 or self.step == a.steps:
+                    shares = " ".join(f"{share:.3f}" for share in accuracies.tolist())
                     progress.show(self.step, f"loss {loss:.3f}  accuracy {shares}")
                 if self.step % SAVE_EVERY == 0:
                     self.save()

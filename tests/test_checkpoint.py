@@ -2,18 +2,22 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import InputError, atomic_write, read_config
+from checkpoint import GPTConfig, InputError, atomic_write, read_config
 from clover import CloverHeads, preset
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from model import GPT, alibi_slopes
 
+ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 GPT2 = dict(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None)
@@ -306,6 +310,31 @@ def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp
     monkeypatch.setattr("model.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="its weights take 0.0 GB in float32, but 0.0 GB are free on cpu"):
         GPT.from_pretrained(tmp_path, device="cpu")
+
+
+LOADS = """
+import resource, sys, torch
+from model import GPT
+model = GPT.from_pretrained(sys.argv[1], dtype=torch.bfloat16, device="cpu")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_two_gigabytes_in_four_shards_take_little_more_memory_than_themselves(tmp_path):
+    """Catches a checkpoint that is held twice while it loads."""
+    model = GPT(GPTConfig(vocab_size=32000, block_size=2048, n_layer=16, n_head=16, n_kv_head=8, head_size=128, n_embd=2048,
+                          n_inner=6656, tied=False)).bfloat16()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight_map = {name: f"model-{i * 4 // len(tensors)}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: x for name, x in tensors.items() if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+    assert sum(x.nbytes for x in tensors.values()) > 1.9e9
+    done = subprocess.run([sys.executable, "-c", LOADS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2.9e9 and "(4 of 4, " in done.stderr
 
 
 def edit_config(path, **changes):

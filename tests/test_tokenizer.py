@@ -6,11 +6,8 @@ import json
 import random
 import re
 import sys
-import time
 import unicodedata
-from datetime import datetime
 
-import numpy as np
 import pytest
 import tiktoken
 
@@ -583,7 +580,7 @@ def test_endless_runs_do_not_break_the_encoding(name, corpus, tmp_path):
     assert encoding.encode_ordinary(text) == plain(text.replace("\ud800", "\ufffd"))
 
 
-def test_a_vocabulary_of_150000_tokens_loads_fast(tmp_path):
+def test_a_vocabulary_of_150000_tokens_loads_fast(tmp_path, monkeypatch):
     """Three bytes to a token: nothing is slower to check for its length than real ones are."""
     rng = random.Random(4)
     spec, symbols = tiny_spec(), list(tiny_spec()["model"]["vocab"])[:256]
@@ -595,9 +592,10 @@ def test_a_vocabulary_of_150000_tokens_loads_fast(tmp_path):
     spec["model"] |= {"vocab": vocab, "merges": [f"{a} {b}" for a, b in pairs]}
     spec["added_tokens"][0]["id"] = len(vocab)
     save(tmp_path, spec)
-    start = time.perf_counter()
+    work, last_parts = [], tokenizer._last_parts
+    monkeypatch.setattr(tokenizer, "_last_parts", lambda token, merges: work.append(len(token)) or last_parts(token, merges))
     encoding = tokenizer.load_encoding(tmp_path)
-    assert encoding.max_token_value > 150_000 and time.perf_counter() - start < 15
+    assert encoding.max_token_value > 150_000 and len(work) == len(vocab) and sum(work) < 4 * len(vocab)  # each token once
     assert encoding.decode(encoding.encode_ordinary("hé日!")) == "hé日!"
 
 
@@ -1041,7 +1039,7 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
             ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
             assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
     if name == "headers":
-        assert datetime.now().strftime("%Y") in text
+        assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
     assert ours.render(CHATS["one"]) == ours.render(CHATS["one"], add_generation_prompt=True)
 
 

@@ -129,18 +129,16 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher():
     """Catches a head that is compared with the distribution one place too early or too late."""
     model = toy_model()
     heads, tokens = random_heads(model), torch.tensor(random_prompts([25, 25]))
-    teacher, guesses = train_heads.forward(heads, tokens, torch.autocast("cpu", enabled=False))
-    T = 25 - 4 - 1
-    distill = list(train_heads.losses(teacher, guesses, tokens, "distill"))
-    data = list(train_heads.losses(teacher, guesses, tokens, "data"))
-    whole = model.lm_head(model(tokens))
-    for i in range(4):
-        for b, t in [(0, 0), (1, T - 1), (0, 7)]:  # the guess of the token at t + 2 + i is made up for by position t + 1 + i
-            torch.testing.assert_close(teacher[b, t + 1 + i], whole[b, t + 1 + i], atol=1e-4, rtol=1e-4)
-        logs = guesses[i].log_softmax(-1)
-        want = -(whole[:, i + 1:i + 1 + T].softmax(-1) * logs).sum(-1).mean()
-        torch.testing.assert_close(distill[i], want, atol=1e-4, rtol=1e-4)
+    T, off = 25 - 4 - 1, torch.autocast("cpu", enabled=False)
+    distill, accuracy = train_heads.forward(heads, tokens, "distill", off)
+    data, _ = train_heads.forward(heads, tokens, "data", off)
+    hidden = model(tokens)
+    whole = model.lm_head(hidden)
+    for i, out in enumerate(heads(hidden[:, :T], tokens[:, 1:])):  # the token at t + 2 + i is chosen after position t + 1 + i
+        logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
+        torch.testing.assert_close(distill[i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(data[i], F.nll_loss(logs.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten()))
+        assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
 
 
 def test_the_model_stays_frozen(checkpoint, texts, tmp_path, monkeypatch):
