@@ -94,7 +94,7 @@ def measure_accuracy(model, encoding, args):
     for path in args.heads:
         heads = CloverHeads.from_pretrained(path, model)
         windows = SimpleNamespace(batch_size=8, block_size=min(256, model.config.block_size - heads.config.heads - 1))
-        found[Path(path).name] = accuracy = evaluate(heads, tokens, windows, autocast)
+        found[Path(path).name] = accuracy = evaluate(heads, tokens, windows, autocast)[1]
         print(f"| {Path(path).name} | " + " | ".join(f"{share:.1%}" for share in accuracy) + " |", flush=True)
     return found
 

@@ -49,7 +49,7 @@ class GPTConfig:
     mlp_bias: bool = False
     qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
     tied: bool = True          # the LM head is the embedding table
-    unit_head: bool = False    # the LM head's rows are brought to length 1, as Baichuan 2 does
+    unit_head: bool = False    # the LM head's rows are brought to length 1 when they are read, as Baichuan 2 does
 
 
 def atomic_write(path, write):
@@ -69,7 +69,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: cannot be read as json ({error})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
@@ -127,17 +127,17 @@ class Family(NamedTuple):
 
 
 def read_biases(raw):
-    bias = bool(raw.get("attention_bias", False))
+    bias = flag(raw, "attention_bias", False)
     return dict(qkv_bias=bias, proj_bias=bias)
 
 
 def qwen_window(raw):
-    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    return raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window", False) else None
 
 
 def read_gpt2(raw):
     for key, value in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False).items():
-        if bool(raw.get(key, value)) != value:
+        if flag(raw, key, value) != value:
             raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
     return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True, mlp_bias=True)
 
@@ -157,7 +157,7 @@ def write_baichuan(config):
 
 
 FAMILIES = {  # by model_type
-    "llama": Family("LlamaForCausalLM", flags=lambda raw: read_biases(raw) | dict(mlp_bias=bool(raw.get("mlp_bias", False))),
+    "llama": Family("LlamaForCausalLM", flags=lambda raw: read_biases(raw) | dict(mlp_bias=flag(raw, "mlp_bias", False)),
                     written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
     "mistral": Family("MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096),
                       written=lambda c: dict(sliding_window=None)),
@@ -186,8 +186,8 @@ def whole(raw, key, default=None):
         raise InputError(f"the key {key!r} is missing")
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{key} has the wrong type: expected a whole number, found {value!r}")
-    if value < 1:
-        raise InputError(f"{key} must be at least 1, found {value}")
+    if not 1 <= value < 2**31:
+        raise InputError(f"{key} must be at least 1 and below 2**31, found {value}")
     return value
 
 
@@ -203,6 +203,13 @@ def number(raw, key, default=None):
     return float(value)
 
 
+def flag(raw, key, default):
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{key} has the wrong type: expected true or false, found {value!r}")
+    return default if value is None else value
+
+
 def read_rope(raw, context, head_size):
     """(theta, rope_scaling, longest sequence) from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -213,9 +220,9 @@ def read_rope(raw, context, head_size):
         kind = "longrope"
     if kind not in ROPE_KINDS:
         raise InputError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    if number(settings, "partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1:
+    if number(settings, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)) != 1:
         raise InputError("a partial_rotary_factor other than 1 is not supported; use a model that rotates whole heads")
-    theta = number(settings, "rope_theta", raw.get("rope_theta", 10000.0))
+    theta = number(settings, "rope_theta", number(raw, "rope_theta", 10000.0))
     if kind in ("default", "dynamic"):  # dynamic changes theta beyond the context, which no sequence here is
         return theta, None, context
     if kind == "linear":
@@ -229,6 +236,8 @@ def read_rope(raw, context, head_size):
         return theta, scaling, context
     factor = number(settings, "factor", context / original)
     if kind == "yarn":
+        if theta == 1:
+            raise InputError("rope_theta must be above 1 for yarn, found 1")
         magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
         scales = settings.get("mscale"), settings.get("mscale_all_dim")
         default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
@@ -262,7 +271,7 @@ def parse_config(raw, path):
         return _parse_config(raw)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"the key {error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type ({error})"
         raise InputError(f"{path}: {what}") from None
 
@@ -289,7 +298,7 @@ def _parse_config(raw):
                  vocab_size=whole(raw, "vocab_size"), n_layer=whole(raw, keys["n_layer"]),
                  n_inner=whole(raw, keys["n_inner"], 4 * C if model_type == "gpt2" else None),
                  n_kv_head=whole(raw, keys.get("n_kv_head", ""), heads), head_size=whole(raw, keys.get("head_size", ""), C // heads),
-                 norm_eps=number(raw, keys["norm_eps"]), tied=bool(raw.get(keys["tied"], model_type == "gpt2")))
+                 norm_eps=number(raw, keys["norm_eps"]), tied=flag(raw, keys["tied"], model_type == "gpt2"))
     config = GPTConfig(**dict(block_size=0) | sizes | flags)
     config.block_size = config.block_size or whole(raw, keys.get("block_size", "max_position_embeddings"))
     if config.positions == "rope":
@@ -297,6 +306,8 @@ def _parse_config(raw):
     window = family.window(raw)
     if window is not None:
         config.block_size = min(config.block_size, whole(dict(sliding_window=window), "sliding_window"))
+    if config.tied and config.unit_head:
+        raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose rows are brought to length 1")
     if heads % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
         raise InputError(f"the number of heads must be a multiple of that of key/value heads, and the head size even, from 16 to "
                          f"256; found {heads}, {config.n_kv_head}, {config.head_size}")
@@ -379,9 +390,11 @@ class FileTensor(NamedTuple):
     def sample(self, rows, columns):
         """The elements at these places of the tensor as a matrix [prod(shape[:-1]), shape[-1]]."""
         size, width = self.dtype.itemsize, self.shape[-1]
-        places = (rows * width + columns).tolist()
-        data = b"".join(os.pread(self.file.fileno(), size, self.offset + size * place) for place in places)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype)
+        data = bytearray()
+        for place in (rows * width + columns).tolist():
+            self.file.seek(self.offset + size * place)
+            data += self.file.read(size)
+        return torch.frombuffer(data, dtype=self.dtype)
 
     def read_into(self, target, buffer):
         """Fills `target`, a view of this shape: straight where it lies as the file has it, else by way of `buffer`."""
@@ -482,6 +495,9 @@ def stored_tensors(path):
                         yield file, name, tensor
             else:
                 mapped = zipfile.is_zipfile(file)  # older files are not, and are read whole
+                with open(file, "rb") as opened:
+                    if not mapped and opened.read(1) != b"\x80":
+                        raise ValueError("it is no pickle")
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
                 if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
                     raise ValueError("it does not hold tensors by name")

@@ -282,7 +282,7 @@ class Engine:
             self.chain = (2 << self.offsets) - 1  # ancestors of a plain sequence of nodes
         self.narrow(B)
         self.fit = None  # what fit.py chose the tree from, if it did
-        self.text = []   # of an engine with one slot: the tokens of its last text, whose rows still stand in the caches
+        self.text = []   # of an engine with one slot: the tokens of the text that `keep` left in the caches
         self.lag = 0     # steps that are on their way when the host looks at one
         self.replay = None
         if device.type == "cuda":
@@ -402,21 +402,18 @@ class Engine:
         self.active[slot] = 0
         self.cache.lengths[slot] = 0
 
-    def remember(self, prompt, tokens):
-        """Notes that the rows of this text stand in the caches, where no other slot's steps will write over them."""
-        self.text = [*prompt, *tokens] if self.batch_size == 1 else []
-
     def known(self, prompt):
-        """How many of a prompt's first rows the last text left in the caches of an engine with one slot. The heads' row of a
-        token depends on the token after it, and the prompt's last but one must be run, for the heads' state."""
+        """How many of a prompt's first rows the last text left in the caches. The heads' row of a token depends on the token
+        after it, and the prompt's last but one must be run, for the heads' state."""
         same = next((i for i, (a, b) in enumerate(zip(self.text, prompt)) if a != b), min(len(self.text), len(prompt)))
         return max(min(same - 1, len(prompt) - 2), 0)
 
     @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, stop=(), on_tokens=None, encoding=None):
+    def generate(self, prompts, max_new_tokens, stop=(), on_tokens=None, encoding=None, keep=False):
         """Continues prompts (lists of token ids) -> `Output`. stop: token ids, and texts if there is an `encoding`, that end a
         sequence; the token that does it is kept. on_tokens(index, tokens) is called with the tokens of each step.
-        With one slot, what the prompt has in common with the text before it is not computed again, as turns of a chat have.
+        keep: with one slot and one prompt, as in a chat: what the prompt has in common with the text of the last call that
+        kept it is not computed again. The model must be the same still.
         Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompts(self.model, prompts)
@@ -425,6 +422,9 @@ class Engine:
         rows = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
         if rows > self.rows:
             raise InputError(f"a text of {rows} tokens does not fit an engine made for {self.rows}; make a larger one")
+        if keep and (self.batch_size, len(prompts)) != (1, 1):
+            raise InputError(f"keep is for one prompt in one slot, not for {len(prompts)} in {self.batch_size}")
+        self.text = self.text if keep else []
         output = Output([[] for _ in prompts], [None] * len(prompts),
                         tree_size=self.tree_size, beams=self.beams, batch_size=self.batch_size)
         texts = {}  # of the prompts in work
@@ -436,7 +436,6 @@ class Engine:
             output.steps += 1
             output.accepted[len(taken)] += 1
             if done:
-                self.remember(prompts[index], output.tokens[index])
                 del texts[index]
                 output.ended[index] = "stop" if stopped else "length" if limits[index] == max_new_tokens else "context"
             if on_tokens:
@@ -450,8 +449,7 @@ class Engine:
             raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - began
-            for index in texts:  # interrupted
-                self.remember(prompts[index], output.tokens[index])
+            self.text = [*prompts[0], *output.tokens[0]] if keep and output.tokens[0] else []
             if len(self.root) < self.batch_size:  # never with a graph: it remembers where its tensors are
                 self.narrow(self.batch_size)
             for slot in range(self.batch_size):
@@ -469,7 +467,6 @@ class Engine:
             while budget > 0 and (filling or (waiting and free)):
                 if not filling:
                     filling = free.popleft(), waiting[0], self.known(prompts[waiting.popleft()])
-                    self.text = []
                 slot, index, start = filling
                 end = self.prefill(slot, prompts[index], start)
                 budget -= (len(prompts[index]) if end is None else end) - start

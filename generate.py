@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from chat import load_chat_template, stop_tokens
-from checkpoint import InputError
+from checkpoint import InputError, read_config
 from clover import MAX_TREE, CloverHeads
 from engine import STAGES, Engine, Interrupted, Sampling, check, check_memory, check_prompts, keep_likely, largest_batch
 from fit import fit_tree, stage_times
@@ -147,7 +147,7 @@ def pick_device(name):
     """A torch.device that exists here, or InputError."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"device {name!r} is not available here ({str(error).splitlines()[0]}); try --device cpu") from None
     return device
@@ -156,11 +156,11 @@ def pick_device(name):
 def load_model(args):
     """--model, --device, --dtype -> (GPT, its tiktoken.Encoding)."""
     device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
-    model, encoding = GPT.from_pretrained(args.model, dtype=dtype, device=device), load_encoding(args.model)
-    if encoding.max_token_value >= model.config.vocab_size:
-        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
-                         f"{model.config.vocab_size} embeddings; they do not belong together")
-    return model, encoding
+    embeddings, encoding = read_config(args.model).vocab_size, load_encoding(args.model)  # what is quick comes first
+    if encoding.max_token_value >= embeddings:
+        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only {embeddings} "
+                         "embeddings; they do not belong together")
+    return GPT.from_pretrained(args.model, dtype=dtype, device=device), encoding
 
 
 def load_heads(path, args, model, encoding):
@@ -349,6 +349,13 @@ class Job(NamedTuple):
             return self.encoding.encode(self.template.render(messages), allowed_special="all")
         return encode_prompt(self.encoding, messages[-1]["content"])
 
+    def roomy(self, prompt):
+        """An engine for a prompt and, where memory has room, for the turns after it."""
+        try:
+            return self.prepare([prompt], self.args.max_new_tokens + ROOM)
+        except InputError:
+            return self.prepare([prompt], self.args.max_new_tokens)
+
     def system(self):
         return [] if self.args.system is None else [dict(role="system", content=self.args.system)]
 
@@ -406,24 +413,24 @@ def converse(job):
     messages, engine = job.system(), None
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
         except UnicodeDecodeError as error:
             raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
-        if line == "/clear":
+        if line.strip() == "/clear":
             messages = job.system()
-        elif line:
+        elif line.strip():
             turn = [*messages, dict(role="user", content=line)]
             try:
                 prompt = job.encode(turn)
                 check_prompts(job.model, [prompt])
-                if engine is None or min(len(prompt) + job.args.max_new_tokens, job.model.config.block_size) > engine.rows:
-                    engine = None  # its memory is the next one's
-                    engine = job.prepare([prompt], len(prompt) + job.args.max_new_tokens + ROOM)
             except InputError as error:  # such as a conversation that is too long
                 print(f"{error}{'; /clear starts anew' if messages != job.system() else ''}", file=sys.stderr)
                 continue
+            if engine is None or min(len(prompt) + job.args.max_new_tokens, job.model.config.block_size) > engine.rows:
+                engine = None  # its memory is the next one's
+                engine = job.roomy(prompt)
             text, output = reply(job, engine, prompt)
             print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]", file=sys.stderr)
             if job.template:
@@ -434,7 +441,8 @@ def reply(job, engine, prompt):
     """Prints what follows a prompt, as it comes -> (text, Output)."""
     printer = Printer(job.encoding, job.stop)
     try:
-        output = engine.generate([prompt], job.args.max_new_tokens, job.stop, lambda index, tokens: printer.show(tokens), job.encoding)
+        output = engine.generate([prompt], job.args.max_new_tokens, job.stop, lambda index, tokens: printer.show(tokens),
+                                 job.encoding, keep=True)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish()

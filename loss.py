@@ -19,7 +19,8 @@ def head_losses(model, outputs, hidden, tokens, objective="distill", chunk=CHUNK
     hidden [B, T + K, C]: the model's at positions 0..T + K - 1; tokens int64 [B, T + K + 1]. objective: "distill", against
     what the model would say, or "data", against what the text says. Accuracy is the share of positions where the
     head's first guess is the model's own greedy token. Products are in autocast's dtype where it is on, sums in float32.
-    Differentiable with respect to the outputs. At most `chunk` logits (or one position's) exist at a time.
+    Differentiable with respect to the outputs. Logits exist for at most `chunk` numbers (or one position) at a time; with the
+    model's probabilities, the gradient, and copies in both dtypes that is up to six times so many numbers.
     """
     teacher = model.norm(hidden).detach()
     kind = hidden.device.type
@@ -74,3 +75,22 @@ class HeadLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_losses, _):
         return (None,) * 5 + tuple(None if g is None else g * d for g, d in zip(ctx.grads, d_losses.unbind()))
+
+
+@torch.no_grad()
+def top_accuracies(model, outputs, hidden, tops, chunk=CHUNK):
+    """float32 [len(tops), K]: for each n of tops, the share of positions where the model's own greedy token is among the n likeliest
+    of a head; of equals the lower id counts as likelier. outputs and hidden as for `head_losses`; `chunk` logits at a time."""
+    weight, (B, T, _) = model.head.weight, outputs[0].shape
+    rows = max(1, chunk // weight.shape[0])
+    best = torch.cat([model.lm_head(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
+    ids, shares = torch.arange(weight.shape[0], device=weight.device), []
+    for i, out in enumerate(outputs):
+        wanted, ranks = best[:, i + 1:i + 1 + T].flatten(), []
+        for part, ids_wanted in zip(out.flatten(0, 1).split(rows), wanted.split(rows)):
+            logits, ids_wanted = model.lm_head(part), ids_wanted[:, None]
+            score = logits.gather(1, ids_wanted)
+            ranks.append(((logits > score) | (logits == score) & (ids < ids_wanted)).sum(dim=-1))
+        ranks = torch.cat(ranks)
+        shares.append(torch.stack([(ranks < n).float().mean() for n in tops]))
+    return torch.stack(shares, dim=1)

@@ -36,9 +36,10 @@ def free_memory(device):
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else math.inf
     try:  # a container may be allowed less
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return min(free, int(limit) - int(used))
-    except (OSError, ValueError):  # no such limit
+        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cache = dict(line.split() for line in stat.splitlines())["inactive_file"]  # of files read: given up when needed
+        return min(free, int(limit) - int(used) + int(cache))
+    except (KeyError, OSError, ValueError):  # no such limit
         return free
 
 
@@ -78,7 +79,7 @@ class Span:
         self.cached, self.ancestors, self.slopes, self.mask = cache is not None, ancestors, slopes, None
         if cache is None:
             if slopes is not None:
-                self.mask = alibi_mask(positions[:1], T, slopes)
+                self.mask = alibi_mask(torch.arange(T, device=positions.device)[None], T, slopes)
             return
         self.lengths = cache.lengths
         self.batch = torch.arange(B, device=positions.device)[:, None]
@@ -106,8 +107,9 @@ class Span:
             keys, values = kv[0, :, :, :end], kv[1, :, :, :end]
         else:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(q.dtype)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None,
+        if self.mask is not None and self.mask.dtype not in (torch.bool, q.dtype):
+            self.mask = self.mask.to(q.dtype)  # torch wants biases so, rounded in half precision; tree_attention does not
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask, is_causal=self.mask is None,
                                            enable_gqa=q.shape[2] != k.shape[2])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
@@ -333,6 +335,11 @@ class GPT(nn.Module):
             self.register_buffer("frequencies", frequencies.to(device), persistent=False)
         self.register_buffer("slopes", alibi_slopes(c.n_head).to(device) if c.positions == "alibi" else None, persistent=False)
 
+    def _apply(self, fn, *args, **kwargs):
+        super()._apply(fn, *args, **kwargs)
+        self.tie_and_place()  # on the new device, and in float32 still
+        return self
+
     @torch.no_grad()
     def init_weights(self, generator=None):
         """GPT-2's start: normal(0, 0.02), the projections back into the residual stream smaller by sqrt(2 L)."""
@@ -439,7 +446,7 @@ class GPT(nn.Module):
 # Command line
 
 def describe(path):
-    """What a checkpoint folder holds, as lines of text; reads no weights."""
+    """What a checkpoint folder holds, as lines of text; reads no weights. Raises InputError for what it cannot be."""
     c, files = read_config(path), weight_files(path)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(c).parameters())
@@ -460,7 +467,9 @@ def describe(path):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(f"usage: python {Path(sys.argv[0]).name} FOLDER")
+        asked = sys.argv[1:] in (["-h"], ["--help"])
+        print("usage: python model.py FOLDER, a Hugging Face checkpoint folder", file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
     try:
         print(describe(sys.argv[1]))
     except InputError as error:

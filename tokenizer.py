@@ -591,7 +591,6 @@ def _bos(folder, config, special, default, text=None):
 
 
 def token_text(token):
-    """The text of a special token, which tokenizer_config.json gives as such or with flags around it."""
     """A token's text, or None: tokenizer_config.json has texts, dicts with "content", nulls and switches."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

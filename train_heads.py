@@ -6,26 +6,34 @@
 
     python train_heads.py --evaluate --out DIR               # measures heads that are there, trains nothing
 
-The frozen model's hidden states are computed on the fly, with bfloat16 products unless --dtype float32 is given. Ctrl-C
-saves what is there; --resume goes on from it.
+The frozen model's hidden states are computed on the fly, with bfloat16 products unless --dtype float32 is given. Every few
+minutes the run is saved, and so it is on Ctrl-C and SIGTERM; --resume goes on from there and ends with the same heads, bit
+for bit, as a run that was never stopped. log.jsonl in the folder has a line for each interval.
 """
 
+import json
+import signal
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from checkpoint import InputError, atomic_write
 from clover import PRESETS, CloverHeads, model_identity, preset
 from data import batch, heldout_prompts, load_tokens
 from fit import acceptance
 from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
-from loss import head_losses
+from loss import head_losses, top_accuracies
 from tokenizer import tokenizer_hash
 from train_base import Progress, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
-SHOW_EVERY, SAVE_EVERY = 20, 500  # steps
-PROMPTS = 32  # held-out ones, decoded at the end
+SHOW_EVERY = 20    # steps
+SAVE_EVERY = 180.0  # seconds
+PROMPTS = 32        # held-out ones, decoded at the end
+TOPS = (1, 2, 4, 8)  # of a head's guesses, how many count
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
 
 
@@ -46,19 +54,34 @@ def forward(heads, tokens, objective, autocast):
 
 @torch.no_grad()
 def evaluate(heads, tokens, args, autocast, batches=16):
-    """Head accuracy on fixed held-out windows: a list of K."""
-    rows = [forward(heads, windows(tokens, args, heads, seed), "distill", autocast)[1] for seed in range(batches)]
-    return torch.stack(rows).mean(0).tolist()
+    """Head accuracy on fixed held-out windows: {n: a list of K shares}, of positions where the model's own greedy token is among a
+    head's n likeliest, n of TOPS."""
+    model, K, shares = heads.model, heads.config.heads, []
+    for seed in range(batches):
+        window = windows(tokens, args, heads, seed)
+        with autocast:
+            hidden = model(window[:, :-1])
+            shares.append(top_accuracies(model, heads(hidden[:, :-K], window[:, 1:]), hidden, TOPS))
+    return dict(zip(TOPS, torch.stack(shares).mean(0).tolist()))
+
+
+def decoded(heads, prompts):
+    """Tokens per step of greedy decoding with a tree of 17, and its 95% interval over draws of such prompts (bootstrap)."""
+    steps = Counter()
+    out = generate(heads.model, prompts, 64, heads, tree_size=17, on_tokens=lambda index, tokens: steps.update([index]))
+    counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
+    draws = counts[np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))].sum(axis=1)
+    low, high = np.percentile(draws[:, 0] / draws[:, 1], (2.5, 97.5))
+    return dict(tokens_per_step=out.tokens_per_step, tokens_per_step_interval=[round(low, 4), round(high, 4)])
 
 
 def measure(heads, heldout, prompts, args, autocast):
     """What a heads folder says of its heads: head accuracy, how often each node of a tree is accepted when decoding greedily
-    and at temperature 1 (see fit.py), and tokens per step with a tree of 17."""
-    accuracy = evaluate(heads, heldout, args, autocast)
+    and at temperature 1 (see fit.py), and tokens per step."""
+    top = evaluate(heads, heldout, args, autocast)
     tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t) for t in (0.0, 1.0)}
     rounded = {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
-    speed = generate(heads.model, prompts, 64, heads, tree_size=17).tokens_per_step
-    return dict(accuracy=accuracy, tokens_per_step=speed, acceptance=rounded)
+    return dict(accuracy=top[1], top_accuracy=top, **decoded(heads, prompts), acceptance=rounded)
 
 
 def most_frequent(tokens, n):
@@ -67,10 +90,13 @@ def most_frequent(tokens, n):
     return np.argsort(-counts, kind="stable")[:n].tolist()
 
 
-def table(accuracy, tokens_per_step, **_):
+def table(top_accuracy, tokens_per_step, tokens_per_step_interval, **_):
     """The table that ends a run."""
-    lines = ["head    held-out accuracy"] + [f"{i + 1:>4}    {share:>17.1%}" for i, share in enumerate(accuracy)]
-    return "\n".join(lines + [f"{tokens_per_step:.2f} tokens per step over {PROMPTS} held-out prompts, greedy, tree size 17"])
+    lines = ["held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS)]
+    lines += [f"head {i + 1:<12}" + "".join(f"{share:>9.1%}" for share in row) for i, row in enumerate(zip(*top_accuracy.values()))]
+    low, high = tokens_per_step_interval
+    return "\n".join(lines + [f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to {high:.2f}) over {PROMPTS} held-out prompts, "
+                              "greedy, tree size 17"])
 
 
 class Run:
@@ -83,7 +109,7 @@ class Run:
         self.heads.set_vocabulary(vocabulary or [])
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
-        self.step = 0
+        self.step, self.saved = 0, time.monotonic()
         if args.resume:
             state = load_state(self.out / "train_state.pt", model.device)
             if (state.get("preset"), state.get("base")) != (args.preset, model_identity(model)):
@@ -96,14 +122,26 @@ class Run:
             self.step = state["step"]
 
     def save(self, **info):
+        """Writes the heads and the training state; InputError, with the last ones intact, where that fails."""
+        self.check_finite(*self.heads.parameters())
         a = self.args
         training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size, batch_size=a.batch_size,
                         block_size=a.block_size, lr=a.lr, seed=a.seed, objective=a.objective,
                         data=[Path(p).name for p in a.data] if a.data else "the Python standard library's source")
-        self.heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training, **info)
         state = dict(preset=a.preset, base=model_identity(self.heads.model), step=self.step,
                      heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
-        atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
+        try:
+            atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
+            self.heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training, **info)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save and safetensors have no narrower ones
+            raise InputError(f"{self.out}: step {self.step} cannot be saved ({str(error).splitlines()[0]}); what was saved last is "
+                             "intact: make room and --resume") from None
+        self.saved = time.monotonic()
+
+    def check_finite(self, *tensors):
+        if not all(bool(x.isfinite().all()) for x in tensors):
+            raise InputError(f"training has diverged at step {self.step}: the loss or a weight is no number; {self.out} keeps what was "
+                             "saved before: start anew with a lower --lr")
 
     def train_step(self, tokens):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -116,21 +154,58 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return loss, accuracies
+        return loss.detach(), accuracies
 
     def train(self, tokens):
-        """Trains to the last step, or until Ctrl-C. Batches are seeded by the step, so a resumed run sees the same ones."""
+        """Trains to the last step, or until Ctrl-C or SIGTERM, which end the step that is going on first -> whether it was the
+        last. Batches are seeded by the step, so a resumed run sees the same ones."""
         a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
-        try:
-            while self.step < a.steps:
+        log = Log(self.out / "log.jsonl", self.step)
+        with Signals() as signals:
+            while self.step < a.steps and not signals.came:
                 loss, accuracies = self.train_step(windows(tokens, a, self.heads, a.seed * 1_000_003 + self.step))
-                if self.step % SHOW_EVERY == 0 or self.step == a.steps:
+                shown = self.step % SHOW_EVERY == 0 or self.step == a.steps
+                if shown:
+                    self.check_finite(loss)
                     shares = " ".join(f"{share:.3f}" for share in accuracies.tolist())
                     progress.show(self.step, f"loss {loss:.3f}  accuracy {shares}")
-                if self.step % SAVE_EVERY == 0:
+                    log.add(step=self.step, tokens=self.step * a.batch_size * a.block_size, loss=loss.item(),
+                            accuracy=accuracies.tolist(), lr=self.optimizer.param_groups[0]["lr"])
+                if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
-        except KeyboardInterrupt:
-            print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
+        return self.step == a.steps
+
+
+class Log:
+    """A file of json lines, one for each interval. What a killed run wrote past the step it goes on from is dropped."""
+
+    def __init__(self, path, step):
+        self.path = path
+        lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+        kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
+
+    def add(self, **values):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+class Signals:
+    """Within it Ctrl-C and SIGTERM only set `came`; a second one ends the program as ever."""
+
+    def __enter__(self):
+        self.came, self.before = False, {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def note(self, number, frame):
+        self.came = True
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def parse(argv):
@@ -173,13 +248,19 @@ def main(argv=None):
         there.save_pretrained(args.out, tokenizer, torch.bfloat16, **info | found)
         print(table(**found))
         return
+    if not args.resume and (Path(args.out) / "train_state.pt").exists():
+        raise InputError(f"{args.out} holds a run already; --resume goes on with it, another --out starts a new one")
     run = Run(args, model, encoding, frequent)
     windows(heldout, args, run.heads, 0)  # what the evaluation needs is here, or we say so before training
     make_folder(run.out)
     size = sum(p.numel() for p in run.heads.parameters())
     print(f"{args.preset} heads: {size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens", flush=True)
-    run.train(train_tokens)
-    run.save()  # before the evaluation: a second Ctrl-C there loses nothing
+    run.save()  # from here on --resume has something to go on from
+    done = run.train(train_tokens)
+    run.save()  # before the evaluation: Ctrl-C there loses nothing
+    if not done:
+        print(f"\ninterrupted at step {run.step}; --resume goes on from here", flush=True)
+        return
     found = measure(CloverHeads.from_pretrained(run.out, model), heldout, prompts, args, run.autocast)
     run.save(**found)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "

@@ -292,6 +292,27 @@ def test_casts_and_small_buffers_change_nothing(name, stored, tmp_path, monkeypa
     assert checkpoint.identity(want.state_dict()) == want.identity
 
 
+def test_settings_that_are_null_are_not_there(tmp_path):
+    toy_model().save_pretrained(tmp_path)
+    want = read_config(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= dict(rope_scaling=None, partial_rotary_factor=None, rope_theta=None, attention_bias=None, quantization_config=None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path) == want
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan2-7b"])
+def test_weights_read_onto_a_gpu_are_the_same(name, tmp_path, monkeypatch):
+    path = save_theirs(name, theirs_of(name), tmp_path)
+    for buffer in (2**26, 1000):
+        monkeypatch.setattr(checkpoint, "BUFFER", buffer)
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = (GPT.from_pretrained(path, device=device, dtype=dtype).state_dict() for device in ("cpu", "cuda"))
+            assert all(torch.equal(a[key], b[key].cpu()) for key in a)
+
+
 def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
     """Catches minutes of silence."""
     save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
@@ -409,6 +430,15 @@ BROKEN = {
     "rope with crossed factors": (rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=1), "must be below"),
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
     "part of the rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "rope of one": (rope(rope_type="yarn", rope_theta=1, factor=2.0), "above 1 for yarn"),
+    "rope of a context of one": (rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 8,
+                                      original_max_position_embeddings=1), "a value has the wrong type (float division by zero)"),
+    "flag that is text": (lambda p: edit_config(p, tie_word_embeddings="false"), "expected true or false, found 'false'"),
+    "size without end": (lambda p: edit_config(p, vocab_size=10**30), "below 2**31"),
+    "config without end": (lambda p: (p / "config.json").write_text("[" * 100_000), "cannot be read as json"),
+    "tied head of length one": (lambda p: edit_config(p, model_type="baichuan", z_loss_weight=0), "rows are brought to length 1"),
+    "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
+        "version https://git-lfs.github.com/spec/v1"), "truncated or not a bin file (it is no pickle); fetch it again"),
     "no heads": (lambda p: edit_config(p, num_attention_heads=0, head_dim=None), "at least 1"),
     "family of another type": (lambda p: edit_config(p, model_type=[]), "not supported"),
     "quantised": (lambda p: edit_config(p, quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),

@@ -553,7 +553,7 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         fresh = new()
         want = fresh.generate([prompt], 20).tokens[0]
         read.clear()
-        assert kept.generate([prompt], 20).tokens == [want] and sum(read) <= most
+        assert kept.generate([prompt], 20, keep=True).tokens == [want] and sum(read) <= most
         rows = len(prompt) + len(want) - 2  # what is certain: the last token has no row, and for the heads none follows it
         for a, b in zip(kept.caches, fresh.caches):
             torch.testing.assert_close(a.kv[..., :rows, :], b.kv[..., :rows, :], atol=1e-4, rtol=1e-4)
@@ -564,6 +564,21 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         text = check(text + turn, len(turn) + 1)
     for other in (text[:50] + [5, 6, 7], text[:50], text[:1], text, [9] + text[1:60]):  # edited, shorter, the whole, another
         check(other, len(other))
+
+
+def test_long_turns_come_in_by_chunks(monkeypatch):
+    """Catches a kept text whose rest is longer than a chunk, and rows that are kept though nobody asked."""
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 16)
+    model = toy_model()
+    heads, prompt = random_heads(model), random_prompts([150])[0]
+    kept, fresh = (Engine(model, heads, rows=250, tree_size=9) for _ in range(2))
+    kept.generate([prompt[:40]], 5, keep=True)
+    assert kept.known(prompt) == 39
+    assert kept.generate([prompt], 20, keep=True).tokens == fresh.generate([prompt], 20).tokens
+    assert fresh.known(prompt) == 0 and kept.generate([prompt], 20).tokens == fresh.generate([prompt], 20).tokens
+    assert kept.known(prompt) == 0
+    with pytest.raises(InputError, match="keep is for one prompt in one slot"):
+        fresh.generate([prompt, prompt], 5, keep=True)
 
 
 def test_an_interrupted_text_can_go_on(monkeypatch):
@@ -577,7 +592,7 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
         if len(calls) == 20:
             raise KeyboardInterrupt
     with pytest.raises(Interrupted) as caught:
-        engine.generate([prompt], 100, on_tokens=interrupt)
+        engine.generate([prompt], 100, on_tokens=interrupt, keep=True)
     so_far = caught.value.output.tokens[0]
-    assert engine.text == prompt + so_far and so_far == want[:20]
-    assert engine.generate([prompt + so_far], 80).tokens[0] == want[20:]
+    assert engine.text == prompt + so_far and so_far == want[:20] and engine.known(engine.text) == 48
+    assert engine.generate([prompt + so_far], 80, keep=True).tokens[0] == want[20:]

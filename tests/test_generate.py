@@ -193,9 +193,17 @@ def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folde
 
 def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
     flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 10]
-    want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "import")]
-    typed(monkeypatch, "abc", "import")
+    want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "  import")]
+    typed(monkeypatch, "abc", "  import")
     assert run(capsys, *flags) == f"{want[0]}\n{want[1]}\n"
+
+
+def test_flags_that_cannot_be_end_a_conversation(chat_folder, monkeypatch):
+    """Catches a mistake that is repeated for each line and ends in exit code 0."""
+    for flags in (["--temperature", "-1"], ["--tree-size", "0"], ["--beams", "999"]):
+        typed(monkeypatch, "hi", "you")
+        with pytest.raises(InputError, match="must be"):
+            command_line.main(["--model", str(chat_folder), "--device", "cpu", "--chat", *flags])
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monkeypatch):
@@ -237,6 +245,7 @@ BAD_FLAGS = {
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
+    "device without memory": (["--prompt", "a", "--device", "meta"], "'meta' is not available"),
     "missing device": (["--prompt", "a", "--device", "cuda:99"], "'cuda:99' is not available"),
     "unknown dtype": (["--prompt", "a", "--dtype", "int3"], "int3"),
     "nan": (["--prompt", "a", "--temperature", "nan"], "temperature must be"),

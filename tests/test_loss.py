@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import random_prompts, toy_model
-from loss import head_losses
+from loss import head_losses, top_accuracies
 
 K, B, T = 3, 3, 11
 
@@ -68,6 +68,23 @@ def test_autocast_products_are_bfloat16():
     got.sum().backward()
     assert got.dtype == torch.float32 and outputs[0].grad.dtype == torch.float32 and not torch.equal(got, want)
     torch.testing.assert_close(got, want, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
+def test_top_accuracies_count_ranks(chunk):
+    """Catches a rank that is off by one, and ties that count for more than one token."""
+    model = toy_model()
+    outputs, hidden, _ = inputs(model)
+    with torch.no_grad():
+        model.head.weight[50:60] = model.head.weight[50]
+    teacher = model.lm_head(hidden).argmax(-1)
+    got = top_accuracies(model, outputs, hidden, (1, 2, 40, 97), chunk)
+    for i, out in enumerate(outputs):
+        order = model.lm_head(out).sort(dim=-1, descending=True, stable=True).indices
+        for n, share in zip((1, 2, 40, 97), got[:, i].tolist()):
+            want = (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1).float().mean().item()
+            assert share == pytest.approx(want)
+    assert got[0].max() < got[2].min() < got[3].min() == 1
 
 
 class Peak(TorchDispatchMode):

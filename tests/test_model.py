@@ -1,12 +1,18 @@
 """model.py: one sequence gives one answer however it is fed, and a folder can be looked at."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import model as models
 from conftest import SHAPES, random_prompts, toy_model
+from model import GPT
+
+ROOT = Path(__file__).parent.parent
 
 def chain(n):
     """Ancestors of n nodes that follow each other."""
@@ -129,6 +135,27 @@ def test_the_lm_head_finds_the_same_tokens_packed(rows):
             got = model.head.topk(hidden, 4, rows)
         torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
         assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("shape", ["llama", "alibi"])
+def test_positions_stay_exact_when_a_model_is_cast(shape):
+    """Catches angles and slopes that are rounded with the weights."""
+    model = toy_model(**SHAPES[shape])
+    name = dict(llama="frequencies", alibi="slopes")[shape]
+    want = getattr(model, name).clone()
+    assert torch.equal(getattr(model.bfloat16(), name), want) and torch.equal(getattr(model.float(), name), want)
+
+
+def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
+    """The command line, in processes of its own."""
+    look = lambda *args: subprocess.run([sys.executable, "model.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True)
+    said = look(checkpoint)
+    assert said.returncode == 0 and "llama (LlamaForCausalLM)" in said.stdout and "context       128 tokens" in said.stdout
+    parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
+    assert f"{parameters / 1e6:.1f} million" in said.stdout and "0.5 KiB per token in float32" in said.stdout
+    for args, code in (((), 2), (("--help",), 0), ((tmp_path / "nowhere",), 2)):
+        said = look(*args)
+        assert said.returncode == code and (said.stdout + said.stderr).count("\n") == 1
 
 
 def test_free_memory_is_a_number():

@@ -1,8 +1,14 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
 import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +25,7 @@ from model import GPT
 from test_clover import random_heads
 from tokenizer import load_encoding
 
+ROOT = Path(__file__).parent.parent
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
 
 
@@ -27,6 +34,11 @@ def texts(tmp_path_factory):
     file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     file.write_text("".join(json.dumps(dict(text=f"line {i} of a text, {i * i} " * 20)) + "\n" for i in range(200)))
     return file
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(monkeypatch):
+    monkeypatch.setattr(train_heads, "PROMPTS", 8)  # what ends a run is decoding these
 
 
 def run(checkpoint, texts, out, *flags):
@@ -41,6 +53,9 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     start = record["accuracy"]
     record = run(checkpoint, texts, tmp_path / "heads", "--preset", name, "--steps", "60")
     assert all(b > a + 0.1 for a, b in zip(start, record["accuracy"])), (start, record["accuracy"])
+    top, (low, high) = record["top_accuracy"], record["tokens_per_step_interval"]
+    assert top["1"] == record["accuracy"] and all(a <= b for n, m in ("12", "24", "48") for a, b in zip(top[n], top[m]))
+    assert 1 <= low <= record["tokens_per_step"] <= high <= 5
     assert record["config"]["preset"] == name and record["training"]["steps"] == 60 and record["tokens_per_step"] >= 1
     said = capsys.readouterr().out
     assert "held-out accuracy" in said and f"--heads {tmp_path / 'heads'}" in said
@@ -71,31 +86,120 @@ def test_heads_of_every_family_are_trained_and_used(family, checkpoint, texts, t
         assert "the text is identical, all" in capsys.readouterr().out
 
 
-def test_resume_equals_an_uninterrupted_run(checkpoint, texts, tmp_path, monkeypatch, capsys):
-    """Catches a resume that forgets the optimiser, the schedule or the place in the data; and a Ctrl-C that loses work."""
-    run(checkpoint, texts, tmp_path / "whole", "--steps", "12")
-    train_step = train_heads.Run.train_step
+def trained(out):
+    return torch.load(out / "train_state.pt", weights_only=True)["heads"]
 
-    def interrupted(self, tokens):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        return train_step(self, tokens)
-    monkeypatch.setattr(train_heads.Run, "train_step", interrupted)
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_to_the_same_heads(number, checkpoint, texts, tmp_path, monkeypatch, capsys):
+    """Catches a resume that forgets the optimiser, the schedule or the place in the data; and a signal that loses work."""
+    run(checkpoint, texts, tmp_path / "whole", "--steps", "12")
+    monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
+    optimizer_step = torch.optim.AdamW.step
+
+    def stopped(self, *args):  # in the middle of a step
+        os.kill(os.getpid(), number)
+        return optimizer_step(self, *args)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (
+        stopped if 0.9 > self.param_groups[0]["lr"] / 0.005 > 0.8 else optimizer_step)(self, *args))
     run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
-    assert "interrupted at step 5" in capsys.readouterr().out
+    assert "interrupted at step" in capsys.readouterr().out
+    step = json.loads((tmp_path / "parts" / "heads.json").read_text())["training"]["steps"]
+    assert 0 < step < 12 and signal.getsignal(number) not in (None, signal.SIG_IGN)
     monkeypatch.undo()
+    monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
+    with open(tmp_path / "parts" / "log.jsonl", "a") as log:
+        log.write(json.dumps(dict(step=step + 1)) + '\n{"step": 9, "lo')  # past what was saved, and cut
     run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume")
-    model = GPT.from_pretrained(checkpoint, device="cpu")
-    whole, parts = (CloverHeads.from_pretrained(tmp_path / name, model).state_dict() for name in ("whole", "parts"))
-    for name in whole:
-        torch.testing.assert_close(whole[name], parts[name], atol=1e-5, rtol=0.02)  # the folder is bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
+    lines = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12] and set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
     with pytest.raises(InputError, match="holds a run of preset 'clover', or on another model"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
+    with pytest.raises(InputError, match="holds a run already; --resume goes on with it"):
+        run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     toy_model(seed=1, vocab_size=258, block_size=128).save_pretrained(other)
     with pytest.raises(InputError, match="or on another model"):
         run(other, texts, tmp_path / "parts", "--steps", "12", "--resume")
+
+
+MORTAL = """
+import os, signal, sys
+import torch
+import train_heads
+left = int(sys.argv[1])
+
+def mortal(where, name):
+    call = getattr(where, name)
+    def wrapped(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    setattr(where, name, wrapped)
+for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "forward"), (torch.optim.AdamW, "step")):
+    mortal(where, name)
+torch.set_num_threads(2)
+train_heads.SAVE_EVERY = 0.0  # after each step
+train_heads.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_path):
+    """Catches files that are half written or do not belong together, whenever SIGKILL comes."""
+    flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), "--steps", str(6 * kills)]
+    train_heads.main([*flags, "--out", str(tmp_path / "whole")])
+    flags += ["--out", str(tmp_path / "parts")]
+    rng, resume = random.Random(kills), []
+    for _ in range(kills):
+        done = subprocess.run([sys.executable, "-c", MORTAL, str(rng.randint(10, 60)), *flags, *resume], cwd=ROOT, capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        resume = ["--resume"]
+    train_heads.main([*flags, *resume])
+    assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_heads(checkpoint, texts, tmp_path, monkeypatch):
+    """Catches NaN weights written over good ones."""
+    step, calls = torch.optim.AdamW.step, []
+
+    def poisoned(self, *args):
+        step(self, *args)
+        calls.append(1)
+        if len(calls) == 5:
+            self.param_groups[0]["params"][0].data.fill_(float("nan"))
+    monkeypatch.setattr(torch.optim.AdamW, "step", poisoned)
+    monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
+    with pytest.raises(InputError, match="diverged at step 5: .* lower --lr"):
+        run(checkpoint, texts, tmp_path / "heads", "--steps", "60")
+    assert all(x.isfinite().all() for x in trained(tmp_path / "heads").values())
+    monkeypatch.setattr(train_heads, "SAVE_EVERY", 1e9)
+    calls.clear()
+    with pytest.raises(InputError, match="diverged at step 20: "):  # seen by the loss
+        run(checkpoint, texts, tmp_path / "others", "--steps", "60")
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, texts, tmp_path, monkeypatch):
+    """Catches a traceback, and a state that is half of a new one."""
+    save, calls = torch.save, []
+
+    def full(state, path):
+        calls.append(state["step"])
+        if len(calls) == 3:
+            open(path, "wb").write(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
+    with pytest.raises(InputError, match="step 2 cannot be saved .*No space left on device.*make room and --resume"):
+        run(checkpoint, texts, tmp_path / "heads", "--steps", "12")
+    monkeypatch.undo()
+    assert not list((tmp_path / "heads").glob("*.tmp*"))
+    assert run(checkpoint, texts, tmp_path / "heads", "--steps", "12", "--resume")["training"]["steps"] == 12
 
 
 def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, capsys):
