@@ -132,10 +132,12 @@ def read_biases(raw):
 
 
 def qwen_window(raw):
+    """Qwen names a window always, and uses it if a second key says so."""
     return raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window", False) else None
 
 
 def read_gpt2(raw):
+    """What all of GPT-2's family has in common; InputError for variants of its attention."""
     for key, value in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False).items():
         if flag(raw, key, value) != value:
             raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
@@ -180,6 +182,8 @@ FAMILIES = {  # by model_type
 # config.json
 
 def whole(raw, key, default=None):
+    """A whole number of at least 1 from a json object. Here and below: null is as good as missing, and InputError says what
+    came where there is neither a value of the type nor a default."""
     value = raw.get(key)
     value = default if value is None else value
     if value is None:
@@ -192,6 +196,7 @@ def whole(raw, key, default=None):
 
 
 def number(raw, key, default=None):
+    """A number above 0 from a json object."""
     value = raw.get(key)
     value = default if value is None else value
     if value is None:
@@ -204,6 +209,7 @@ def number(raw, key, default=None):
 
 
 def flag(raw, key, default):
+    """true or false from a json object."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{key} has the wrong type: expected true or false, found {value!r}")
@@ -256,7 +262,7 @@ def read_rope(raw, context, head_size):
 
 
 def read_config(path):
-    """config.json of a checkpoint folder -> GPTConfig."""
+    """config.json of a checkpoint folder -> GPTConfig; InputError for what is missing, broken or not supported."""
     if not Path(path).is_dir():
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
