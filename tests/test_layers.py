@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["kernels", "model", "clover", "data", "engine", "fit", "generate", "train_base", "train_heads", "bench_kernels", "bench_decode", "bench"]
+ORDER = ["kernels", "checkpoint", "model", "clover", "tokenizer", "chat", "data", "loss", "engine", "fit", "generate",
+         "train_base", "train_heads", "bench_kernels", "bench_decode", "bench"]
 
 
 @pytest.mark.parametrize("name", ORDER)
