@@ -2,6 +2,7 @@
 
     python bench.py heads                                     # demo/clover and demo/medusa on demo/
     python bench.py heads --model DIR --heads DIR DIR ...     # others; the first is what the rest is compared with
+    python bench.py heads --train out/bench                   # the four presets and Clover's ablations, trained alike
     python bench.py decode                                    # plain, Medusa, Clover and transformers, over batch sizes
     python bench.py decode --random-weights 8b                # times of a step at a real model's sizes
     python bench.py kernels                                   # on a GPU: times against the memory's bandwidth
@@ -16,21 +17,18 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 import bench_decode
+import bench_heads
 import bench_kernels
 import kernels
 from checkpoint import InputError
-from clover import MAX_TREE, CloverHeads
-from data import heldout_prompts, load_tokens
+from clover import MAX_TREE
 from engine import Sampling, check
-from generate import DEMO, Parser, add_model_flags, command, generate, load_model
-from tokenizer import tokenizer_hash
+from generate import DEMO, Parser, add_model_flags, command
 from train_base import add_data_flag
-from train_heads import evaluate
 
 
 def machine():
@@ -50,67 +48,6 @@ def machine():
                 triton=kernels.triton.__version__ if kernels.HAS_TRITON else None, commit=commit)
 
 
-def measure(model, prompts, args, heads, temperature, tree_size):
-    """One decoding run as a dict: tokens per step, tokens per second, and the tokens themselves."""
-    options = dict(temperature=temperature, tree_size=tree_size, batch_size=args.batch_size)
-    generate(model, prompts[:args.batch_size], args.max_new_tokens, heads, **options)  # warm: compiled, loaded
-    out = generate(model, prompts, args.max_new_tokens, heads, **options)
-    return dict(tokens_per_step=out.tokens_per_step, tokens_per_second=out.tokens_per_second, tokens=out.tokens)
-
-
-def measure_heads(model, encoding, args):
-    """Rows of the decoding table: every heads folder at every temperature and tree size, plain decoding with each."""
-    prompts = heldout_prompts(encoding, args.prompts, args.prompt_length, paths=args.data)
-    loaded = {path: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in args.heads}
-    rows = []
-    for temperature in args.temperatures:
-        plain = measure(model, prompts, args, None, temperature, 1)
-        for tree_size in args.tree_sizes:
-            base = None
-            for path, heads in loaded.items():
-                run = measure(model, prompts, args, heads, temperature, tree_size)
-                extra = run["tokens_per_step"] - 1
-                base = extra if base is None else base
-                rows.append(dict(
-                    heads=Path(path).name, temperature=temperature, tree_size=tree_size,
-                    tokens_per_step=run["tokens_per_step"], extra_over_first=extra / base if base else None,
-                    tokens_per_second=run["tokens_per_second"], plain_tokens_per_second=plain["tokens_per_second"],
-                    speed_up=run["tokens_per_second"] / plain["tokens_per_second"],
-                    identical=sum(a == b for a, b in zip(run["tokens"], plain["tokens"])) / len(prompts)))
-                print(decoding_line(rows[-1]), flush=True)
-    return rows
-
-
-def decoding_line(row):
-    ratio = "-" if row["extra_over_first"] is None else f"{row['extra_over_first']:.2f}"
-    return (f"| {row['heads']} | {row['temperature']:g} | {row['tree_size']} | {row['tokens_per_step']:.2f} "
-            f"| {ratio} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x | {row['identical']:.0%} |")
-
-
-def measure_accuracy(model, encoding, args):
-    """Held-out head accuracy of every folder: {name: [share per head]}."""
-    tokens = load_tokens(args.data, encoding, "heldout")
-    autocast, found = torch.autocast(model.device.type, enabled=False), {}
-    for path in args.heads:
-        heads = CloverHeads.from_pretrained(path, model)
-        windows = SimpleNamespace(batch_size=8, block_size=min(256, model.config.block_size - heads.config.heads - 1))
-        found[Path(path).name] = accuracy = evaluate(heads, tokens, windows, autocast)[1]
-        print(f"| {Path(path).name} | " + " | ".join(f"{share:.1%}" for share in accuracy) + " |", flush=True)
-    return found
-
-
-def bench_heads(args):
-    model, encoding = load_model(args)
-    print("| heads | " + " | ".join(f"accuracy of head {i + 1}" for i in range(4)) + " |\n|---|" + "---|" * 4)
-    accuracy = measure_accuracy(model, encoding, args)
-    print(f"\n| heads | temperature | tree size | tokens per step | extra over {Path(args.heads[0]).name} "
-          f"| tokens per second | speed-up | identical texts |\n|---|" + "---|" * 7)
-    rows = measure_heads(model, encoding, args)
-    settings = {name: getattr(args, name) for name in ("batch_size", "prompts", "prompt_length", "max_new_tokens")}
-    return dict(bench="heads", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype), **settings,
-                accuracy=accuracy, decoding=rows)
-
-
 def run_kernels(args):
     if args.static:
         if not kernels.HAS_TRITON:
@@ -128,11 +65,14 @@ def parse(argv):
     add_model_flags(heads)
     heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
                        help="folders of draft heads")
+    heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
+    heads.add_argument("--kinds", nargs="+", default=list(bench_heads.KINDS), choices=tuple(bench_heads.KINDS), help="of heads to train")
+    heads.add_argument("--steps", type=int, default=500, help="of training, each kind")
     add_data_flag(heads)
     heads.add_argument("--prompts", type=int, default=50)
     heads.add_argument("--prompt-length", type=int, default=64, help="tokens of each held-out prompt")
     heads.add_argument("--max-new-tokens", type=int, default=128)
-    heads.add_argument("--batch-size", type=int, default=1)
+    heads.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
     heads.add_argument("--tree-sizes", type=int, nargs="+", default=[5, 17])
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes, against the memory's bandwidth")
@@ -170,7 +110,7 @@ def parse(argv):
         check_all("rows", args.rows, 1, 4096)
         check("capacity", args.capacity, 0, 2**20, whole=True)
         return args
-    for name in ("prompts", "prompt_length", "max_new_tokens", "batch_size", "runs"):
+    for name in ("prompts", "prompt_length", "max_new_tokens", "steps", "runs"):
         check(name.replace("_", " "), getattr(args, name, 1), 1, 10**6, whole=True)
     check_all("batch size", getattr(args, "batch_sizes", []), 1, 2**16)
     check("tree size", getattr(args, "tree_size", None) or 1, 1, MAX_TREE, whole=True)
@@ -191,7 +131,7 @@ def main(argv=None):
     if args.what == "decode":
         result = bench_decode.bench_random(args) if args.random_weights else bench_decode.bench(args)
     else:
-        result = bench_heads(args) if args.what == "heads" else run_kernels(args)
+        result = bench_heads.bench(args) if args.what == "heads" else run_kernels(args)
     print(json.dumps(result | dict(machine=machine())))
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from checkpoint import InputError, atomic_write, identity, read_json
-from model import Block, KVCache, Linear, Norm, Span
+from model import Block, KVCache, Linear, Norm, Span, document_positions
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
 
@@ -199,23 +199,25 @@ class CloverHeads(nn.Module):
         c = self.model.config
         return KVCache(self.config.augment_layers, batch, c.n_kv_head, rows, c.head_size, self.model.dtype, self.model.device)
 
-    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None):
+    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from,
         at a root mean square of 1. The rest as in `GPT.forward`. (arXiv 2405.00263, Augmenting Block.)"""
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+            positions = positions if documents is None else document_positions(documents)
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
         table = self.model.rope(positions)
-        span = Span(positions, cache, ancestors, end, self.model.slopes) if self.augment_blocks else None
+        span = Span(positions, cache, ancestors, end, self.model.slopes, documents) if self.augment_blocks else None
         for layer, block in enumerate(self.augment_blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
         return F.rms_norm(x, x.shape[-1:])
 
-    def forward(self, hidden, tokens):
-        """Teacher forcing: hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K.
+    def forward(self, hidden, tokens, documents=None):
+        """Teacher forcing: hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents as in
+        `GPT.forward` at positions 0..T-1.
         Returns a list of K outputs [B, T, C]; head i (from 0) at position t guesses the token at t + 2 + i."""
         T = hidden.shape[1]
-        state, outputs = self.augment(hidden, tokens[:, :T]), []
+        state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
         for i in range(self.config.heads):
             state, out = self.head(i)(state, self.embedding(tokens[:, i:i + T]))
             outputs.append(out)

@@ -4,29 +4,47 @@ K heads over N tokens and a vocabulary of V make K * N * V logits, and their gra
 V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so the gradient with respect to what it reads is
 known as soon as the logits are. Both are made here chunk by chunk in the forward pass, and only [N, C] is kept.
 
-Letters: B sequences, T positions, K heads, C hidden size, V vocabulary.
+Letters: B sequences, T positions, K heads, C hidden size, V vocabulary. Head i (from 0) at position t guesses token t + 2 + i,
+which the model itself chooses at position t + 1 + i. Sums are handed out rather than means, so that several processes, each
+with a part of the batch, can add theirs up.
 """
 
 import torch
+import torch.nn.functional as F
 
 CHUNK = 2**24  # logits at a time, 64 MB in float32; beside them stand the model's own probabilities, as many
 
 
-def head_losses(model, outputs, hidden, tokens, objective="distill", chunk=CHUNK):
-    """Per head the mean cross-entropy in nats, and the head accuracy: (losses [K], accuracies [K]), both float32.
+def guessed_places(tokens, K, counts=None, documents=None):
+    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. counts: bool, of the same shape, which tokens are to be
+    guessed at all (default: all); documents: int64, likewise, numbers; a guess across a border does not count."""
+    T = tokens.shape[1] - K - 1
+    places = torch.ones(K, tokens.shape[0], T, dtype=torch.bool, device=tokens.device)
+    for i in range(K):
+        if counts is not None:
+            places[i] &= counts[:, i + 2:i + 2 + T]
+        if documents is not None:
+            places[i] &= documents[:, i + 2:i + 2 + T] == documents[:, :T]
+    return places
 
-    outputs: K tensors [B, T, C], what the heads hand to the LM head; head i (from 0) at position t guesses token t + 2 + i.
-    hidden [B, T + K, C]: the model's at positions 0..T + K - 1; tokens int64 [B, T + K + 1]. objective: "distill", against
-    what the model would say, or "data", against what the text says. Accuracy is the share of positions where the
-    head's first guess is the model's own greedy token. Products are in autocast's dtype where it is on, sums in float32.
-    Differentiable with respect to the outputs. Logits exist for at most `chunk` numbers (or one position) at a time; with the
-    model's probabilities, the gradient, and copies in both dtypes that is up to six times so many numbers.
+
+def head_losses(model, outputs, hidden, tokens, places, objective="distill", reach=0, chunk=CHUNK):
+    """Per head, over the guesses that count: (sum of cross-entropies in nats, hits, number of guesses), each float32 [K].
+
+    outputs: K tensors [B, T, C], what the heads hand to the LM head. hidden [B, T + K, C]: the model's at positions
+    0..T + K - 1; tokens int64 [B, T + K + 1]; places bool [K, B, T], see `guessed_places`. objective: "distill", against what
+    the model would say, or "data", against what the text says. A hit is a first guess that is the model's own greedy token.
+    reach n > 0: a head is trained only where each head before it had the text's token among its n likeliest, since only from
+    such guesses of its own does drafting come to it; what else was drafted before it, the model would have refused.
+    Products are in autocast's dtype where it is on, sums in float32. The cross-entropies are differentiable with respect to the
+    outputs. Logits exist for at most `chunk` numbers (or one position) at a time; with the model's probabilities, the gradient,
+    and copies in both dtypes that is up to six times so many numbers.
     """
     teacher = model.norm(hidden).detach()
     kind = hidden.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else model.head.weight.dtype
-    return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, objective, chunk,
+    return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, places, objective, reach, chunk,
                             *(model.norm(out).to(dtype) for out in outputs))
 
 
@@ -34,11 +52,12 @@ class HeadLosses(torch.autograd.Function):
     """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], rows K times [B, T, C], all of one dtype."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, objective, chunk, *rows):
+    def forward(ctx, weight, teacher, tokens, places, objective, reach, chunk, *rows):
         (B, T, _), K, V = rows[0].shape, len(rows), weight.shape[0]
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        grads = [torch.empty_like(row) if needed else None for row, needed in zip(rows, ctx.needs_input_grad[5:])]
+        grads = [torch.empty_like(row) if needed else None for row, needed in zip(rows, ctx.needs_input_grad[7:])]
+        places = places.clone() if reach else places
         sequences = min(B, max(1, chunk // V))
         positions = max(1, chunk // (V * sequences))
         for b in range(0, B, sequences):
@@ -48,43 +67,55 @@ class HeadLosses(torch.autograd.Function):
                 probs = (teacher[part, start:end] @ weight.T).to(exact)  # logits, as yet: (sequences, end - start, V)
                 best = probs.argmax(dim=-1)
                 probs = probs.softmax(dim=-1) if objective == "distill" else None
-                for i, row in enumerate(rows):
+                for i, row in enumerate(rows):  # in this order: where a head counts may depend on the one before
                     first, last = max(start - 1 - i, 0), min(end - 1 - i, T)  # the places from which head i guesses them
                     if first >= last:
                         continue
-                    seen = slice(first + 1 + i - start, last + 1 + i - start)
+                    seen, here = slice(first + 1 + i - start, last + 1 + i - start), places[i, part, first:last]
                     logits = (row[part, first:last] @ weight.T).to(exact)
-                    hits[i] += (logits.argmax(dim=-1) == best[:, seen]).sum()
-                    if objective == "distill":
-                        sums[i] += logits.logsumexp(dim=-1).sum() - (probs[:, seen] * logits).sum()
-                    else:
-                        said = tokens[part, first + 2 + i:last + 2 + i, None]
-                        sums[i] += (logits.logsumexp(dim=-1) - logits.gather(-1, said)[..., 0]).sum()
+                    top, guess = logits.max(dim=-1, keepdim=True)
+                    hits[i] += (here & (guess[..., 0] == best[:, seen])).sum()
+                    said = tokens[part, first + 2 + i:last + 2 + i, None]
+                    if reach and i + 1 < K:
+                        places[i + 1, part, first:last] &= here & ((logits > logits.gather(-1, said)).sum(dim=-1) < reach)
+                    logits -= top  # from here on in place, up to the gradient
+                    agreed = (probs[:, seen] * logits).sum(dim=-1) if objective == "distill" else logits.gather(-1, said)[..., 0]
+                    mass = logits.exp_().sum(dim=-1)
+                    sums[i] += ((mass.log() - agreed) * here).sum()
                     if grads[i] is not None:
-                        gradient = logits.softmax(dim=-1)
+                        gradient = logits.div_(mass[..., None])
                         if objective == "distill":
                             gradient -= probs[:, seen]
                         else:
                             gradient.scatter_add_(-1, said, gradient.new_full((), -1.0).expand(said.shape))
-                        grads[i][part, first:last] = (gradient.to(weight.dtype) @ weight) / (B * T)
+                        grads[i][part, first:last] = (gradient.to(weight.dtype) @ weight) * here[..., None]
         ctx.grads = grads
-        losses, accuracies = sums / (B * T), hits / (B * T)
-        ctx.mark_non_differentiable(accuracies)
-        return losses, accuracies
+        counts = places.sum(dim=(1, 2)).to(exact)
+        ctx.mark_non_differentiable(hits, counts)
+        return sums, hits, counts
 
     @staticmethod
-    def backward(ctx, d_losses, _):
-        return (None,) * 5 + tuple(None if g is None else g * d for g, d in zip(ctx.grads, d_losses.unbind()))
+    def backward(ctx, d_sums, *_):
+        return (None,) * 7 + tuple(None if g is None else g * d.to(g.dtype) for g, d in zip(ctx.grads, d_sums.unbind()))
+
+
+def state_losses(model, outputs, hidden, places):
+    """Per head, float32 [K]: the sum, over the guesses that count, of the mean SmoothL1 distance between what the LM head would
+    read of it and of the model, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077).
+    Arguments as for `head_losses`; differentiable with respect to the outputs."""
+    T, teacher = outputs[0].shape[1], model.norm(hidden).detach().float()
+    far = lambda i, out: F.smooth_l1_loss(model.norm(out).float(), teacher[:, i + 1:i + 1 + T], reduction="none").mean(dim=-1)
+    return torch.stack([(far(i, out) * places[i]).sum() for i, out in enumerate(outputs)])
 
 
 @torch.no_grad()
-def top_accuracies(model, outputs, hidden, tops, chunk=CHUNK):
-    """float32 [len(tops), K]: for each n of tops, the share of positions where the model's own greedy token is among the n likeliest
-    of a head; of equals the lower id counts as likelier. outputs and hidden as for `head_losses`; `chunk` logits at a time."""
+def top_hits(model, outputs, hidden, places, tops, chunk=CHUNK):
+    """float32 [len(tops), K]: for each n of tops, how many of the guesses that count have the model's own greedy token among the n
+    likeliest of a head; of equals the lower id counts as likelier. Arguments as for `head_losses`; `chunk` logits at a time."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
     rows = max(1, chunk // weight.shape[0])
     best = torch.cat([model.lm_head(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
-    ids, shares = torch.arange(weight.shape[0], device=weight.device), []
+    ids, found = torch.arange(weight.shape[0], device=weight.device), []
     for i, out in enumerate(outputs):
         wanted, ranks = best[:, i + 1:i + 1 + T].flatten(), []
         for part, ids_wanted in zip(out.flatten(0, 1).split(rows), wanted.split(rows)):
@@ -92,5 +123,5 @@ def top_accuracies(model, outputs, hidden, tops, chunk=CHUNK):
             score = logits.gather(1, ids_wanted)
             ranks.append(((logits > score) | (logits == score) & (ids < ids_wanted)).sum(dim=-1))
         ranks = torch.cat(ranks)
-        shares.append(torch.stack([(ranks < n).float().mean() for n in tops]))
-    return torch.stack(shares, dim=1)
+        found.append(torch.stack([((ranks < n) & places[i].flatten()).sum().float() for n in tops]))
+    return torch.stack(found, dim=1)

@@ -68,18 +68,22 @@ class KVCache:
 class Span:
     """Where the T tokens of one forward pass stand and what each of them sees; shared by all layers.
 
-    Without a cache they are whole sequences, and each sees what is before it. With one, and `ancestors` (int64 [B, T]), they
+    Without a cache they are whole sequences, and each sees what is before it, in its own document where `documents` (int64
+    [B, T]) numbers several in a row. With one, and `ancestors` (int64 [B, T]), they
     are tree nodes at cache rows lengths..lengths+T. With a cache alone they continue their sequence at rows `positions`
     and see everything up to themselves; `end`, one past the last of these, need not be read back from a GPU by who knows it.
     slopes: float32 [Hq], ALiBi's, or None.
     """
 
-    def __init__(self, positions, cache=None, ancestors=None, end=None, slopes=None):
+    def __init__(self, positions, cache=None, ancestors=None, end=None, slopes=None, documents=None):
         B, T = positions.shape
         self.cached, self.ancestors, self.slopes, self.mask = cache is not None, ancestors, slopes, None
         if cache is None:
             if slopes is not None:
                 self.mask = alibi_mask(torch.arange(T, device=positions.device)[None], T, slopes)
+            if documents is not None:
+                together = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
+                self.mask = together.tril() if slopes is None else self.mask.masked_fill(~together, -math.inf)
             return
         self.lengths = cache.lengths
         self.batch = torch.arange(B, device=positions.device)[:, None]
@@ -112,6 +116,15 @@ class Span:
         y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask, is_causal=self.mask is None,
                                            enable_gqa=q.shape[2] != k.shape[2])
         return y.transpose(1, 2)  # (B, T, Hq, D)
+
+
+def document_positions(documents):
+    """documents int64 [B, T], which number the documents of a window in a row -> the place of each token in its own, int64
+    [B, T]; the first one is taken to begin with the window."""
+    B, T = documents.shape
+    places = torch.arange(T, device=documents.device).expand(B, T)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    return places - (places * begins).cummax(dim=1).values
 
 
 def alibi_slopes(heads):
@@ -366,21 +379,22 @@ class GPT(nn.Module):
     def rope(self, positions):
         return rope_table(positions, self.frequencies, self.rope_scale, self.dtype) if self.config.positions == "rope" else None
 
-    def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None):
+    def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """tokens [B, T] int64 -> the last block's output [B, T, C].
 
-        Without a cache: a plain causal pass (training). With one, K and V of the tokens are written to it, `lengths`
+        Without a cache: a plain causal pass (training), in which the tokens of several `documents` in a row (int64 [B, T],
+        their numbers) do not see one another. With one, K and V of the tokens are written to it, `lengths`
         stays as it is, and the tokens continue their sequence at `positions` [B, T]; with `ancestors` (int64 [B, T])
         they are the nodes of a tree, see `Span`, also for `end`.
         """
         B, T = tokens.shape
         if positions is None:
-            positions = torch.arange(T, device=tokens.device).expand(B, T)
+            positions = torch.arange(T, device=tokens.device).expand(B, T) if documents is None else document_positions(documents)
         x = self.embed(tokens)  # (B, T, C)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         table = self.rope(positions)
-        span = Span(positions, cache, ancestors, end, self.slopes)
+        span = Span(positions, cache, ancestors, end, self.slopes, documents)
         for layer, block in enumerate(self.blocks):
             x = block(x, table, span, None if cache is None else cache.kv[layer])
         return x

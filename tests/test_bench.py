@@ -8,6 +8,8 @@ import torch
 
 import bench
 import bench_decode
+import bench_heads
+import train_heads
 from checkpoint import GPTConfig, InputError
 from clover import PRESETS, CloverHeads
 from data import heldout_prompts
@@ -25,7 +27,7 @@ def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsy
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(json.dumps(dict(text=f"def f{i}(): return {i} " * 40)) + "\n" for i in range(200)))
     bench.main(["heads", "--model", str(checkpoint), "--device", "cpu", "--heads", *map(str, folders), "--data", str(text),
-                "--prompts", "3", "--prompt-length", "16", "--max-new-tokens", "12", "--tree-sizes", "6", "--temperatures", "0.5"])
+                "--prompts", "3", "--prompt-length", "16", "--max-new-tokens", "12", "--tree-sizes", "6", "--temperatures", "0.5", "--batch-sizes", "2"])
     *lines, last = capsys.readouterr().out.strip().splitlines()
     result = json.loads(last)
     medusa, clover = result["decoding"]
@@ -35,9 +37,29 @@ def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsy
     assert set(result["accuracy"]) == {"medusa", "clover"} and result["machine"]["torch"]
     prompts = heldout_prompts(load_encoding(checkpoint), 3, 16, paths=[text])
     heads = CloverHeads.from_pretrained(folders[1], model)
-    want = generate(model, prompts, 12, heads, tree_size=6, temperature=0.5, batch_size=1)
+    want = generate(model, prompts, 12, heads, tree_size=6, temperature=0.5, batch_size=2)
     assert clover["tokens_per_step"] == want.tokens_per_step
-    assert any(line.startswith("| clover | 0.5 | 6 |") for line in lines)
+    assert clover["speed_up_over_first"] == pytest.approx(clover["tokens_per_second"] / medusa["tokens_per_second"])
+    assert any(line.startswith("| clover | 0.5 | 2 | 6 |") for line in lines)
+
+
+def test_bench_heads_trains_every_kind_alike_and_once(checkpoint, tmp_path, capsys, monkeypatch):
+    """Catches an ablation that is not one, kinds with unequal training, and training that is repeated."""
+    text = tmp_path / "texts.jsonl"
+    text.write_text("".join(json.dumps(dict(text=f"def f{i}(): return {i} " * 40)) + "\n" for i in range(200)))
+    monkeypatch.setattr(train_heads, "PROMPTS", 2)
+    flags = ["heads", "--model", str(checkpoint), "--device", "cpu", "--data", str(text), "--train", str(tmp_path / "out"), "--steps", "2",
+             "--prompts", "2", "--prompt-length", "16", "--max-new-tokens", "6", "--tree-sizes", "4", "--temperatures", "0"]
+    bench.main(flags)
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [row["heads"] for row in result["decoding"]] == list(result["accuracy"]) == list(bench_heads.KINDS)
+    assert len({json.dumps(training) for training in result["training"].values()}) == 1
+    config = {name: json.loads((tmp_path / "out" / name / "heads.json").read_text())["config"] for name in bench_heads.KINDS}
+    for name, switch in (("regressive", dict(mix="none")), ("attention", dict(mix="concat")), ("augmenting", dict(augment_layers=0))):
+        assert config[f"clover-no-{name}"] == config["clover"] | switch
+    monkeypatch.setattr(train_heads, "main", lambda flags: pytest.fail("trained again"))
+    bench.main(flags)
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["accuracy"] == result["accuracy"]
 
 
 @pytest.fixture

@@ -284,3 +284,21 @@ def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
 def test_a_missing_folder_is_named(toy, tmp_path):
     with pytest.raises(InputError, match="nowhere: no such folder"):
         CloverHeads.from_pretrained(tmp_path / "nowhere", toy)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_heads_do_not_see_across_documents(name):
+    """Catches an augmenting block that attends across a border, or counts positions on behind it."""
+    model = toy_model()
+    heads = random_heads(model, name)
+    K, parts = heads.config.heads, [random_prompts([n], seed=n)[0] for n in (12, 20)]
+    documents = torch.tensor([[0] * 12 + [1] * 20])
+    tokens = torch.tensor([parts[0] + parts[1]])
+    hidden = model(tokens[:, :-1], documents=documents[:, :-1])
+    outputs = heads(hidden[:, :-K], tokens[:, 1:], documents[:, :-K - 1])
+    for part, start in zip(parts, (0, 12)):
+        alone = torch.tensor([part])
+        wanted = heads(model(alone[:, :-1])[:, :-K], alone[:, 1:])
+        for i, (out, want) in enumerate(zip(outputs, wanted)):  # at the places whose tokens are all of this document
+            n = want.shape[1]
+            torch.testing.assert_close(out[:, start:start + n], want, atol=1e-4, rtol=1e-4)

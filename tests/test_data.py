@@ -1,6 +1,8 @@
-"""data.py: text comes back whole from its documents' ids, and splits never overlap."""
+"""data.py: text comes back whole from its documents' ids, splits never overlap, and what heads are trained to guess is exact."""
 
+import gzip
 import json
+import os
 import random
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 import data
+from chat import ChatTemplate
+from checkpoint import InputError
 from test_tokenizer import EOT, refusal, save, tiny, tiny_spec, write  # noqa: F401, tiny is a fixture
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,6 +49,43 @@ def test_documents_come_from_named_files_folders_and_jsonl_lines(tmp_path):
     assert list(data.read_documents([str(tmp_path / "odd.xyz"), tmp_path / "a.py"])) == ["odd", "a"]
 
 
+def test_patterns_take_what_fits_them_once_in_order_and_names_that_look_like_patterns_stay_names(tmp_path):
+    """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be named."""
+    write(tmp_path, {"b.txt": "b", "a[1].txt": "a1", "a1.txt": "other", "deep/er/c.odd": "c", "deep/d.md": "d", "x.bin": b"\xff"})
+    assert list(data.read_documents([f"{tmp_path}/*.txt"])) == ["other", "a1", "b"]
+    assert list(data.read_documents([tmp_path / "a[1].txt"])) == ["a1"]
+    assert list(data.read_documents([f"{tmp_path}/deep/**"])) == ["d", "c"]
+    assert list(data.read_documents([f"{tmp_path}/d?ep", f"{tmp_path}/[bx].*"])) == ["d", "b"]
+    refusal(lambda: list(data.read_documents([f"{tmp_path}/*.rst"])), f"{tmp_path}/*.rst", "pattern")
+    refusal(lambda: list(data.read_documents([f"{tmp_path}/x.*"])), f"{tmp_path}/x.*", "UTF-8")
+
+
+PAIR = {"prompt": "he", "completion": "ll"}
+CHAT = {"messages": [dict(role="user", content="q"), dict(role="assistant", content="a")]}
+
+
+def jsonl(values):
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
+    """Would catch: a field that is overlooked, or a kind that a column of nulls beside it hides."""
+    lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""}, {"text": "t"} | PAIR])
+    write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
+    found = list(data.read_records([tmp_path / "plain"], CHATML))
+    assert [record.kind for record in found] == "text completion chat completion chat text".split()
+    assert found[0].parts == (("t", True),) and found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
+    for path in ("packed", "packed/a.jsonl.gz", "pack*/*.gz"):
+        assert list(data.read_records([tmp_path / path], CHATML)) == found
+
+
+def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_once(tmp_path):
+    """Would catch: train_base.py learning completions without their prompts, or skipping conversations in silence."""
+    write(tmp_path, {"a.jsonl": jsonl([PAIR, {"text": "t"}]), "b.jsonl": jsonl([PAIR] * 500 + [CHAT])})
+    assert list(data.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
+    refusal(lambda: list(data.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501", "chat template")
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -62,11 +103,144 @@ def test_paths_without_a_document_are_refused_by_name(name, content, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "plain text"])
-def test_a_broken_jsonl_line_is_refused_by_its_number(line, tmp_path):
+def test_a_file_half_of_whose_lines_are_broken_is_refused_by_their_number(line, tmp_path):
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
     for path in (tmp_path, tmp_path / "a.jsonl"):
-        refusal(lambda: list(data.read_documents([path])), tmp_path / "a.jsonl", "line 3")
+        refusal(lambda: list(data.read_documents([path])), tmp_path / "a.jsonl", "line 3", "1 of 2")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "p"},
+        {"prompt": "p", "completion": 7},
+        {"prompt": ["p"], "completion": "c"},
+        {"messages": "hello"},
+        {"messages": []},
+        {"messages": ["hello", "you"]},
+        {"messages": [dict(role="user", content="q")]},
+        {"messages": [dict(role="assistant", content="greetings")]},
+        {"messages": [dict(role="user", content="q"), dict(role="assistant", content=None)]},
+        {"messages": [dict(role="user", content="q"), dict(content="a")]},
+        {"messages": [dict(role="refused", content="q"), dict(role="assistant", content="a")]},
+        {"conversations": CHAT["messages"]},
+        [[[]]],
+    ],
+)
+def test_lines_of_the_wrong_shape_are_broken_not_a_crash(value, tmp_path):
+    """Would catch: a KeyError or a template's own error out of one line of a million."""
+    write(tmp_path, {"a.jsonl": jsonl([PAIR, value])})
+    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], CHATML)), tmp_path / "a.jsonl", "line 2", "1 of 2")
+
+
+def test_nesting_without_end_is_a_broken_line(tmp_path):
+    """Would catch: json's RecursionError."""
+    write(tmp_path, {"a.jsonl": "[" * 100_000 + "\n"})
+    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"])), "line 1")
+
+
+@pytest.mark.parametrize("broken", [0, 2, 3, 4])
+def test_one_broken_line_in_a_hundred_is_skipped_and_said_more_are_refused(broken, tmp_path, capsys):
+    """Would catch: blank lines counted as lines, a share taken the wrong way round, a skip that nobody hears of."""
+    lines = [json.dumps({"text": f"t{i}"}) for i in range(300)]
+    for i in range(broken):
+        lines[10 * i + 4] = '{"txt": 1}' if i % 2 else "{"
+    write(tmp_path, {"a.jsonl": "\n\n".join(lines)})
+    said = []
+    if broken == 4:
+        message = refusal(lambda: list(data.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl", "4 of 300")
+        assert all(f"line {n}" in message for n in (9, 29, 49)) and "69" not in message and "not JSON" in message
+        assert said == []
+        return
+    found = list(data.read_documents([tmp_path], said.append))
+    assert found == [f"t{i}" for i in range(300) if i not in range(4, 4 + 10 * broken, 10)]
+    assert len(said) == bool(broken)
+    assert all(text in line for line in said for text in (str(tmp_path / "a.jsonl"), f"{broken} of 300", "line 9 "))
+    assert list(data.read_documents([tmp_path])) == found
+    assert capsys.readouterr().err.splitlines() == said  # stderr, where no log is given
+
+
+def test_a_damaged_gz_is_refused_by_name(tmp_path):
+    """Would catch: EOFError and BadGzipFile, which are no InputError, or half a file that is taken for all of it."""
+    whole = gzip.compress(jsonl([{"text": str(i)} for i in range(5000)]).encode())
+    for content in (whole[: len(whole) // 2], b"no gzip", whole[:100] + bytes(50) + whole[150:]):
+        write(tmp_path, {"a.jsonl.gz": content})
+        refusal(lambda: list(data.read_documents([tmp_path / "a.jsonl.gz"])), tmp_path / "a.jsonl.gz")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conversations
+
+CHATML = ChatTemplate(
+    "chatml",
+    "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    {},
+)
+# As Qwen3's: what an assistant thought stands in the last message only.
+FORGETFUL = ChatTemplate(
+    "forgetful",
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    {},
+)
+TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"), ("assistant", "he")]
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    """tiny with the two tokens of ChatML, 301 and 302."""
+    spec = tiny_spec()
+    added = {"<|im_start|>": 301, "<|im_end|>": 302}
+    spec["added_tokens"] += [dict(id=index, content=text, special=True) for text, index in added.items()]
+    return data.load_encoding(save(tmp_path, spec))
+
+
+def messages(turns):
+    return {"messages": [dict(role=role, content=content) for role, content in turns]}
+
+
+def conversation(encoding, turns, counted):
+    """(ids, counts) of a ChatML conversation, put together token by token; `counted` says which turns count."""
+    ids, counts = [], []
+    for i, (role, content) in enumerate(turns):
+        opening = [301, *encoding.encode_ordinary(f"{role}\n")]
+        said = [*encoding.encode_ordinary(content), 302, *encoding.encode_ordinary("\n")]
+        ids += opening + said
+        counts += [False] * len(opening) + [i in counted] * len(said)
+    return ids, counts
+
+
+@pytest.mark.parametrize(
+    "template, turns, counted, forgotten",
+    [
+        (CHATML, TURNS, (2, 4), None),
+        (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # what nobody answers is dropped
+        (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
+        (CHATML, TURNS[:3], (2,), None),
+        (FORGETFUL, TURNS, (4,), 2),  # its first answer is not as it was said: it does not count
+        (FORGETFUL, TURNS[:3], (2,), None),
+    ],
+    ids="two trailing-user greeting one forgetful forgetful-one".split(),
+)
+def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
+    """Would catch: heads trained on the user's words, on the template's, or on an answer that was cut later on."""
+    write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
+    [record] = data.read_records([tmp_path / "a.jsonl"], template)
+    ids, counts = data.encode_record(record, chatty)
+    shown = [(role, "hell" if i == forgotten else content) for i, (role, content) in enumerate(turns) if content != "bye"]
+    expected = conversation(chatty, shown, counted)
+    assert (ids.tolist(), counts.tolist()) == expected and sum(expected[1]) >= 3
+
+
+def test_a_template_that_renders_no_prefix_breaks_the_line(tmp_path):
+    """Would catch: marks in the wrong place, where a prompt is not how the conversation with its answer begins."""
+    odd = ChatTemplate("odd", "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    write(tmp_path, {"a.jsonl": jsonl([CHAT])})
+    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], odd)), "does not render a prefix", "line 1")
 
 
 @pytest.fixture
@@ -78,7 +252,7 @@ def library(tmp_path):
 
 
 def documents_of(tokens, encoding):
-    return encoding.decode(tokens.tolist()).split(EOT)[:-1]
+    return encoding.decode(tokens.ids.tolist()).split(EOT)[:-1]
 
 
 def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
@@ -91,6 +265,19 @@ def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
     for split, document in (("train", heldout[0]), ("heldout", train[0])):
         write(tmp_path, {"one.txt": document})
         refusal(lambda: data.load_tokens([tmp_path / "one.txt"], tiny, split), tmp_path / "one.txt", split)
+        refusal(lambda: data.store_tokens(tmp_path / "out", [tmp_path / "one.txt"], tiny), split)
+
+
+def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tiny, tmp_path, monkeypatch):
+    """Would catch: half of a completion held out, its mark moved, or neighbouring pieces torn apart."""
+    monkeypatch.setattr(data, "PIECE", 10)
+    long = "".join(random.Random(0).choices("abcdefgijk", k=995))
+    write(tmp_path, {"a.jsonl": jsonl([{"prompt": long, "completion": long[::-1]}, {"text": long}])})
+    found = list(data.split_records([tmp_path / "a.jsonl"], data.SPLITS))
+    assert [record.text for _, record in found if record.kind == "completion"] == [long + long[::-1]]
+    texts = [(split, record.text) for split, record in found if record.kind == "text"]
+    assert "".join(text for _, text in texts) == long and len(texts) > 3
+    assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:])) and {split for split, _ in texts} == set(data.SPLITS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,6 +303,193 @@ def test_token_array_widens_for_ids_beyond_16_bits(tmp_path):
         assert tokens.dtype == dtype and tokens.tolist() == [64, last]
 
 
+def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_where_it_is_meant(tiny):
+    """Would catch: a BOS that heads learn to guess, an end that they do not, a text that can write special tokens."""
+    tiny.prefix = [7, 8]
+    plain = tiny.encode_ordinary
+    ids, counts = data.encode_record(data.Record(((f"he{EOT}", True),), "text"), tiny)
+    assert ids.tolist() == [7, 8, *plain(f"he{EOT}"), 300] and counts.tolist() == [False] * 2 + [True] * (len(ids) - 2)
+    ids, counts = data.encode_record(data.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
+    assert ids.tolist() == [7, 8, 256, 257, 300, 300]  # not 258, hell: a prompt's end is a token's
+    assert counts.tolist() == [False] * 3 + [True] * 3
+    ids, counts = data.encode_record(data.Record((("he", False), (EOT, True)), "chat"), tiny)
+    assert ids.tolist() == [256, 300] and counts.tolist() == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokens in files
+
+
+@pytest.fixture
+def corpus(library, tmp_path):
+    """Texts, completions and conversations: all that store_tokens takes but for the encoding and its template."""
+    lines = [{"prompt": f"p{i}", "completion": "c" * (i % 7)} for i in range(60)]
+    lines += [messages([("user", f"q{i}"), ("assistant", "hell")]) for i in range(60)]
+    return [library, *write(tmp_path / "lines", {"a.jsonl": jsonl(lines)}).iterdir()]
+
+
+def same(tokens, other):
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens, other, strict=True))
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 10**6])
+def test_stored_tokens_are_those_that_load_tokens_gives(chunk, corpus, chatty, tmp_path, monkeypatch):
+    """Would catch: splits mixed up, chunks out of order or lost, a document's flags beside another's ids."""
+    monkeypatch.setattr(data, "CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr(data, "PROGRESS_CHARACTERS", 2000)
+    said = []
+    stored = data.store_tokens(tmp_path / "out" / "tokens", corpus, chatty, CHATML, said.append)
+    kinds = json.loads((tmp_path / "out" / "tokens" / "tokens.json").read_text())["kinds"]
+    assert kinds == {"text": 200, "completion": 60, "chat": 60}
+    assert said[0].startswith("tokenised ") and said[0].endswith("M tokens") and len(said) < 10
+    for split in ("train", "heldout"):
+        assert same(stored[split], data.load_tokens(corpus, chatty, split, CHATML)), split
+        assert isinstance(stored[split].ids, np.memmap) and stored[split].ids.dtype == np.uint16
+    expected = [data.encode_record(record, chatty) for split, record in data.split_records(corpus, ["train"], CHATML)]
+    assert stored["train"].ids.tolist() == [token for ids, _ in expected for token in ids]
+    flags = [2 * (i == 0) + counted for _, counts in expected for i, counted in enumerate(counts)]
+    assert stored["train"].flags.tolist() == flags and {0, 1, 2, 3} == set(flags)
+    assert sorted(file.name for file in (tmp_path / "out" / "tokens").iterdir()) == [
+        "heldout.flags", "heldout.ids", "tokens.json", "train.flags", "train.ids"]
+
+
+def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(corpus, chatty, tmp_path, monkeypatch):
+    """Would catch: hours of tokenising for each --resume, and tokens of yesterday's text."""
+    out = tmp_path / "out"
+    first = data.store_tokens(out, corpus, chatty, CHATML)
+    with monkeypatch.context() as patch:
+        for name in ("encode_record", "read_records", "_read"):
+            patch.setattr(data, name, stop)
+        again = data.store_tokens(out, [str(path) for path in corpus], chatty, CHATML)
+        assert all(same(first[split], again[split]) for split in first)
+        os.utime(corpus[0] / "001.txt", ns=(0, 0))
+        for call in (lambda: data.store_tokens(out, corpus, chatty, CHATML),
+                     lambda: data.store_tokens(out, corpus[:1], chatty, CHATML)):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    write(corpus[0], {"new.txt": "something new"})
+    data.store_tokens(out, corpus, chatty, CHATML)
+    monkeypatch.setattr(data, "read_records", stop)
+    data.store_tokens(out, corpus, chatty, CHATML)
+    with pytest.raises(KeyboardInterrupt):
+        data.store_tokens(out, corpus, chatty, FORGETFUL)
+    chatty.prefix = [7]
+    with pytest.raises(KeyboardInterrupt):
+        data.store_tokens(out, corpus, chatty, CHATML)
+
+
+def test_text_is_taken_a_chunk_at_a_time(monkeypatch):
+    """Would catch: a corpus larger than memory, all of it in lists."""
+    monkeypatch.setattr(data, "CHUNK_CHARACTERS", 3)
+    taken = iter(["ab"] * 5)
+    chunks = data._chunks(taken)
+    assert next(chunks) == ["ab", "ab"] and len(list(taken)) == 3
+
+
+@pytest.mark.parametrize("name", ["train.ids", "train.flags", "train.*", "heldout.ids", "heldout.flags", "tokens.json"])
+@pytest.mark.parametrize("damage", ["gone", "short", "longer"])
+def test_stored_files_that_are_damaged_are_made_anew(name, damage, library, tiny, tmp_path):
+    """Would catch: files that do not fit each other, mapped because the key is right."""
+    first = {split: [array.copy() for array in tokens] for split, tokens in data.store_tokens(tmp_path, [library], tiny).items()}
+    for file in list(tmp_path.glob(name)):
+        content = file.read_bytes()
+        file.unlink()
+        if damage != "gone":
+            file.write_bytes(content[: len(content) // 4 * 2] if damage == "short" else content + content)
+    stored = data.store_tokens(tmp_path, [library], tiny)
+    assert all(same(first[split], stored[split]) for split in first)
+
+
+@pytest.mark.parametrize("moment", ["encode", "rename 1", "rename 3", "json"])
+def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, library, tiny, tmp_path, monkeypatch):
+    """Would catch: half a corpus, or new ids beside the flags of an older one, under a key that says all is well."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(data, "CHUNK_CHARACTERS", 100)
+    old = {split: [array.copy() for array in tokens] for split, tokens in data.store_tokens(out, [library], tiny).items()}
+    calls, encode, replace = [], data.encode_record, os.replace
+
+    def sometimes(call, last):
+        def counted(*args):
+            calls.append(args)
+            return call(*args) if len(calls) < last else stop()
+        return counted
+
+    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(data.read_documents([library]))})  # all longer by one
+    with monkeypatch.context() as patch:
+        if moment == "encode":
+            patch.setattr(data, "encode_record", sometimes(encode, 70))
+        elif moment == "json":
+            patch.setattr(data, "atomic_write", stop)
+        else:
+            patch.setattr(os, "replace", sometimes(replace, int(moment[-1])))
+        with pytest.raises(KeyboardInterrupt):
+            data.store_tokens(out, [library], tiny)
+    assert not list(out.glob("*.tmp*")) and (out / "tokens.json").exists() == (moment == "encode")
+    if moment == "encode":  # what was there before is there still
+        for split, tokens in old.items():
+            assert same(tokens, data.open_tokens(out, split, np.uint16))
+    write(out, {"train.ids.tmp1": "left by a run that was killed outright"})
+    stored = data.store_tokens(out, [library], tiny)
+    for split in old:
+        assert same(stored[split], data.load_tokens([library], tiny, split)) and not same(stored[split], old[split])
+    assert not list(out.glob("*.tmp*"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line_and_no_files(library, tiny, tmp_path, monkeypatch):
+    """Would catch: a traceback, and gigabytes of half-written files on a disk that is full."""
+    fake = lambda file, mode: open("/dev/full" if "heldout.ids" in file else file, mode)  # noqa: E731
+    monkeypatch.setattr(data, "open", fake, raising=False)
+    refusal(lambda: data.store_tokens(tmp_path / "out", [library], tiny), tmp_path / "out", "No space left")
+    assert list((tmp_path / "out").iterdir()) == []
+    write(tmp_path, {"file": "x"})
+    refusal(lambda: data.store_tokens(tmp_path / "file" / "out", [library], tiny), tmp_path / "file")
+
+
+def test_a_training_split_in_which_nothing_counts_is_refused(chatty, tmp_path):
+    """Would catch: a run of hours that trains on nothing."""
+    silent = ChatTemplate("silent", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", {})
+    write(tmp_path, {"a.jsonl": jsonl(messages([("user", f"q{i}"), ("assistant", "a")]) for i in range(100))})
+    for call in (lambda: data.load_tokens([tmp_path / "a.jsonl"], chatty, "train", silent),
+                 lambda: data.store_tokens(tmp_path / "out", [tmp_path / "a.jsonl"], chatty, silent)):
+        refusal(call, "no usable tokens", tmp_path / "a.jsonl")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_saved_documents_come_back_flagged_and_an_error_on_the_way_saves_none(tmp_path, monkeypatch):
+    """Would catch: ids cut to 16 bits, an empty document whose start swallows the next one's, half a file after an error."""
+    documents = [([70_000, 2, 3], [False, True, True]), ([], []), (np.array([4]), np.array([True]))]
+    tokens = data.save_tokens(tmp_path / "new", "own", iter(documents))
+    assert tokens.ids.tolist() == [70_000, 2, 3, 4] and tokens.flags.tolist() == [2, 1, 1, 3]
+    assert same(tokens, data.open_tokens(tmp_path / "new", "own", np.uint32))
+
+    def broken():
+        yield [5], [True]
+        raise InputError("no more")
+
+    with pytest.raises(InputError, match="no more"):
+        data.save_tokens(tmp_path / "new", "own", broken())
+    assert data.open_tokens(tmp_path / "new", "own").ids.tolist() == [70_000, 2, 3, 4]
+    assert len(list((tmp_path / "new").iterdir())) == 2
+    replace = os.replace
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda old, new: replace(old, new) if str(new).endswith("ids") else stop())
+        data.save_tokens(tmp_path / "new", "own", [([5, 6, 7, 8], [True] * 4)])
+    refusal(lambda: data.open_tokens(tmp_path / "new", "own"), tmp_path / "new")  # not new ids with old flags
+    data.save_tokens(tmp_path / "new", "own", documents)
+    assert data.save_tokens(tmp_path, "none", []).ids.shape == (0,)
+    refusal(lambda: data.open_tokens(tmp_path, "missing"), tmp_path / "missing")
+    refusal(lambda: data.open_tokens(tmp_path / "new", "own", np.uint16), tmp_path / "new")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# windows and prompts
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_batch_gives_windows_of_the_array_with_its_first_and_last_token_among_them(dtype):
     tokens = np.arange(65_500, 65_511).astype(dtype)
@@ -125,6 +499,60 @@ def test_batch_gives_windows_of_the_array_with_its_first_and_last_token_among_th
     assert torch.equal(windows, data.batch(tokens, 200, 7, torch.Generator().manual_seed(0)))
     assert data.batch(tokens, 2, 11, torch.Generator()).tolist() == [tokens.tolist()] * 2
     refusal(lambda: data.batch(tokens, 2, 12, torch.Generator()), 12, 11)
+
+
+def test_windows_are_batches_with_their_marks_and_the_numbers_of_their_documents():
+    """Would catch: windows from elsewhere than batch's, and guesses across the border of two documents."""
+    rng = np.random.default_rng(0)
+    starts = np.append(True, rng.random(299) < 0.2)
+    tokens = data.Tokens(np.arange(300).astype(np.uint16), (rng.random(300) < 0.5) * np.uint8(1) + starts * np.uint8(2))
+    ids, counts, numbers = data.windows(tokens, 50, 17, torch.Generator().manual_seed(3))
+    assert torch.equal(ids, data.batch(tokens.ids, 50, 17, torch.Generator().manual_seed(3)))
+    assert (ids.dtype, counts.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
+    for window, counted, documents in zip(ids.tolist(), counts.tolist(), numbers.tolist()):
+        assert counted == [bool(tokens.flags[i] & 1) for i in window]
+        assert documents == [sum(starts[window[0] + 1 : i + 1].tolist()) for i in window]
+    assert {bool(starts[window[0]]) for window in ids.tolist()} == {True, False}
+    refusal(lambda: data.windows(tokens, 1, 301, torch.Generator()), 301, 300)
+
+
+def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):
+    """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
+    tiny.prefix = [7]
+    tokens = data.load_tokens([library], tiny, "heldout")
+    texts = [[7, *tiny.encode_ordinary(text)] for text in data.documents([library], "heldout")]
+    n = sum(len(text) >= 33 for text in texts)
+    assert 2 < n < len(texts)
+    found = data.prompts(tokens, 2 * n, 33)
+    cuts = [(i, text[at : at + 33]) for i, text in enumerate(texts) for at in range(len(text) - 32)]
+    inside = [[i for i, cut in cuts if cut == prompt] for prompt in found]
+    assert all(len(places) == 1 for places in inside) and type(found[0]) is list and type(found[0][0]) is int
+    assert sorted(inside[:n]) == sorted(inside[n:]) == sorted([i] for i, text in enumerate(texts) if len(text) >= 33)
+    assert found == data.prompts(tokens, 2 * n, 33) != data.prompts(tokens, 2 * n, 33, seed=1)
+    assert found[:3] == data.prompts(tokens, 3, 33) and data.prompts(tokens, 0, 33) == []
+    longest = max(map(len, texts))
+    assert data.prompts(tokens, 1, longest) == [max(texts, key=len)]
+    refusal(lambda: data.prompts(tokens, 1, longest + 1), longest + 1)
+    refusal(lambda: data.prompts(tokens, 1, 0))
+
+
+def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(chatty, tmp_path):
+    """Would catch: a prompt that gives part of the answer away, or that starts in the middle of a question."""
+    two = [[("user", c), ("assistant", "hell"), ("user", c + c), ("assistant", "he")] for c in "abcdefgh" * 5]
+    completions = [{"prompt": 4 * c, "completion": "0" * 50} for c in "stuvwxyz" * 5]
+    long = [{"prompt": 101 * c, "completion": "0"} for c in "ijk"]
+    write(tmp_path, {"a.jsonl": jsonl([*map(messages, two), *completions, *long])})
+    tokens = data.load_tokens([tmp_path / "a.jsonl"], chatty, "train", CHATML)
+    found = {chatty.decode(prompt) for prompt in data.prompts(tokens, 500, 25)}
+    opening = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    both = [opening.format(c) + f"hell<|im_end|>\n{opening.format(c + c)}" for c in "abcdefgh"]
+    allowed = {opening.format(c) for c in "abcdefgh"} | set(both) | {4 * c for c in "stuvwxyz"}
+    assert found <= allowed and len(found) > 15 and any(text in found for text in both)
+    assert {len(prompt) for prompt in data.prompts(tokens, 40, 1)} == {4}
+    answered = data.Tokens(np.arange(5, dtype=np.uint16), np.array([3, 1, 0, 0, 1], np.uint8))
+    assert data.prompts(answered, 20, 2) == [[0, 1, 2, 3]] * 20
+    nothing = data.Tokens(np.arange(5, dtype=np.uint16), np.array([2, 0, 0, 0, 0], np.uint8))
+    refusal(lambda: data.prompts(nothing, 1, 1))
 
 
 def test_heldout_prompts_come_from_heldout_documents_one_of_each_while_they_last(library, tiny):

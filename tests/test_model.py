@@ -160,3 +160,16 @@ def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
 
 def test_free_memory_is_a_number():
     assert 2**20 < models.free_memory("cpu") < 2**50
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_documents_in_one_window_do_not_see_one_another(shape):
+    """Catches a token that attends across a border, and positions that run on behind one."""
+    model = toy_model(**SHAPES[shape])
+    parts = [random_prompts([n], seed=n)[0] for n in (5, 9, 4)]
+    documents = torch.tensor([[i for i, part in enumerate(parts) for _ in part], [0] * 18])
+    tokens = torch.tensor([sum(parts, []), random_prompts([18], seed=1)[0]])
+    hidden = model(tokens, documents=documents)
+    for part, got in zip(parts, hidden[0].split([5, 9, 4])):
+        torch.testing.assert_close(got, model(torch.tensor([part]))[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden[1], model(tokens[1:])[0], atol=1e-4, rtol=1e-4)

@@ -1,5 +1,6 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
+import importlib.util
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ import train_heads
 from checkpoint import InputError
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
-from data import load_tokens
+from data import COUNTS, START, load_tokens, open_tokens
 from generate import generate
 from model import GPT
 from test_clover import random_heads
@@ -114,7 +116,7 @@ def test_a_stopped_run_goes_on_to_the_same_heads(number, checkpoint, texts, tmp_
     assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
     lines = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12] and set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
-    with pytest.raises(InputError, match="holds a run of preset 'clover', or on another model"):
+    with pytest.raises(InputError, match="holds a run of preset 'clover' with other switches, or on another"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
     with pytest.raises(InputError, match="holds a run already; --resume goes on with it"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
@@ -140,7 +142,7 @@ def mortal(where, name):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **kwargs)
     setattr(where, name, wrapped)
-for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "forward"), (torch.optim.AdamW, "step")):
+for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"), (torch.optim.AdamW, "step")):
     mortal(where, name)
 torch.set_num_threads(2)
 train_heads.SAVE_EVERY = 0.0  # after each step
@@ -202,6 +204,157 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
     assert run(checkpoint, texts, tmp_path / "heads", "--steps", "12", "--resume")["training"]["steps"] == 12
 
 
+TORCHRUN = """
+import sys
+import torch
+import train_heads
+torch.set_num_threads(1)
+train_heads.SHOW_EVERY, train_heads.PROMPTS = 1, 2
+train_heads.command(lambda: train_heads.main(sys.argv[1:]))
+"""
+
+
+def processes(n, folder, *flags):
+    """Runs train_heads.py in n processes that torchrun starts."""
+    (folder / "script.py").write_text(TORCHRUN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
+    return subprocess.run([sys.executable, *torchrun, str(folder / "script.py"), *TINY, *flags], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
+
+
+def losses_of(out):
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_as_one_does_and_may_share_the_model_out(checkpoint, texts, tmp_path):
+    """Catches a batch that is not split, gradients that are not averaged, masks counted per process, and a sharded model that
+    says something else."""
+    chats = tmp_path / "pairs.jsonl"  # windows with few tokens that count, unevenly spread
+    chats.write_text("".join(json.dumps(dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))) + "\n"
+                             for i in range(600)))
+    flags = ["--model", str(checkpoint), "--data", str(texts), str(chats), "--steps", "20", "--dtype", "float32", "--smooth-l1", "0.5",
+             "--own-drafts", "5"]
+    for name, n, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["--shard-base"])):
+        done = processes(n, tmp_path, *flags, "--out", str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("held-out accuracy") == 1 and ("--evaluate" in done.stdout) == (name == "sharded")
+    one, two, sharded = (losses_of(tmp_path / name) for name in ("one", "two", "sharded"))
+    assert len(one) == 20 and one[-1] < one[0] and two == pytest.approx(one, rel=1e-5) and sharded == pytest.approx(two, rel=1e-5)
+    for name in ("one", "sharded"):
+        for a, b in zip(trained(tmp_path / "two").values(), trained(tmp_path / name).values()):
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+    done = processes(2, tmp_path, *flags, "--out", str(tmp_path / "odd"), "--batch-size", "7")
+    assert done.returncode and "must divide by their number, but 7 does not by 2; take 6" in done.stderr
+
+
+def test_a_model_is_not_shared_out_to_nobody(checkpoint, texts, tmp_path):
+    with pytest.raises(InputError, match="start them with torchrun"):
+        run(checkpoint, texts, tmp_path / "out", "--shard-base")
+
+
+def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_path, monkeypatch, capsys):
+    """Catches own text that is not the model's, or not trained on, and a resumed run that sees another."""
+    flags = ["--steps", "16", "--self-distill", "8", "--self-share", "0.75", "--dtype", "float32"]
+    model, seen = GPT.from_pretrained(checkpoint, device="cpu"), []
+    batch = train_heads.Run.batch
+
+    def spied(self, corpus, own):
+        seen.append((self.step, len(own.ids)))
+        return batch(self, corpus, own)
+    monkeypatch.setattr(train_heads.Run, "batch", spied)
+    run(checkpoint, texts, tmp_path / "whole", *flags)
+    assert "the model wrote" in capsys.readouterr().out
+    sizes = [size for step, size in seen]
+    assert [step for step, _ in seen] == list(range(16)) and len(set(sizes)) == 4 and sizes == sorted(sizes)
+    assert all(sizes[i] > sizes[i - 1] for i in (4, 8, 12))
+    own = open_tokens(tmp_path / "whole" / "tokens", "own-0", np.uint16)  # greedy
+    starts = np.flatnonzero(own.flags & START).tolist() + [len(own.ids)]
+    assert len(starts) == 3 and (own.flags & COUNTS).all()  # two of the eight prompts; their data count as well
+    for a, b in zip(starts, starts[1:]):
+        document = own.ids[a:b].tolist()
+        want = generate(model, [document[:10]], len(document) - 10, None).tokens[0]  # a block of 40: prompts of 10
+        assert document[10:] == want
+    monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
+    calls = []
+
+    def killed(self, *args):
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return batch(self, *args)
+    monkeypatch.setattr(train_heads.Run, "batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(checkpoint, texts, tmp_path / "parts", *flags)
+    monkeypatch.setattr(train_heads.Run, "batch", batch)
+    run(checkpoint, texts, tmp_path / "parts", *flags, "--resume")
+    assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
+
+
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeypatch, capsys):
+    """Catches heads that learn what users say, and own text that is off by default where it is wanted."""
+    chats, folder = tmp_path / "chats.jsonl", tmp_path / "model"
+    says = lambda i: [dict(role="user", content=f"{i}?"), dict(role="assistant", content=f"it is {i}, and {i * i}, " * 3)]
+    chats.write_text("".join(json.dumps(dict(messages=says(i))) + "\n" for i in range(300)))
+    with pytest.raises(InputError, match="chats.jsonl.*chat template"):
+        run(checkpoint, chats, tmp_path / "out", "--steps", "2")
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    places, guessed = [], train_heads.guessed_places
+
+    def spied(ids, K, counts, documents):
+        found = guessed(ids, K, counts, documents)
+        places.append((ids, found[0]))
+        return found
+    monkeypatch.setattr(train_heads, "guessed_places", spied)
+    monkeypatch.setattr(train_heads, "OWN_PROMPTS", 8)
+    run(folder, chats, tmp_path / "out", "--steps", "3", "--self-share", "0")
+    assert capsys.readouterr().out.count("the model wrote") == 4
+    encoding = load_encoding(checkpoint)
+    for ids, head in places:
+        for row, mask in zip(ids, head):
+            text = encoding.decode_bytes(row.tolist()).decode("latin-1")
+            assert text.isascii() and len(text) == len(row)
+            for t in mask.nonzero().flatten().tolist():  # head 1 guesses t + 2; it is said by the assistant, in its own turn
+                said = text[:t + 3].rpartition("<")[2]
+                assert text[:t + 3].count("<") == 0 or said.startswith("assistant>") or "assistant>".startswith(said)
+    assert 0.2 < torch.stack([mask.float().mean() for _, mask in places]).mean() < 0.95
+
+
+def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path):
+    record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--heads", "3", "--mix", "concat", "--augment-layers", "2", "--shared",
+                 "--mix-before", "--projector", "linear")
+    assert record["config"] == dict(preset="clover", heads=3, augment_layers=2, mix="concat", mix_before=True, projector="linear",
+                                    shared=True, vocabulary=0) and len(record["accuracy"]) == 3
+    assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2", "--no-shared")["config"]["shared"] is False
+    with pytest.raises(InputError, match="with other switches"):
+        run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--heads", "3")
+
+
+def test_the_memory_that_is_stated_is_about_what_is_taken(checkpoint, tmp_path):
+    """Catches a plan that forgets the activations, or counts the weights among them."""
+    model = toy_model(n_layer=1, n_embd=128, n_inner=256)
+    plans = []
+    for n in ("4", "8"):
+        run = new_run(model, checkpoint, tmp_path, "--batch-size", n)
+        run.args.block_size = 40
+        plans.append(train_heads.memory_plan(run))
+    assert plans[1]["activations"] == 2 * plans[0]["activations"]
+    weights = sum(p.nbytes for p in run.heads.parameters())
+    assert plans[0]["heads, gradients and AdamW"] == 4 * weights
+    rows = 4 * 41 * 128 * 4  # one tensor of the states
+    assert 20 * rows < plans[0]["activations"] < 200 * rows
+
+
+def test_a_plot_is_drawn_where_matplotlib_is(checkpoint, texts, tmp_path):
+    run(checkpoint, texts, tmp_path, "--steps", "2")
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "training.png").exists() == drawn
+    assert not drawn or (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, capsys):
     """Catches the rarest tokens instead of the most frequent, and a list that a resumed or evaluated run loses."""
     out, model = tmp_path / "heads", GPT.from_pretrained(checkpoint, device="cpu")
@@ -209,7 +362,7 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, cap
     assert record["config"]["vocabulary"] == 12
     heads = CloverHeads.from_pretrained(out, model)
     encoding = load_encoding(checkpoint)
-    counts = Counter(load_tokens([texts], encoding, "train").tolist())
+    counts = Counter(load_tokens([texts], encoding, "train").ids.tolist())
     least = min(counts[token] for token in heads.vocabulary.tolist())
     assert len(set(heads.vocabulary.tolist())) == 12 and sum(n > least for n in counts.values()) < 12
     assert run(checkpoint, texts, out, "--steps", "4", "--resume")["config"]["vocabulary"] == 12
@@ -225,23 +378,32 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, cap
 def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
     """Catches minutes of training that end in an error about the folder."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InputError, match="cannot be made a folder"):
+    with pytest.raises(InputError, match="expected to write tokens there"):
         run(checkpoint, texts, tmp_path / "file", "--steps", "1000000")
 
 
-def test_losses_equal_cross_entropy_against_the_shifted_teacher():
+def new_run(model, checkpoint, out, *flags, config=None):
+    """A Run on a model that need not be the checkpoint's."""
+    args = train_heads.parse([*TINY, "--dtype", "float32", "--out", str(out), "--model", str(checkpoint), *flags])
+    return train_heads.Run(args, config or args.config, model, load_encoding(checkpoint), train_heads.World(args))
+
+
+def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_path):
     """Catches a head that is compared with the distribution one place too early or too late."""
     model = toy_model()
-    heads, tokens = random_heads(model), torch.tensor(random_prompts([25, 25]))
-    T, off = 25 - 4 - 1, torch.autocast("cpu", enabled=False)
-    distill, accuracy = train_heads.forward(heads, tokens, "distill", off)
-    data, _ = train_heads.forward(heads, tokens, "data", off)
-    hidden = model(tokens)
+    heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
+    T, counts = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)
+    found = {}
+    for objective in ("distill", "data"):
+        run = new_run(model, checkpoint, tmp_path, "--objective", objective)
+        run.heads.load_state_dict(heads.state_dict())
+        found[objective], accuracy = run.losses(ids, counts, None)
+    hidden = model(ids)
     whole = model.lm_head(hidden)
-    for i, out in enumerate(heads(hidden[:, :T], tokens[:, 1:])):  # the token at t + 2 + i is chosen after position t + 1 + i
+    for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the token at t + 2 + i is chosen after position t + 1 + i
         logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
-        torch.testing.assert_close(distill[i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(data[i], F.nll_loss(logs.flatten(0, 1), tokens[:, i + 2:i + 2 + T].flatten()))
+        torch.testing.assert_close(found["distill"][i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found["data"][i], F.nll_loss(logs.flatten(0, 1), ids[:, i + 2:i + 2 + T].flatten()))
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
 
 
@@ -250,10 +412,10 @@ def test_the_model_stays_frozen(checkpoint, texts, tmp_path, monkeypatch):
     frozen = []
 
     class Watched(train_heads.Run):
-        def train(self, tokens):
+        def train(self, *given):
             model = self.heads.model
             frozen.append((model, {name: value.clone() for name, value in model.state_dict().items()}))
-            super().train(tokens)
+            return super().train(*given)
     monkeypatch.setattr(train_heads, "Run", Watched)
     run(checkpoint, texts, tmp_path, "--steps", "3")
     (model, before), = frozen
@@ -272,6 +434,11 @@ BAD = {
     "nothing to evaluate": (["--evaluate"], "no such folder"),
     "nothing to resume": (["--resume"], "--resume needs a run"),
     "block without room for prompts": (["--block-size", "0"], "block size must be"),
+    "no heads": (["--heads", "0"], "heads must be"),
+    "unknown mixer": (["--mix", "hope"], "hope"),
+    "more own drafts than steps": (["--steps", "5", "--own-drafts", "6"], "own drafts must be"),
+    "a share above 1": (["--self-share", "1.5"], "self share must be"),
+    "a weight below 0": (["--smooth-l1", "-1"], "smooth L1 must be"),
 }
 
 
