@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from bench_kernels import print_head
+from chat import load_chat_template
 from checkpoint import GPTConfig, InputError
 from clover import CloverHeads, preset
-from data import heldout_prompts
+from data import load_tokens, prompts
 from engine import STAGES, Sampling, memory_needed
 from fit import copy_bandwidth, fit_tree, stage_times, step_time
 from generate import load_model, pick_device, prepare
@@ -79,23 +80,23 @@ def speculating(fit):
     return max(rows, key=lambda row: row[2] / row[1])[0] if rows else max(fit.tree_size, 5)
 
 
-def measure_batch(model, prompts, heads, batch, bandwidth, args):
+def measure_batch(model, given, heads, batch, bandwidth, args):
     """Rows of one batch size: plain decoding and each kind of heads with its best tree, in paired runs."""
     options = dict(batch_size=batch, temperature=args.temperature, graph=not args.no_graph)
     sampling, N = Sampling(args.temperature), args.max_new_tokens
-    engines, auto = {"plain": prepare(model, prompts, N, tree_size=1, **options)}, {"plain": 1}
+    engines, auto = {"plain": prepare(model, given, N, tree_size=1, **options)}, {"plain": 1}
     for name, one in heads.items():
         fit = fit_tree(model, one, batch, engines["plain"].rows, sampling, graph=not args.no_graph)
         auto[name] = fit.tree_size
-        engines[name] = prepare(model, prompts, N, one, tree_size=args.tree_size or speculating(fit), **options)
+        engines[name] = prepare(model, given, N, one, tree_size=args.tree_size or speculating(fit), **options)
     runs = {name: [] for name in engines}
     peaks = {}
     for name, engine in engines.items():
-        engine.generate(prompts[:batch], min(8, N))  # warm
+        engine.generate(given[:batch], min(8, N))  # warm
     for _ in range(args.runs):
         for name, engine in engines.items():
             with PeakMemory(model.device) as memory:
-                runs[name].append(engine.generate(prompts, N))
+                runs[name].append(engine.generate(given, N))
             peaks[name] = memory.peak
     rows = []
     for name, engine in engines.items():
@@ -106,7 +107,7 @@ def measure_batch(model, prompts, heads, batch, bandwidth, args):
             batch_size=batch, heads=name, tree_size=engine.tree_size, auto=auto[name], tokens_per_step=middle.tokens_per_step,
             tokens_per_second=middle.tokens_per_second, speed_up=speed_up, step_ms=seconds * 1e3,
             floor_ms=floor(model, batch * 256, bandwidth) * 1e3, peak_gb=peaks[name] and peaks[name] / GB,
-            identical=sum(a == b for a, b in zip(runs[name][0].tokens, runs["plain"][0].tokens)) / len(prompts)))
+            identical=sum(a == b for a, b in zip(runs[name][0].tokens, runs["plain"][0].tokens)) / len(given)))
         print(decode_line(rows[-1]), flush=True)
     return rows, runs["plain"][0].tokens
 
@@ -118,19 +119,19 @@ def decode_line(row):
             f"| {memory} | {row['identical']:.0%} |")
 
 
-def measure_trees(model, prompts, heads, args):
+def measure_trees(model, given, heads, args):
     """Tokens per step of each kind of heads over tree sizes: {heads: {tree size: tokens per step}}."""
     found = {}
     for name, one in heads.items():
         found[name] = {}
         for tree_size in args.tree_sizes:
-            engine = prepare(model, prompts, args.max_new_tokens, one, tree_size=tree_size, temperature=args.temperature)
-            found[name][tree_size] = engine.generate(prompts, args.max_new_tokens).tokens_per_step
+            engine = prepare(model, given, args.max_new_tokens, one, tree_size=tree_size, temperature=args.temperature)
+            found[name][tree_size] = engine.generate(given, args.max_new_tokens).tokens_per_step
         print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in found[name].values()) + " |", flush=True)
     return found
 
 
-def transformers_rows(model, prompts, wanted, args):
+def transformers_rows(model, given, wanted, args):
     """What transformers' generate does with the same weights and prompts, one at a time, or why it cannot be measured."""
     try:
         import transformers
@@ -142,7 +143,7 @@ def transformers_rows(model, prompts, wanted, args):
     rows = []
     for name, flags in dict(greedy={}, prompt_lookup=dict(prompt_lookup_num_tokens=10)).items():
         outputs, times = [], []
-        for i, prompt in enumerate([prompts[0], *prompts]):  # the first one warms
+        for i, prompt in enumerate([given[0], *given]):  # the first one warms
             start = time.perf_counter()
             tokens = torch.tensor([prompt], device=model.device)
             with torch.inference_mode():
@@ -196,19 +197,18 @@ def bench(args):
           "(bytes read and written)")
     print_head("batch size", "heads", "tree size", "auto takes", "tokens per step", "tokens per second", "speed-up",
                "ms per step", "floor, ms", "peak memory, GB", "identical texts")
-    decoding, wanted = [], None
+    heldout, decoding, wanted = load_tokens(args.data, encoding, "heldout", load_chat_template(args.model)), [], None
     for batch in args.batch_sizes:
-        prompts = heldout_prompts(encoding, max(args.prompts, batch), args.prompt_length, paths=args.data)
-        rows, plain = measure_batch(model, prompts, heads, batch, bandwidth, args)
+        rows, plain = measure_batch(model, prompts(heldout, max(args.prompts, batch), args.prompt_length), heads, batch, bandwidth, args)
         decoding += rows
         wanted = wanted or plain[:args.prompts]
-    prompts = heldout_prompts(encoding, args.prompts, args.prompt_length, paths=args.data)
+    given = prompts(heldout, args.prompts, args.prompt_length)
     print_head("heads", *(f"tokens per step, T = {size}" for size in args.tree_sizes))
-    trees = measure_trees(model, prompts, heads, args)
+    trees = measure_trees(model, given, heads, args)
     theirs = "measured at temperature 0 only"
     if args.temperature == 0:
         print_head("one at a time", "tokens per second", "identical texts")
-        theirs = transformers_rows(model, prompts, wanted, args)
+        theirs = transformers_rows(model, given, wanted, args)
         if isinstance(theirs, str):
             print(f"| {theirs} | - | - |")
     result = dict(bench="decode", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype),

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 import train_heads
+from chat import load_chat_template
 from checkpoint import InputError
 from clover import CloverHeads
-from data import heldout_prompts, load_tokens
+from data import load_tokens, prompts
 from evaluate import head_accuracy
 from generate import generate, load_model
 from tokenizer import tokenizer_hash
@@ -49,24 +50,24 @@ def train(args):
     return folders
 
 
-def decode(model, prompts, args, heads, temperature, batch_size, tree_size):
+def decode(model, given, args, heads, temperature, batch_size, tree_size):
     """One decoding run as a dict: tokens per step, tokens per second, and the tokens themselves."""
     options = dict(temperature=temperature, tree_size=tree_size, batch_size=batch_size)
-    generate(model, prompts[:batch_size], args.max_new_tokens, heads, **options)  # warm: compiled, loaded
-    out = generate(model, prompts, args.max_new_tokens, heads, **options)
+    generate(model, given[:batch_size], args.max_new_tokens, heads, **options)  # warm: compiled, loaded
+    out = generate(model, given, args.max_new_tokens, heads, **options)
     return dict(tokens_per_step=out.tokens_per_step, tokens_per_second=out.tokens_per_second, tokens=out.tokens)
 
 
-def decoding_rows(model, prompts, heads, args):
+def decoding_rows(model, given, heads, args):
     """Rows of the decoding table: every kind of heads at every temperature, batch and tree size, plain decoding with each."""
     rows = []
     for temperature in args.temperatures:
         for batch_size in args.batch_sizes:
-            plain = decode(model, prompts, args, None, temperature, batch_size, 1)
+            plain = decode(model, given, args, None, temperature, batch_size, 1)
             for tree_size in args.tree_sizes:
                 first = None
                 for name, these in heads.items():
-                    run = decode(model, prompts, args, these, temperature, batch_size, tree_size)
+                    run = decode(model, given, args, these, temperature, batch_size, tree_size)
                     first = first or run
                     extra, firsts = run["tokens_per_step"] - 1, first["tokens_per_step"] - 1
                     rows.append(dict(
@@ -75,7 +76,7 @@ def decoding_rows(model, prompts, heads, args):
                         tokens_per_second=run["tokens_per_second"], plain_tokens_per_second=plain["tokens_per_second"],
                         speed_up=run["tokens_per_second"] / plain["tokens_per_second"],
                         speed_up_over_first=run["tokens_per_second"] / first["tokens_per_second"],
-                        identical=sum(a == b for a, b in zip(run["tokens"], plain["tokens"])) / len(prompts)))
+                        identical=sum(a == b for a, b in zip(run["tokens"], plain["tokens"])) / len(given)))
                     print(line(rows[-1]), flush=True)
     return rows
 
@@ -86,9 +87,9 @@ def line(row):
             f"| {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x | {row['speed_up_over_first']:.2f}x | {row['identical']:.0%} |")
 
 
-def accuracies(encoding, heads, args):
+def accuracies(heads, heldout):
     """Held-out head accuracy of every kind: {name: [share per head]}."""
-    heldout, found = load_tokens(args.data, encoding, "heldout"), {}
+    found = {}
     most = max(these.config.heads for these in heads.values())
     print("| heads | " + " | ".join(f"accuracy of head {i + 1}" for i in range(most)) + " |\n|---|" + "---|" * most)
     for name, these in heads.items():
@@ -104,11 +105,12 @@ def bench(args):
     folders = train(args) if args.train else [Path(path) for path in args.heads]
     model, encoding = load_model(args)
     heads = {path.name: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in folders}
-    accuracy = accuracies(encoding, heads, args)
+    heldout = load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
+    accuracy = accuracies(heads, heldout)
     first = next(iter(heads))
     print(f"\n| heads | temperature | batch size | tree size | tokens per step | extra over {first} | tokens per second | over plain "
           f"| over {first} | identical texts |\n|---|" + "---|" * 9)
-    rows = decoding_rows(model, heldout_prompts(encoding, args.prompts, args.prompt_length, paths=args.data), heads, args)
+    rows = decoding_rows(model, prompts(heldout, args.prompts, args.prompt_length), heads, args)
     settings = {name: getattr(args, name) for name in ("prompts", "prompt_length", "max_new_tokens")}
     training = {name: these.info.get("training") for name, these in heads.items()}
     return dict(bench="heads", model=Path(args.model).name, device=str(model.device), dtype=str(model.dtype), **settings,

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import GPTConfig, InputError, atomic_write
-from data import batch, documents, token_array
+from corpus import documents
+from data import batch, token_array
 from generate import Parser, check, command, pick_device
 from model import GPT
 from tokenizer import end_of_text, load_encoding

@@ -12,7 +12,7 @@ import bench_heads
 import train_heads
 from checkpoint import GPTConfig, InputError
 from clover import PRESETS, CloverHeads
-from data import heldout_prompts
+from data import load_tokens, prompts
 from generate import generate
 from model import GPT
 from tokenizer import load_encoding
@@ -35,9 +35,9 @@ def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsy
     assert clover["extra_over_first"] == pytest.approx((clover["tokens_per_step"] - 1) / (medusa["tokens_per_step"] - 1))
     assert clover["identical"] == medusa["identical"] == 1.0
     assert set(result["accuracy"]) == {"medusa", "clover"} and result["machine"]["torch"]
-    prompts = heldout_prompts(load_encoding(checkpoint), 3, 16, paths=[text])
+    given = prompts(load_tokens([text], load_encoding(checkpoint), "heldout"), 3, 16)
     heads = CloverHeads.from_pretrained(folders[1], model)
-    want = generate(model, prompts, 12, heads, tree_size=6, temperature=0.5, batch_size=2)
+    want = generate(model, given, 12, heads, tree_size=6, temperature=0.5, batch_size=2)
     assert clover["tokens_per_step"] == want.tokens_per_step
     assert clover["speed_up_over_first"] == pytest.approx(clover["tokens_per_second"] / medusa["tokens_per_second"])
     assert any(line.startswith("| clover | 0.5 | 2 | 6 |") for line in lines)

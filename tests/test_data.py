@@ -1,4 +1,5 @@
-"""data.py: text comes back whole from its documents' ids, splits never overlap, and what heads are trained to guess is exact."""
+"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and what heads are trained to
+guess is exact."""
 
 import gzip
 import json
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import corpus
 import data
 from chat import ChatTemplate
 from checkpoint import InputError
@@ -19,45 +21,45 @@ from test_tokenizer import EOT, refusal, save, tiny, tiny_spec, write  # noqa: F
 
 
 def test_builtin_corpus_is_large_and_its_splits_share_nothing():
-    train, heldout = data.builtin_corpus("train"), data.builtin_corpus("heldout")
+    train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
     assert not set(train) & set(heldout)
-    assert train == sorted(train) and train == data.builtin_corpus("train")
+    assert train == sorted(train) and train == corpus.builtin_corpus("train")
     assert 0.03 < len(heldout) / (len(train) + len(heldout)) < 0.08
     assert sum(file.stat().st_size for file in train) > 8e6  # without its tests the library still has this much
     assert not any("site-packages" in file.parts or file.suffix != ".py" for file in train + heldout)
-    assert sum(1 for _ in data.read_documents(heldout)) == len(heldout)
+    assert sum(1 for _ in corpus.read_documents(heldout)) == len(heldout)
 
 
 def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    refusal(lambda: data.builtin_corpus("train"), tmp_path)
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    refusal(lambda: corpus.builtin_corpus("train"), tmp_path)
     write(tmp_path, {f"lib/m{i}.py": "x = 1\n" for i in range(60)})
     foreign = ("site-packages/a.py", "lib/dist-packages/b.py", "__pycache__/c.py", "_sysconfigdata__x.py", "notes.txt")
     write(tmp_path, dict.fromkeys(foreign, "x") | {"empty.py": "", "latin1.py": b"# \xe9"})
-    train, heldout = data.builtin_corpus("train"), data.builtin_corpus("heldout")
+    train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
     assert sorted(train + heldout) == sorted((tmp_path / "lib").glob("m*.py"))
     # These names are fixed: a split that moves between runs would train on what is later held out.
     assert [file.name for file in heldout] == "m0.py m2.py m25.py m37.py".split()
-    refusal(lambda: data.builtin_corpus("test"), "'test'")
+    refusal(lambda: corpus.builtin_corpus("test"), "'test'")
 
 
 def test_documents_come_from_named_files_folders_and_jsonl_lines(tmp_path):
     files = {"a.py": "a", "b/c.md": "é\r\n", "b/d.bin": "no", "e.txt": "", "f.txt": b"\xff", "odd.xyz": "odd"}
     jsonl = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
     write(tmp_path, files | {"g.jsonl": jsonl, "h.txt/i.txt": "in a folder"})
-    assert list(data.read_documents([tmp_path])) == ["a", "é\r\n", "one", "two\nlines", "in a folder"]
-    assert list(data.read_documents([str(tmp_path / "odd.xyz"), tmp_path / "a.py"])) == ["odd", "a"]
+    assert list(corpus.read_documents([tmp_path])) == ["a", "é\r\n", "one", "two\nlines", "in a folder"]
+    assert list(corpus.read_documents([str(tmp_path / "odd.xyz"), tmp_path / "a.py"])) == ["odd", "a"]
 
 
 def test_patterns_take_what_fits_them_once_in_order_and_names_that_look_like_patterns_stay_names(tmp_path):
     """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be named."""
     write(tmp_path, {"b.txt": "b", "a[1].txt": "a1", "a1.txt": "other", "deep/er/c.odd": "c", "deep/d.md": "d", "x.bin": b"\xff"})
-    assert list(data.read_documents([f"{tmp_path}/*.txt"])) == ["other", "a1", "b"]
-    assert list(data.read_documents([tmp_path / "a[1].txt"])) == ["a1"]
-    assert list(data.read_documents([f"{tmp_path}/deep/**"])) == ["d", "c"]
-    assert list(data.read_documents([f"{tmp_path}/d?ep", f"{tmp_path}/[bx].*"])) == ["d", "b"]
-    refusal(lambda: list(data.read_documents([f"{tmp_path}/*.rst"])), f"{tmp_path}/*.rst", "pattern")
-    refusal(lambda: list(data.read_documents([f"{tmp_path}/x.*"])), f"{tmp_path}/x.*", "UTF-8")
+    assert list(corpus.read_documents([f"{tmp_path}/*.txt"])) == ["other", "a1", "b"]
+    assert list(corpus.read_documents([tmp_path / "a[1].txt"])) == ["a1"]
+    assert list(corpus.read_documents([f"{tmp_path}/deep/**"])) == ["d", "c"]
+    assert list(corpus.read_documents([f"{tmp_path}/d?ep", f"{tmp_path}/[bx].*"])) == ["d", "b"]
+    refusal(lambda: list(corpus.read_documents([f"{tmp_path}/*.rst"])), f"{tmp_path}/*.rst", "pattern")
+    refusal(lambda: list(corpus.read_documents([f"{tmp_path}/x.*"])), f"{tmp_path}/x.*", "UTF-8")
 
 
 PAIR = {"prompt": "he", "completion": "ll"}
@@ -72,18 +74,18 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
     """Would catch: a field that is overlooked, or a kind that a column of nulls beside it hides."""
     lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""}, {"text": "t"} | PAIR])
     write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
-    found = list(data.read_records([tmp_path / "plain"], CHATML))
+    found = list(corpus.read_records([tmp_path / "plain"], CHATML))
     assert [record.kind for record in found] == "text completion chat completion chat text".split()
     assert found[0].parts == (("t", True),) and found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
     for path in ("packed", "packed/a.jsonl.gz", "pack*/*.gz"):
-        assert list(data.read_records([tmp_path / path], CHATML)) == found
+        assert list(corpus.read_records([tmp_path / path], CHATML)) == found
 
 
 def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_once(tmp_path):
     """Would catch: train_base.py learning completions without their prompts, or skipping conversations in silence."""
     write(tmp_path, {"a.jsonl": jsonl([PAIR, {"text": "t"}]), "b.jsonl": jsonl([PAIR] * 500 + [CHAT])})
-    assert list(data.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
-    refusal(lambda: list(data.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501", "chat template")
+    assert list(corpus.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
+    refusal(lambda: list(corpus.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501", "chat template")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_o
 def test_paths_without_a_document_are_refused_by_name(name, content, tmp_path):
     if content is not None:
         write(tmp_path, content if isinstance(content, dict) else {name: content})
-    refusal(lambda: list(data.read_documents([tmp_path / name])), tmp_path / name)
+    refusal(lambda: list(corpus.read_documents([tmp_path / name])), tmp_path / name)
 
 
 @pytest.mark.parametrize("line", ["{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "plain text"])
@@ -107,7 +109,7 @@ def test_a_file_half_of_whose_lines_are_broken_is_refused_by_their_number(line, 
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
     for path in (tmp_path, tmp_path / "a.jsonl"):
-        refusal(lambda: list(data.read_documents([path])), tmp_path / "a.jsonl", "line 3", "1 of 2")
+        refusal(lambda: list(corpus.read_documents([path])), tmp_path / "a.jsonl", "line 3", "1 of 2")
 
 
 @pytest.mark.parametrize(
@@ -131,13 +133,13 @@ def test_a_file_half_of_whose_lines_are_broken_is_refused_by_their_number(line, 
 def test_lines_of_the_wrong_shape_are_broken_not_a_crash(value, tmp_path):
     """Would catch: a KeyError or a template's own error out of one line of a million."""
     write(tmp_path, {"a.jsonl": jsonl([PAIR, value])})
-    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], CHATML)), tmp_path / "a.jsonl", "line 2", "1 of 2")
+    refusal(lambda: list(corpus.read_records([tmp_path / "a.jsonl"], CHATML)), tmp_path / "a.jsonl", "line 2", "1 of 2")
 
 
 def test_nesting_without_end_is_a_broken_line(tmp_path):
     """Would catch: json's RecursionError."""
     write(tmp_path, {"a.jsonl": "[" * 100_000 + "\n"})
-    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"])), "line 1")
+    refusal(lambda: list(corpus.read_records([tmp_path / "a.jsonl"])), "line 1")
 
 
 @pytest.mark.parametrize("broken", [0, 2, 3, 4])
@@ -149,15 +151,15 @@ def test_one_broken_line_in_a_hundred_is_skipped_and_said_more_are_refused(broke
     write(tmp_path, {"a.jsonl": "\n\n".join(lines)})
     said = []
     if broken == 4:
-        message = refusal(lambda: list(data.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl", "4 of 300")
+        message = refusal(lambda: list(corpus.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl", "4 of 300")
         assert all(f"line {n}" in message for n in (9, 29, 49)) and "69" not in message and "not JSON" in message
         assert said == []
         return
-    found = list(data.read_documents([tmp_path], said.append))
+    found = list(corpus.read_documents([tmp_path], said.append))
     assert found == [f"t{i}" for i in range(300) if i not in range(4, 4 + 10 * broken, 10)]
     assert len(said) == bool(broken)
     assert all(text in line for line in said for text in (str(tmp_path / "a.jsonl"), f"{broken} of 300", "line 9 "))
-    assert list(data.read_documents([tmp_path])) == found
+    assert list(corpus.read_documents([tmp_path])) == found
     assert capsys.readouterr().err.splitlines() == said  # stderr, where no log is given
 
 
@@ -166,7 +168,7 @@ def test_a_damaged_gz_is_refused_by_name(tmp_path):
     whole = gzip.compress(jsonl([{"text": str(i)} for i in range(5000)]).encode())
     for content in (whole[: len(whole) // 2], b"no gzip", whole[:100] + bytes(50) + whole[150:]):
         write(tmp_path, {"a.jsonl.gz": content})
-        refusal(lambda: list(data.read_documents([tmp_path / "a.jsonl.gz"])), tmp_path / "a.jsonl.gz")
+        refusal(lambda: list(corpus.read_documents([tmp_path / "a.jsonl.gz"])), tmp_path / "a.jsonl.gz")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def conversation(encoding, turns, counted):
 def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
     """Would catch: heads trained on the user's words, on the template's, or on an answer that was cut later on."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
-    [record] = data.read_records([tmp_path / "a.jsonl"], template)
+    [record] = corpus.read_records([tmp_path / "a.jsonl"], template)
     ids, counts = data.encode_record(record, chatty)
     shown = [(role, "hell" if i == forgotten else content) for i, (role, content) in enumerate(turns) if content != "bye"]
     expected = conversation(chatty, shown, counted)
@@ -240,7 +242,7 @@ def test_a_template_that_renders_no_prefix_breaks_the_line(tmp_path):
     """Would catch: marks in the wrong place, where a prompt is not how the conversation with its answer begins."""
     odd = ChatTemplate("odd", "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
     write(tmp_path, {"a.jsonl": jsonl([CHAT])})
-    refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], odd)), "does not render a prefix", "line 1")
+    refusal(lambda: list(corpus.read_records([tmp_path / "a.jsonl"], odd)), "does not render a prefix", "line 1")
 
 
 @pytest.fixture
@@ -257,8 +259,8 @@ def documents_of(tokens, encoding):
 
 def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
     train, heldout = (documents_of(data.load_tokens([library], tiny, split), tiny) for split in ("train", "heldout"))
-    assert sorted(train + heldout) == sorted(data.read_documents([library])) and 3 < len(heldout) < 20
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in data.read_documents([library]))
+    assert sorted(train + heldout) == sorted(corpus.read_documents([library])) and 3 < len(heldout) < 20
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in corpus.read_documents([library]))
     write(tmp_path, {"all.jsonl": lines})
     assert documents_of(data.load_tokens([tmp_path / "all.jsonl"], tiny, "heldout"), tiny) == heldout
     refusal(lambda: data.load_tokens([library], tiny, "dev"), "'dev'")
@@ -270,14 +272,14 @@ def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
 
 def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tiny, tmp_path, monkeypatch):
     """Would catch: half of a completion held out, its mark moved, or neighbouring pieces torn apart."""
-    monkeypatch.setattr(data, "PIECE", 10)
+    monkeypatch.setattr(corpus, "PIECE", 10)
     long = "".join(random.Random(0).choices("abcdefgijk", k=995))
     write(tmp_path, {"a.jsonl": jsonl([{"prompt": long, "completion": long[::-1]}, {"text": long}])})
-    found = list(data.split_records([tmp_path / "a.jsonl"], data.SPLITS))
+    found = list(corpus.split_records([tmp_path / "a.jsonl"], corpus.SPLITS))
     assert [record.text for _, record in found if record.kind == "completion"] == [long + long[::-1]]
     texts = [(split, record.text) for split, record in found if record.kind == "text"]
     assert "".join(text for _, text in texts) == long and len(texts) > 3
-    assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:])) and {split for split, _ in texts} == set(data.SPLITS)
+    assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:])) and {split for split, _ in texts} == set(corpus.SPLITS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,12 +309,12 @@ def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_wh
     """Would catch: a BOS that heads learn to guess, an end that they do not, a text that can write special tokens."""
     tiny.prefix = [7, 8]
     plain = tiny.encode_ordinary
-    ids, counts = data.encode_record(data.Record(((f"he{EOT}", True),), "text"), tiny)
+    ids, counts = data.encode_record(corpus.Record(((f"he{EOT}", True),), "text"), tiny)
     assert ids.tolist() == [7, 8, *plain(f"he{EOT}"), 300] and counts.tolist() == [False] * 2 + [True] * (len(ids) - 2)
-    ids, counts = data.encode_record(data.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
+    ids, counts = data.encode_record(corpus.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
     assert ids.tolist() == [7, 8, 256, 257, 300, 300]  # not 258, hell: a prompt's end is a token's
     assert counts.tolist() == [False] * 3 + [True] * 3
-    ids, counts = data.encode_record(data.Record((("he", False), (EOT, True)), "chat"), tiny)
+    ids, counts = data.encode_record(corpus.Record((("he", False), (EOT, True)), "chat"), tiny)
     assert ids.tolist() == [256, 300] and counts.tolist() == [False, True]
 
 
@@ -321,7 +323,7 @@ def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_wh
 
 
 @pytest.fixture
-def corpus(library, tmp_path):
+def paths(library, tmp_path):
     """Texts, completions and conversations: all that store_tokens takes but for the encoding and its template."""
     lines = [{"prompt": f"p{i}", "completion": "c" * (i % 7)} for i in range(60)]
     lines += [messages([("user", f"q{i}"), ("assistant", "hell")]) for i in range(60)]
@@ -337,19 +339,19 @@ def stop(*_, **__):
 
 
 @pytest.mark.parametrize("chunk", [1, 300, 10**6])
-def test_stored_tokens_are_those_that_load_tokens_gives(chunk, corpus, chatty, tmp_path, monkeypatch):
+def test_stored_tokens_are_those_that_load_tokens_gives(chunk, paths, chatty, tmp_path, monkeypatch):
     """Would catch: splits mixed up, chunks out of order or lost, a document's flags beside another's ids."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", chunk)
     monkeypatch.setattr(data, "PROGRESS_CHARACTERS", 2000)
     said = []
-    stored = data.store_tokens(tmp_path / "out" / "tokens", corpus, chatty, CHATML, said.append)
+    stored = data.store_tokens(tmp_path / "out" / "tokens", paths, chatty, CHATML, said.append)
     kinds = json.loads((tmp_path / "out" / "tokens" / "tokens.json").read_text())["kinds"]
     assert kinds == {"text": 200, "completion": 60, "chat": 60}
     assert said[0].startswith("tokenised ") and said[0].endswith("M tokens") and len(said) < 10
     for split in ("train", "heldout"):
-        assert same(stored[split], data.load_tokens(corpus, chatty, split, CHATML)), split
+        assert same(stored[split], data.load_tokens(paths, chatty, split, CHATML)), split
         assert isinstance(stored[split].ids, np.memmap) and stored[split].ids.dtype == np.uint16
-    expected = [data.encode_record(record, chatty) for split, record in data.split_records(corpus, ["train"], CHATML)]
+    expected = [data.encode_record(record, chatty) for split, record in corpus.split_records(paths, ["train"], CHATML)]
     assert stored["train"].ids.tolist() == [token for ids, _ in expected for token in ids]
     flags = [2 * (i == 0) + counted for _, counts in expected for i, counted in enumerate(counts)]
     assert stored["train"].flags.tolist() == flags and {0, 1, 2, 3} == set(flags)
@@ -357,29 +359,29 @@ def test_stored_tokens_are_those_that_load_tokens_gives(chunk, corpus, chatty, t
         "heldout.flags", "heldout.ids", "tokens.json", "train.flags", "train.ids"]
 
 
-def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(corpus, chatty, tmp_path, monkeypatch):
+def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(paths, chatty, tmp_path, monkeypatch):
     """Would catch: hours of tokenising for each --resume, and tokens of yesterday's text."""
     out = tmp_path / "out"
-    first = data.store_tokens(out, corpus, chatty, CHATML)
+    first = data.store_tokens(out, paths, chatty, CHATML)
     with monkeypatch.context() as patch:
-        for name in ("encode_record", "read_records", "_read"):
-            patch.setattr(data, name, stop)
-        again = data.store_tokens(out, [str(path) for path in corpus], chatty, CHATML)
+        for where, name in ((data, "encode_record"), (corpus, "read_records"), (corpus, "_read")):
+            patch.setattr(where, name, stop)
+        again = data.store_tokens(out, [str(path) for path in paths], chatty, CHATML)
         assert all(same(first[split], again[split]) for split in first)
-        os.utime(corpus[0] / "001.txt", ns=(0, 0))
-        for call in (lambda: data.store_tokens(out, corpus, chatty, CHATML),
-                     lambda: data.store_tokens(out, corpus[:1], chatty, CHATML)):
+        os.utime(paths[0] / "001.txt", ns=(0, 0))
+        for call in (lambda: data.store_tokens(out, paths, chatty, CHATML),
+                     lambda: data.store_tokens(out, paths[:1], chatty, CHATML)):
             with pytest.raises(KeyboardInterrupt):
                 call()
-    write(corpus[0], {"new.txt": "something new"})
-    data.store_tokens(out, corpus, chatty, CHATML)
-    monkeypatch.setattr(data, "read_records", stop)
-    data.store_tokens(out, corpus, chatty, CHATML)
+    write(paths[0], {"new.txt": "something new"})
+    data.store_tokens(out, paths, chatty, CHATML)
+    monkeypatch.setattr(corpus, "read_records", stop)
+    data.store_tokens(out, paths, chatty, CHATML)
     with pytest.raises(KeyboardInterrupt):
-        data.store_tokens(out, corpus, chatty, FORGETFUL)
+        data.store_tokens(out, paths, chatty, FORGETFUL)
     chatty.prefix = [7]
     with pytest.raises(KeyboardInterrupt):
-        data.store_tokens(out, corpus, chatty, CHATML)
+        data.store_tokens(out, paths, chatty, CHATML)
 
 
 def test_text_is_taken_a_chunk_at_a_time(monkeypatch):
@@ -418,7 +420,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, lib
             return call(*args) if len(calls) < last else stop()
         return counted
 
-    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(data.read_documents([library]))})  # all longer by one
+    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(corpus.read_documents([library]))})  # all longer by one
     with monkeypatch.context() as patch:
         if moment == "encode":
             patch.setattr(data, "encode_record", sometimes(encode, 70))
@@ -520,7 +522,7 @@ def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they
     """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
     tiny.prefix = [7]
     tokens = data.load_tokens([library], tiny, "heldout")
-    texts = [[7, *tiny.encode_ordinary(text)] for text in data.documents([library], "heldout")]
+    texts = [[7, *tiny.encode_ordinary(text)] for text in corpus.documents([library], "heldout")]
     n = sum(len(text) >= 33 for text in texts)
     assert 2 < n < len(texts)
     found = data.prompts(tokens, 2 * n, 33)
@@ -553,31 +555,3 @@ def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(cha
     assert data.prompts(answered, 20, 2) == [[0, 1, 2, 3]] * 20
     nothing = data.Tokens(np.arange(5, dtype=np.uint16), np.array([2, 0, 0, 0, 0], np.uint8))
     refusal(lambda: data.prompts(nothing, 1, 1))
-
-
-def test_heldout_prompts_come_from_heldout_documents_one_of_each_while_they_last(library, tiny):
-    heldout = documents_of(data.load_tokens([library], tiny, "heldout"), tiny)
-    n = len(heldout)
-    prompts = data.heldout_prompts(tiny, 2 * n, 20, paths=[library])
-    assert all(len(prompt) == 20 and type(prompt[0]) is int for prompt in prompts)
-    sources = [[text for text in heldout if tiny.decode(prompt) in text] for prompt in prompts]
-    assert all(len(source) == 1 for source in sources)
-    assert sorted(text for [text] in sources[:n]) == sorted(text for [text] in sources[n:]) == sorted(heldout)
-    assert prompts == data.heldout_prompts(tiny, 2 * n, 20, seed=0, paths=[library])
-    assert prompts != data.heldout_prompts(tiny, 2 * n, 20, seed=1, paths=[library])
-
-
-def test_heldout_prompts_skip_short_documents_and_refuse_what_none_can_give(library, tiny):
-    heldout = documents_of(data.load_tokens([library], tiny, "heldout"), tiny)
-    longest = max(len(tiny.encode_ordinary(text)) for text in heldout)
-    whole = data.heldout_prompts(tiny, 3, longest, paths=[library])
-    assert all(tiny.decode(prompt) in heldout for prompt in whole)
-    refusal(lambda: data.heldout_prompts(tiny, 1, longest + 1, paths=[library]), longest + 1)
-    refusal(lambda: data.heldout_prompts(tiny, 1, 0, paths=[library]))
-    assert data.heldout_prompts(tiny, 0, 5, paths=[library]) == []
-
-
-def test_heldout_prompts_of_the_builtin_corpus_are_in_its_heldout_files(tiny):
-    texts = list(data.read_documents(data.builtin_corpus("heldout")))
-    for prompt in data.heldout_prompts(tiny, 4, 200):
-        assert any(tiny.decode_bytes(prompt) in text.encode() for text in texts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clover import CloverHeads
-from data import heldout_prompts
+from data import load_tokens, prompts
 from generate import DEMO, generate
 from model import GPT
 from tokenizer import load_encoding, tokenizer_hash
@@ -39,9 +39,9 @@ def test_transformers_reads_demo(demo):
 def test_demo_heads_are_lossless_and_guess_well(demo, options):
     """Catches heads of an older model and a loop that is only lossless on toy models."""
     model, encoding, heads = demo
-    prompts = heldout_prompts(encoding, 4, 48, seed=1)
-    plain = generate(model, prompts, 48, **options)
-    clover = generate(model, prompts, 48, heads["clover"], tree_size=17, **options)
-    medusa = generate(model, prompts, 48, heads["medusa"], tree_size=17, batch_size=3, **options)
+    given = prompts(load_tokens(None, encoding, "heldout"), 4, 48, seed=1)
+    plain = generate(model, given, 48, **options)
+    clover = generate(model, given, 48, heads["clover"], tree_size=17, **options)
+    medusa = generate(model, given, 48, heads["medusa"], tree_size=17, batch_size=3, **options)
     assert clover.tokens == plain.tokens == medusa.tokens
     assert clover.tokens_per_step > 1.7 and clover.tokens_per_step > medusa.tokens_per_step

@@ -8,7 +8,7 @@ import torch
 import fit
 from clover import CloverHeads
 from conftest import random_prompts
-from data import heldout_prompts
+from data import load_tokens, prompts
 from engine import Engine, Sampling
 from fit import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
 from generate import DEMO, generate
@@ -22,13 +22,14 @@ TABLE = [[0.8, 0.1, 0.05] + [0.0] * 60, [0.0, 0.5, 0.1] + [0.0] * 60, [0.0] * 63
 def test_acceptance_is_what_decoding_accepts():
     """Catches a table that counts the wrong node or depth: for every tree it must foretell the tokens per step."""
     model = GPT.from_pretrained(DEMO, device="cpu")
-    heads, prompts = CloverHeads.from_pretrained(DEMO / "clover", model), heldout_prompts(load_encoding(DEMO), 8, 30)
-    table = acceptance(model, heads, prompts, 0.0, max_new_tokens=60)
+    heads = CloverHeads.from_pretrained(DEMO / "clover", model)
+    given = prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 8, 30)
+    table = acceptance(model, heads, given, 0.0, max_new_tokens=60)
     assert len(table) == 4 and all(len(row) == 63 and all(0 <= share <= 1 for share in row) for row in table)
     found = [expected_tokens({"0": table}, size, 0.0) for size in range(1, 65)]
     assert found[0] == 1 and found == sorted(found) and found[-1] > 2
     for size in (3, 12, 64):
-        out = generate(model, prompts, 60, heads, tree_size=size, beams=8)
+        out = generate(model, given, 60, heads, tree_size=size, beams=8)
         assert found[size - 1] == pytest.approx(out.tokens_per_step, rel=0.06)  # a text's last step is cut
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["kernels", "checkpoint", "model", "clover", "tokenizer", "chat", "data", "loss", "engine", "fit", "generate",
+ORDER = ["kernels", "checkpoint", "model", "clover", "tokenizer", "chat", "corpus", "data", "loss", "engine", "fit", "generate",
          "evaluate", "train_base", "train_heads", "bench_kernels", "bench_decode", "bench_heads", "bench"]
 
 

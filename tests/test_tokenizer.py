@@ -15,6 +15,7 @@ import chat
 import data
 import tokenizer
 from checkpoint import InputError
+from corpus import builtin_corpus, read_documents
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -141,8 +142,8 @@ def test_hash_is_fixed_and_sees_vocabulary_pattern_and_specials(tmp_path, tiny):
 
 @pytest.fixture(scope="module")
 def corpus():
-    files = data.builtin_corpus("heldout")
-    return [text[:20_000] for text in data.read_documents(files[:25])]
+    files = builtin_corpus("heldout")
+    return [text[:20_000] for text in read_documents(files[:25])]
 
 
 def trained(corpus, form, whole_alphabet=True):
