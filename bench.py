@@ -28,7 +28,7 @@ from checkpoint import InputError
 from clover import MAX_TREE
 from engine import Sampling, check
 from generate import DEMO, Parser, add_model_flags, command
-from train_base import add_data_flag
+from training import add_data_flag
 
 
 def machine():

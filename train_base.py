@@ -8,8 +8,6 @@ tokenizer is a byte-level BPE learned from the same text.
 """
 
 import json
-import pickle
-import time
 from pathlib import Path
 
 import torch
@@ -21,75 +19,13 @@ from data import batch, token_array
 from generate import Parser, check, command, pick_device
 from model import GPT
 from tokenizer import end_of_text, load_encoding
+from training import Progress, Signals, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
 # words with the one character before them, up to three digits, punctuation with its line end, line ends, other space
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_size", "n_embd", "n_inner")  # of GPTConfig, as flags
 SAVE_EVERY = 250  # steps
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shared with train_heads.py
-
-def add_data_flag(parser):
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: Python's standard library")
-
-
-def add_training_flags(parser, steps, batch_size, block_size, lr):
-    add_data_flag(parser)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per step")
-    parser.add_argument("--block-size", type=int, default=block_size, help="tokens per sequence; None: 256, or the context")
-    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
-
-
-def check_training_flags(args):
-    for name in ("steps", "batch_size"):
-        check(name.replace("_", " "), getattr(args, name), 1, 10**9, whole=True)
-    if args.block_size is not None:
-        check("block size", args.block_size, 1, 10**9, whole=True)
-    check("learning rate", args.lr, 0, 10, above=True)
-    check("seed", args.seed, 0, 2**31, whole=True)
-
-
-def load_state(path, device):
-    """A training state as atomic_write left it."""
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path}: not a training state ({str(error).splitlines()[0]}); start without --resume") from None
-
-
-def make_folder(path):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from None
-
-
-def set_learning_rate(optimizer, peak, step, steps):
-    """Up for 2% of the steps, held, and down to zero in a straight line over the last 40%."""
-    for group in optimizer.param_groups:
-        group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
-
-
-class Progress:
-    """The line that a training run prints: step, what the caller measured, tokens per second, time left."""
-
-    def __init__(self, start, steps, tokens_per_step):
-        self.start, self.steps, self.tokens_per_step = start, steps, tokens_per_step
-        self.began = time.perf_counter()
-
-    def show(self, step, measured):
-        speed = (step - self.start) / (time.perf_counter() - self.began)  # steps per second
-        left = int((self.steps - step) / speed)
-        print(f"step {step}/{self.steps}  {measured}  {speed * self.tokens_per_step:.0f} tokens/s  "
-              f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,10 +120,11 @@ class Run:
         self.model.save_pretrained(self.out, torch.bfloat16)
 
     def train(self, tokens):
-        """Trains to the last step, or until Ctrl-C. Batches are seeded by the step, so a resumed run sees the same ones."""
+        """Trains to the last step, or until Ctrl-C or SIGTERM, which end the step that is going on first. Batches are seeded by the
+        step, so a resumed run sees the same ones."""
         a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
-        try:
-            while self.step < a.steps:
+        with Signals() as signals:
+            while self.step < a.steps and not signals.came:
                 loss = self.loss_fn(window(tokens, a, a.seed * 1_000_003 + self.step, self.device))
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -197,9 +134,9 @@ class Run:
                     progress.show(self.step, f"loss {loss.item():.3f}")
                 if self.step % SAVE_EVERY == 0:
                     self.save()
-        except KeyboardInterrupt:
-            print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
         self.save()
+        if self.step < a.steps:
+            print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
 
 
 def parse(argv):

@@ -13,12 +13,7 @@ there and ends with the same heads, bit for bit, as a run that was never stopped
 """
 
 import argparse
-import contextlib
-import json
-import os
-import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +30,7 @@ from generate import DEMO, Parser, add_model_flags, check, command, generate, lo
 from loss import CHUNK, guessed_places, head_losses, state_losses
 from model import GPT, free_memory
 from tokenizer import tokenizer_hash
-from train_base import Progress, add_training_flags, check_training_flags, load_state, set_learning_rate
+from training import Log, Progress, Signals, World, add_training_flags, check_training_flags, load_state, set_learning_rate
 
 SHOW_EVERY = 20    # steps
 SAVE_EVERY = 180.0  # seconds
@@ -48,57 +43,7 @@ GB = 1e9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One process, or several
-
-class World:
-    """The processes that torchrun started, or this one alone. The first of them writes and prints."""
-
-    def __init__(self, args):
-        self.size, self.rank, self.local = (int(os.environ.get(name, default)) for name, default in
-                                            (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-        if self.size > 1:
-            if args.device == "cuda":
-                args.device = f"cuda:{self.local}"
-                torch.cuda.set_device(self.local)
-            dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo", timeout=timedelta(hours=2))
-            check_divides(args.batch_size, self.size)
-
-    def say(self, text):
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def sum(self, tensor):
-        """The tensor, summed over all processes."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def wait(self):
-        if self.size > 1:
-            dist.barrier()
-
-    @contextlib.contextmanager
-    def in_turn(self):
-        """One process of a machine after the other, so that not all hold a whole model in its memory at once."""
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        for turn in range(self.local):
-            self.wait()
-        yield
-        for turn in range(self.local, local_size):
-            self.wait()
-
-    def end(self):
-        """After it every process is alone."""
-        if self.size > 1:
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def check_divides(batch_size, processes):
-    if batch_size % processes:
-        raise InputError(f"the batch size is that of all processes together and must divide by their number, but {batch_size} does "
-                         f"not by {processes}; take {batch_size // processes * processes or processes}")
-
+# A model that is too large for one device
 
 def too_large(args):
     """Whether the frozen model takes more than 60% of the memory that its device has left."""
@@ -241,38 +186,6 @@ class Run:
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
         return self.step == a.steps
-
-
-class Log:
-    """A file of json lines, one for each interval. What a killed run wrote past the step it goes on from is dropped."""
-
-    def __init__(self, path, step):
-        self.path = path
-        lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
-        kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
-        atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
-
-    def add(self, **values):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(values) + "\n")
-
-
-class Signals:
-    """Within it Ctrl-C and SIGTERM only set `came`; a second one ends the program as ever."""
-
-    def __enter__(self):
-        self.came, self.before = False, {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self.note)
-        return self
-
-    def note(self, number, frame):
-        self.came = True
-        self.__exit__()
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = ["kernels", "checkpoint", "model", "clover", "tokenizer", "chat", "corpus", "data", "loss", "engine", "fit", "generate",
-         "evaluate", "train_base", "train_heads", "bench_kernels", "bench_decode", "bench_heads", "bench"]
+         "evaluate", "training", "train_base", "train_heads", "bench_kernels", "bench_decode", "bench_heads", "bench"]
 
 
 @pytest.mark.parametrize("name", ORDER)
