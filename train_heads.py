@@ -128,7 +128,8 @@ class Run:
         """This process's part of the step's windows, see `window_batch`. They are seeded by the step, so that a resumed run sees the
         same ones, and however many processes there are."""
         a, seed = self.args, self.args.seed * 1_000_003 + self.step
-        share = round(a.self_share * a.batch_size) if own else 0
+        due = lambda step: int(a.self_share * a.batch_size * step)  # windows of its own text, up to a step
+        share = due(self.step + 1) - due(self.step) if own else 0
         parts = [window_batch(self.heads, tokens, size, a.block_size, seed)
                  for tokens, size in ((corpus, a.batch_size - share), (own, share)) if size]
         ids, counts = (torch.cat([part[i] for part in parts])[self.world.rank::self.world.size] for i in (0, 1))
@@ -173,7 +174,7 @@ class Run:
         a, world, progress = self.args, self.world, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         log = Log(self.out / "log.jsonl", self.step) if world.rank == 0 else None
         with Signals() as signals:
-            while self.step < a.steps and not world.sum(torch.tensor(float(signals.came), device=self.heads.model.device)):
+            while self.step < a.steps and not world.any(signals.came):
                 written = own.until(self) if own else None
                 loss, accuracies = self.train_step(*self.batch(corpus, written))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
@@ -351,12 +352,12 @@ def tokens_of(args, encoding, world):
     return store(), "chat" in read_json(Path(args.out) / "tokens" / "tokens.json")["kinds"]
 
 
-def evaluate_folder(args, model, encoding):
+def evaluate_folder(args, model, encoding, world):
     """--evaluate: measures the heads in --out, and writes that into their folder."""
     tokenizer = tokenizer_hash(encoding)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
     args.block_size = block_size(args, model, heads.config)
-    splits, _ = tokens_of(args, encoding, World(args))
+    splits, _ = tokens_of(args, encoding, world)
     if args.draft_vocabulary is not None:
         heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary))
     given = prompts(splits["heldout"], PROMPTS, min(64, longest(model, heads.config) // 2 + 1))
@@ -401,11 +402,13 @@ def main(argv=None):
     world = World(args)
     if not args.evaluate and not args.resume and (Path(args.out) / "train_state.pt").exists():
         raise InputError(f"{args.out} holds a run already; --resume goes on with it, another --out starts a new one")
+    if args.evaluate and world.size > 1:
+        raise InputError("--evaluate is for one process; start it without torchrun")
     model, encoding = load(args, world)
     if args.draft_vocabulary is not None:
         check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
     if args.evaluate:
-        return evaluate_folder(args, model, encoding)
+        return evaluate_folder(args, model, encoding, world)
     args.block_size = block_size(args, model, args.config)
     state = load_state(Path(args.out) / "train_state.pt", "cpu") if args.resume else None
     splits, chat = tokens_of(args, encoding, world)

@@ -20,7 +20,7 @@ from generate import check
 # Flags and files
 
 def add_data_flag(parser):
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders; default: Python's standard library")
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, folders, patterns; default: Python's standard library")
 
 
 def add_training_flags(parser, steps, batch_size, block_size, lr):
@@ -89,8 +89,12 @@ class Log:
         atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
 
     def add(self, **values):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(values) + "\n")
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); what was saved last is intact: make room and "
+                             "--resume") from None
 
 
 class Signals:
@@ -124,6 +128,7 @@ class World:
             if args.device == "cuda":
                 args.device = f"cuda:{self.local}"
                 torch.cuda.set_device(self.local)
+            self.device = torch.device(args.device)
             dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo", timeout=timedelta(hours=2))
             check_divides(args.batch_size, self.size)
 
@@ -136,6 +141,10 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def any(self, flag):
+        """Whether any process says so. It waits for the device only where there are several."""
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
     def wait(self):
         if self.size > 1:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import generate as command_line
 import train_heads
+import training
 from checkpoint import InputError
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
@@ -201,6 +202,10 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
         run(checkpoint, texts, tmp_path / "heads", "--steps", "12")
     monkeypatch.undo()
     assert not list((tmp_path / "heads").glob("*.tmp*"))
+    log = training.Log(tmp_path / "log.jsonl", 0)
+    log.path = tmp_path  # which nothing can be written to
+    with pytest.raises(InputError, match="cannot be written .*make room and --resume"):
+        log.add(step=1)
     assert run(checkpoint, texts, tmp_path / "heads", "--steps", "12", "--resume")["training"]["steps"] == 12
 
 
