@@ -8,8 +8,6 @@ are not trained again, and one that was interrupted is resumed.
 import json
 from pathlib import Path
 
-import torch
-
 import train_heads
 from chat import load_chat_template
 from checkpoint import InputError
@@ -47,6 +45,10 @@ def train(args):
         train_heads.main(flags + (["--resume"] if (folder / "train_state.pt").exists() else []))
         if json.loads((folder / "heads.json").read_text())["training"]["steps"] < args.steps:
             raise InputError(f"{folder}: training was interrupted; the same command goes on with it")
+    records = [json.loads((folder / "heads.json").read_text())["training"] for folder in folders]
+    for folder, record in zip(folders, records):
+        if record != records[0]:
+            raise InputError(f"{folder} was trained on other data or otherwise than {folders[0]}; choose another --train DIR")
     return folders
 
 
@@ -95,7 +97,7 @@ def accuracies(heads, heldout):
     for name, these in heads.items():
         model = these.model
         size = min(256, model.config.block_size - these.config.heads - 1)
-        found[name] = shares = head_accuracy(these, heldout, 8, size, torch.autocast(model.device.type, enabled=False))[1]
+        found[name] = shares = head_accuracy(these, heldout, 8, size)[1]
         print(f"| {name} | " + " | ".join([f"{share:.1%}" for share in shares] + ["-"] * (most - len(shares))) + " |", flush=True)
     return found
 

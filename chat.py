@@ -81,7 +81,7 @@ class ChatTemplate:
     """
 
     def __init__(self, file, source, tokens):
-        self.file, self.tokens = file, tokens
+        self.file, self.source, self.tokens = file, source, tokens
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )

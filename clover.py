@@ -277,12 +277,16 @@ class CloverHeads(nn.Module):
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
         """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's identity,
         and `info` (training, accuracy)."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
                    for name, value in self.state_dict().items()}
+        atomic_write(Path(path) / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
+        self.save_record(path, tokenizer, **info)
+
+    def save_record(self, path, tokenizer="", **info):
+        """Writes heads.json alone, beside weights that are there."""
+        path = Path(path)
         record = dict(config=asdict(self.config), base=dict(weights=model_identity(self.model), tokenizer=tokenizer), **info)
-        atomic_write(path / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
         atomic_write(path / "heads.json", lambda tmp: Path(tmp).write_text(json.dumps(record, indent=2) + "\n"))
 
     @classmethod

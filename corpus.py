@@ -77,7 +77,8 @@ def _split_of(text):
 
 def find_files(path):
     """The files that a path stands for, a list of Path: a file; a folder's of TEXT_SUFFIXES, however deep; or, where
-    there is no such path and it has a *, ? or [, what fits this pattern, folders again searched through. Sorted.
+    there is no such path and it has a *, ? or [, what fits this pattern, folders again searched through. Sorted. Folders
+    that hold a training run are left out.
     Raises InputError where there is none to read, but for a folder without files, which gives []."""
     if not os.path.exists(path) and set("*?[") & set(str(path)):
         files = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in find_files(match)]
@@ -88,7 +89,9 @@ def find_files(path):
         raise InputError(f"{path}: expected a file or folder of text, but there is none to read; check the path")
     if not os.path.isdir(path):
         return [Path(path)]
-    return [file for file in sorted(Path(path).rglob("*")) if file.name.endswith(TEXT_SUFFIXES) and file.is_file()]
+    runs = {state.parent for state in Path(path).rglob("train_state.pt")}  # what trainings wrote there is no data
+    return [file for file in sorted(Path(path).rglob("*"))
+            if file.name.endswith(TEXT_SUFFIXES) and file.is_file() and not runs & set(file.parents)]
 
 
 def source_files(paths):

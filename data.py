@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checkpoint import InputError, atomic_write
+from checkpoint import InputError, atomic_write, read_json
 from corpus import PIECE, SPLITS, TEXT_SUFFIXES, names_of, source_files, split_records
 from tokenizer import end_of_text, load_encoding, tokenizer_hash  # noqa: F401, load_encoding for who imports it from here
 
@@ -124,15 +124,16 @@ def _unusable(paths):
 def store_tokens(folder, paths, encoding, template=None, log=print):
     """Both splits' Tokens, {"train": Tokens, "heldout": Tokens}, mapped from files in a folder, which is made.
 
-    Text is read once and a few MB at a time; where the folder has the tokens of this very text, tokenizer and template
+    Documents are read once and encoded a few MB at a time; where the folder has the tokens of this very text, tokenizer and template
     already, it is not read at all. log is called with a line of text for each 20 million characters, and for each file of
     which broken lines are skipped. Nothing that a run leaves when it fails or is killed is taken for tokens.
     Raises InputError as load_tokens does for either split, and where the files cannot be written.
     """
-    folder, key, dtype = Path(folder), _key(paths, encoding, template), _id_type(encoding.max_token_value)
-    stored = _stored(folder, key, dtype)
-    if stored:
-        return stored
+    folder, key, dtype = Path(folder), tokens_key(paths, encoding, template), _id_type(encoding.max_token_value)
+    with contextlib.suppress(InputError):
+        tokens, record = stored_tokens(folder)
+        if record["key"] == key:
+            return tokens
     kinds, tokens, counted, characters = Counter(), Counter(), Counter(), 0
     with _disk(folder):
         with _writing(folder, SPLITS, dtype) as add:
@@ -150,39 +151,28 @@ def store_tokens(folder, paths, encoding, template=None, log=print):
             (folder / "tokens.json").unlink(missing_ok=True)
         info = dict(key=key, dtype=np.dtype(dtype).name, tokens=tokens, counted=counted, kinds=kinds)
         atomic_write(folder / "tokens.json", lambda tmp: Path(tmp).write_text(json.dumps(info, indent=2) + "\n"))
-    return {split: open_tokens(folder, split, dtype) for split in SPLITS}
+    return stored_tokens(folder)[0]
 
 
-def _key(paths, encoding, template):
+def tokens_key(paths, encoding, template=None):
     """16 hex digits of what tokens depend on: tokenizer, template, and the files' paths, sizes and times."""
     stats = [(str(file.absolute()), file.stat()) for file in source_files(paths)]
     seen = sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
-    whole = tokenizer_hash(encoding), encoding.prefix, _rendered(template), seen, TEXT_SUFFIXES, PIECE
+    whole = tokenizer_hash(encoding), encoding.prefix, template and (template.source, template.tokens), seen, TEXT_SUFFIXES, PIECE
     return hashlib.sha256(repr(whole).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _rendered(template):
-    """What a template, or None, makes of a short conversation and of one with all that templates care for."""
-    short = [dict(role="user", content="x"), dict(role="assistant", content="y")]
-    thoughts = [dict(role="user", content="x"), dict(role="assistant", content="<think>\nt\n</think>\n\ny")]
-    texts = []
-    for messages in [short, [dict(role="system", content="s"), *thoughts, *thoughts]] if template else []:
-        try:
-            texts.append(template.render(messages))
-        except InputError as error:
-            texts.append(str(error))
-    return texts
-
-
-def _stored(folder, key, dtype):
-    """What store_tokens gave for a key, None where the folder does not have it, or not whole."""
+def stored_tokens(folder):
+    """What store_tokens left in a folder: ({"train": Tokens, "heldout": Tokens}, its record: their key, dtype, and numbers of
+    tokens, of those that count, and of documents by kind). Raises InputError where that is not there or not whole."""
+    record = read_json(Path(folder) / "tokens.json")
     try:
-        info = json.loads((folder / "tokens.json").read_bytes())
-        stored = {split: open_tokens(folder, split, dtype) for split in SPLITS}
-        whole = info["key"] == key and all(len(stored[split].ids) == info["tokens"][split] for split in SPLITS)
-    except (KeyError, OSError, TypeError, ValueError):  # InputError is a ValueError
-        return None
-    return stored if whole else None
+        tokens = {split: open_tokens(folder, split, np.dtype(record["dtype"])) for split in SPLITS}
+        if all(len(tokens[split].ids) == record["tokens"][split] for split in SPLITS) and {"key", "kinds"} <= set(record):
+            return tokens, record
+    except (KeyError, TypeError):
+        pass
+    raise InputError(f"{folder}: expected tokens and tokens.json, which tells of them, but they do not fit each other; make them anew")
 
 
 @contextlib.contextmanager
@@ -279,33 +269,35 @@ def _cut(array, starts, length):
     return torch.from_numpy(np.stack([array[i : i + length] for i in starts]).astype(np.int64))
 
 
-def prompts(tokens, n, length, seed=0):
+def prompts(tokens, n, length, seed=0, most=None):
     """n prompts, lists of ids, from random documents of Tokens: the same for the same seed.
 
-    Of a text, `length` ids from a random place, with at least one more behind them; of a completion or a conversation, all
-    before one of the runs that count, if that is at most 4 * length ids. A document gives a second prompt only when all
-    that can give one have. Raises InputError if none can.
+    Of a text, `length` ids from a random place, with at least one more behind them; of a completion or a conversation, what
+    is before one of the runs that count, the last `most` ids of it (default: 4 * length). A document gives a second prompt
+    only when all that can give one have; where none can, texts being short, `length` is halved. Raises InputError if none can.
     """
     if length < 1:
         raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask for more")
-    rng = np.random.default_rng(seed)
+    rng, most = np.random.default_rng(seed), most or 4 * length
     starts = np.flatnonzero(tokens.flags & START)
     ends = np.append(starts[1:], len(tokens.flags))
     usable, found = [], []
     for i in rng.permutation(len(starts)):
         if len(found) == n:
             break
-        prompt = _prompt(tokens, starts[i], ends[i], length, rng)
+        prompt = _prompt(tokens, starts[i], ends[i], length, most, rng)
         if prompt:
             usable.append(i)
             found.append(prompt)
     if not usable and n > 0:
-        raise InputError(f"expected a document that gives a prompt of {length} tokens, but found none; ask for fewer")
+        if length > 1:
+            return prompts(tokens, n, length // 2, seed, most)
+        raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more text")
     again = itertools.islice(itertools.cycle(usable), n - len(found))
-    return found + [_prompt(tokens, starts[i], ends[i], length, rng) for i in again]
+    return found + [_prompt(tokens, starts[i], ends[i], length, most, rng) for i in again]
 
 
-def _prompt(tokens, start, end, length, rng):
+def _prompt(tokens, start, end, length, most, rng):
     """A prompt from the document at start to end, None where it can give none."""
     counts = (tokens.flags[start:end] & COUNTS) > 0
     runs = np.flatnonzero(counts & ~np.append(False, counts[:-1]))  # where one that counts begins
@@ -314,5 +306,8 @@ def _prompt(tokens, start, end, length, rng):
             return None
         first = start + rng.integers(len(counts) - length)
         return tokens.ids[first : first + length].tolist()
-    runs = runs[(runs > 0) & (runs <= 4 * length)]
-    return tokens.ids[start : start + rng.choice(runs)].tolist() if len(runs) else None
+    runs = runs[runs > 0]
+    if not len(runs):
+        return None
+    last = rng.choice(runs)
+    return tokens.ids[start + max(last - most, 0) : start + last].tolist()

@@ -5,6 +5,7 @@ tokens per step      of decoding held-out prompts, with an interval for other pr
 acceptance           how often each node of a drafted tree is accepted, from which fit.py picks the tree
 """
 
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from fit import acceptance
 from generate import generate
 from loss import guessed_places, top_hits
 
+DECODED = 64  # new tokens of each
 TOPS = (1, 2, 4, 8)  # of a head's guesses, how many count
 
 
@@ -38,8 +40,8 @@ def teacher_forced(heads, ids, documents=None, wrapped=None):
 
 
 @torch.no_grad()
-def head_accuracy(heads, heldout, batch_size, block_size, autocast, batches=16):
-    """{n: a list of K shares} for n of TOPS, on fixed held-out windows."""
+def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nullcontext(), batches=16):
+    """{n: a list of K shares} for n of TOPS, on fixed held-out windows. autocast: for heads that are not in the model's dtype."""
     hits = counted = 0
     for seed in range(batches):
         ids, counts, documents = window_batch(heads, heldout, batch_size, block_size, seed)
@@ -53,7 +55,7 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast, batches=16):
 def decoded(heads, prompts):
     """Tokens per step of greedy decoding with a tree of 17, and its 95% interval over draws of such prompts (bootstrap)."""
     steps = Counter()
-    out = generate(heads.model, prompts, 64, heads, tree_size=17, on_tokens=lambda index, tokens: steps.update([index]))
+    out = generate(heads.model, prompts, DECODED, heads, tree_size=17, on_tokens=lambda index, tokens: steps.update([index]))
     counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
     draws = counts[np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))].sum(axis=1)
     low, high = np.percentile(draws[:, 0] / draws[:, 1], (2.5, 97.5)).tolist()
@@ -62,13 +64,13 @@ def decoded(heads, prompts):
 
 def accepted(heads, prompts):
     """{temperature: `fit.acceptance`} of greedy decoding and at temperature 1."""
-    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t) for t in (0.0, 1.0)}
+    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t, DECODED) for t in (0.0, 1.0)}
     return {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
 
 
-def measure(heads, heldout, prompts, batch_size, block_size, autocast):
-    """What a heads folder says of its heads."""
-    top = head_accuracy(heads, heldout, batch_size, block_size, autocast)
+def measure(heads, heldout, prompts, batch_size, block_size):
+    """What a heads folder says of its heads, which are in the model's dtype."""
+    top = head_accuracy(heads, heldout, batch_size, block_size)
     return dict(accuracy=top[1], top_accuracy=top, **decoded(heads, prompts), acceptance=accepted(heads, prompts))
 
 
@@ -100,5 +102,6 @@ def plot(folder):
         right.plot(steps, shares, label=f"head {i + 1}")
     right.set(xlabel="step", ylabel="head accuracy")
     right.legend()
-    figure.savefig(Path(folder) / "training.png")
+    with contextlib.suppress(OSError):  # a full disk: the numbers are safe
+        figure.savefig(Path(folder) / "training.png")
     plt.close(figure)

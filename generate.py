@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -123,7 +124,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(main):
-    """Runs a command line: bad input is one line on standard error and exit code 2, without a traceback."""
+    """Runs a command line: bad input is one line on standard error and exit code 2, without a traceback. SIGTERM is as Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:

@@ -12,7 +12,12 @@ with a part of the batch, can add theirs up.
 import torch
 import torch.nn.functional as F
 
-CHUNK = 2**24  # logits at a time, 64 MB in float32; beside them stand the model's own probabilities, as many
+CHUNK = 2**24       # logits at a time, 64 MB in float32; beside them stand the model's own probabilities, as many
+CUDA_CHUNK = 2**26  # on a GPU, where a product of few rows would read the LM head again and again
+
+
+def chunk_size(device):
+    return CUDA_CHUNK if torch.device(device).type == "cuda" else CHUNK
 
 
 def guessed_places(tokens, K, counts=None, documents=None):
@@ -28,14 +33,16 @@ def guessed_places(tokens, K, counts=None, documents=None):
     return places
 
 
-def head_losses(model, outputs, hidden, tokens, places, objective="distill", reach=0, chunk=CHUNK):
-    """Per head, over the guesses that count: (sum of cross-entropies in nats, hits, number of guesses), each float32 [K].
+def head_losses(model, outputs, hidden, tokens, places, objective="distill", reach=0, chunk=None):
+    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the places they were summed over, bool [K, B, T]).
 
     outputs: K tensors [B, T, C], what the heads hand to the LM head. hidden [B, T + K, C]: the model's at positions
     0..T + K - 1; tokens int64 [B, T + K + 1]; places bool [K, B, T], see `guessed_places`. objective: "distill", against what
-    the model would say, or "data", against what the text says. A hit is a first guess that is the model's own greedy token.
-    reach n > 0: a head is trained only where each head before it had the text's token among its n likeliest, since only from
-    such guesses of its own does drafting come to it; what else was drafted before it, the model would have refused.
+    the model would say, or "data", against what the text says. A hit is a first guess, at any of the given places, that is the
+    model's own greedy token.
+    reach n > 0: training on the heads' own drafts. A head then reads what the heads before it draft, their n likeliest tokens each,
+    instead of what the text says; and as it is known only of the text's own tokens how the model would go on, the places
+    left are those where each head before had the text's token among its n likeliest.
     Products are in autocast's dtype where it is on, sums in float32. The cross-entropies are differentiable with respect to the
     outputs. Logits exist for at most `chunk` numbers (or one position) at a time; with the model's probabilities, the gradient,
     and copies in both dtypes that is up to six times so many numbers.
@@ -44,6 +51,7 @@ def head_losses(model, outputs, hidden, tokens, places, objective="distill", rea
     kind = hidden.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else model.head.weight.dtype
+    chunk = chunk or chunk_size(hidden.device)
     return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, places, objective, reach, chunk,
                             *(model.norm(out).to(dtype) for out in outputs))
 
@@ -57,7 +65,7 @@ class HeadLosses(torch.autograd.Function):
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
         grads = [torch.empty_like(row) if needed else None for row, needed in zip(rows, ctx.needs_input_grad[7:])]
-        places = places.clone() if reach else places
+        given, places = places, places.clone() if reach else places
         sequences = min(B, max(1, chunk // V))
         positions = max(1, chunk // (V * sequences))
         for b in range(0, B, sequences):
@@ -74,7 +82,7 @@ class HeadLosses(torch.autograd.Function):
                     seen, here = slice(first + 1 + i - start, last + 1 + i - start), places[i, part, first:last]
                     logits = (row[part, first:last] @ weight.T).to(exact)
                     top, guess = logits.max(dim=-1, keepdim=True)
-                    hits[i] += (here & (guess[..., 0] == best[:, seen])).sum()
+                    hits[i] += (given[i, part, first:last] & (guess[..., 0] == best[:, seen])).sum()
                     said = tokens[part, first + 2 + i:last + 2 + i, None]
                     if reach and i + 1 < K:
                         places[i + 1, part, first:last] &= here & ((logits > logits.gather(-1, said)).sum(dim=-1) < reach)
@@ -90,9 +98,9 @@ class HeadLosses(torch.autograd.Function):
                             gradient.scatter_add_(-1, said, gradient.new_full((), -1.0).expand(said.shape))
                         grads[i][part, first:last] = (gradient.to(weight.dtype) @ weight) * here[..., None]
         ctx.grads = grads
-        counts = places.sum(dim=(1, 2)).to(exact)
-        ctx.mark_non_differentiable(hits, counts)
-        return sums, hits, counts
+        places = places if reach else places.clone()  # an input handed out would count as changed in place
+        ctx.mark_non_differentiable(hits, places)
+        return sums, hits, places
 
     @staticmethod
     def backward(ctx, d_sums, *_):
@@ -109,17 +117,18 @@ def state_losses(model, outputs, hidden, places):
 
 
 @torch.no_grad()
-def top_hits(model, outputs, hidden, places, tops, chunk=CHUNK):
+def top_hits(model, outputs, hidden, places, tops, chunk=None):
     """float32 [len(tops), K]: for each n of tops, how many of the guesses that count have the model's own greedy token among the n
-    likeliest of a head; of equals the lower id counts as likelier. Arguments as for `head_losses`; `chunk` logits at a time."""
+    likeliest of a head; of equals the lower id counts as likelier. Logits are float32, as in decoding. Arguments as for `head_losses`; `chunk` logits at a time."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
-    rows = max(1, chunk // weight.shape[0])
-    best = torch.cat([model.lm_head(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
+    rows = max(1, (chunk or chunk_size(hidden.device)) // weight.shape[0])
+    logits_of = lambda part: model.head.logits(model.norm(part))
+    best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
     ids, found = torch.arange(weight.shape[0], device=weight.device), []
     for i, out in enumerate(outputs):
         wanted, ranks = best[:, i + 1:i + 1 + T].flatten(), []
         for part, ids_wanted in zip(out.flatten(0, 1).split(rows), wanted.split(rows)):
-            logits, ids_wanted = model.lm_head(part), ids_wanted[:, None]
+            logits, ids_wanted = logits_of(part), ids_wanted[:, None]
             score = logits.gather(1, ids_wanted)
             ranks.append(((logits > score) | (logits == score) & (ids < ids_wanted)).sum(dim=-1))
         ranks = torch.cat(ranks)

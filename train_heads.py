@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.device_mesh import init_device_mesh
 
 from chat import load_chat_template, stop_tokens
-from checkpoint import InputError, atomic_write, read_config, read_json
+from checkpoint import InputError, atomic_write, read_config
 from clover import MIXERS, PRESETS, PROJECTORS, CloverHeads, model_identity, preset
-from data import Tokens, open_tokens, prompts, save_tokens, store_tokens
-from evaluate import accepted, head_accuracy, measure, plot, table, teacher_forced, window_batch
-from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model, pick_device
-from loss import CHUNK, guessed_places, head_losses, state_losses
+from data import Tokens, load_tokens, open_tokens, prompts, save_tokens, store_tokens, stored_tokens, tokens_key
+from evaluate import DECODED, head_accuracy, measure, plot, table, teacher_forced, window_batch
+from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
+from loss import chunk_size, guessed_places, head_losses, state_losses
 from model import GPT, free_memory
 from tokenizer import tokenizer_hash
 from training import Log, Progress, Signals, World, add_training_flags, check_training_flags, load_state, set_learning_rate
@@ -38,6 +38,7 @@ PROMPTS = 32        # held-out ones, decoded at the end
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
 REACH = 4          # --own-drafts: the text's token is among so many likeliest guesses of each head before; about default_beams of 17
 OWN_PROMPTS = 1024  # that the model continues by itself where the data are chats
+OWN_TREE = 5
 OWN_ROUNDS = 4     # in which it does so, with the heads as they are by then
 GB = 1e9
 
@@ -53,18 +54,18 @@ def too_large(args):
     return args.device.startswith("cuda") and size * numbers > 0.6 * free_memory(args.device)
 
 
-def shard(model, device):
+def shard(model, mesh):
     """Leaves each process its part of the blocks' weights (FSDP2); embedding, norm and LM head stay whole. The model comes in the
     host's memory and goes to the device block by block, where all of it need never be."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    for module in (model.embed, model.embed_positions, model.norm, model.head):
-        if module is not None:
-            module.to(device)
+    whole = [module for module in (model.embed, model.embed_positions, model.norm, model.head) if module is not None]
+    for module in whole:
+        module.to(mesh.device_type)
     model.tie_and_place()
+    # one root above the blocks: each would be its own, and a root's weights stay together after a pass
+    fully_shard(model, mesh=mesh, ignored_params={p for module in whole for p in module.parameters()})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,26 +74,20 @@ def shard(model, device):
 class Run:
     """One training run: what is trained, and how it is saved and resumed."""
 
-    def __init__(self, args, config, model, encoding, world, vocabulary=None, state=None):
-        self.args, self.out, self.tokenizer, self.world = args, Path(args.out), tokenizer_hash(encoding), world
-        torch.manual_seed(args.seed)
-        heads = CloverHeads(config, model)  # which copies the last block, so while that is whole
-        if args.shard_base:
-            shard(model, torch.device(args.device))
-        self.heads = heads.to(model.device)
+    def __init__(self, args, heads, tokenizer, world, vocabulary=None, state=None):
+        self.args, self.out, self.tokenizer, self.world = args, Path(args.out), tokenizer, world
+        self.heads = heads.to(heads.model.device)
         self.heads.set_vocabulary(vocabulary or [])
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
+        self.autocast = torch.autocast(heads.model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
         self.step, self.saved = 0, time.monotonic()
         if state:
             self.resume(state, vocabulary)
-        self.wrapped = torch.nn.parallel.DistributedDataParallel(self.heads) if world.size > 1 else self.heads
+        self.wrapped = self.heads
+        if world.size > 1:
+            self.wrapped = torch.nn.parallel.DistributedDataParallel(self.heads, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def resume(self, state, vocabulary):
-        config = dict(vars(self.heads.config), vocabulary=state.get("config", {}).get("vocabulary"))
-        if (state.get("config"), state.get("base")) != (config, model_identity(self.heads.model)):
-            name = state.get("config", {}).get("preset")
-            raise InputError(f"{self.out} holds a run of preset {name!r} with other switches, or on another model; choose another --out")
         self.heads.set_vocabulary(state["heads"].get("vocabulary", []) if vocabulary is None else vocabulary)
         weights = {name: value for name, value in state["heads"].items() if name != "vocabulary"}
         self.heads.load_state_dict(weights | ({"vocabulary": self.heads.vocabulary} if self.heads.config.vocabulary else {}))
@@ -106,12 +101,10 @@ class Run:
         if self.world.rank:
             return
         a = self.args
-        training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size, batch_size=a.batch_size,
-                        block_size=a.block_size, lr=a.lr, seed=a.seed, objective=a.objective, smooth_l1=a.smooth_l1,
-                        own_drafts=a.own_drafts, self_distill=a.self_distill, self_share=a.self_share,
-                        data=[Path(p).name for p in a.data] if a.data else "the Python standard library's source")
-        state = dict(config=vars(self.heads.config), base=model_identity(self.heads.model), step=self.step,
-                     heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
+        training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size, **settings(a),
+                        data=[Path(p).name for p in a.data] if a.data else "the Python standard library's source", key=a.key)
+        state = dict(config=vars(self.heads.config), base=model_identity(self.heads.model), settings=settings(a), key=a.key,
+                     step=self.step, heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
         try:
             atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
             self.heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training, **info)
@@ -128,6 +121,7 @@ class Run:
         """This process's part of the step's windows, see `window_batch`. They are seeded by the step, so that a resumed run sees the
         same ones, and however many processes there are."""
         a, seed = self.args, self.args.seed * 1_000_003 + self.step
+        own = own if own and len(own.ids) > a.block_size + self.heads.config.heads else None  # it may be but a few words yet
         due = lambda step: int(a.self_share * a.batch_size * step)  # windows of its own text, up to a step
         share = due(self.step + 1) - due(self.step) if own else 0
         parts = [window_batch(self.heads, tokens, size, a.block_size, seed)
@@ -146,14 +140,13 @@ class Run:
         with self.autocast:
             hidden, outputs = teacher_forced(self.heads, ids, documents, self.wrapped)
             places = guessed_places(ids, len(outputs), counts, documents)
-            sums, hits, counted = head_losses(model, outputs, hidden, ids, places, a.objective, reach)
-            total = world.sum(counted.clone()).clamp(min=1)
-            losses = sums / total
+            sums, hits, reached = head_losses(model, outputs, hidden, ids, places, a.objective, reach)
             if a.smooth_l1:
-                all_places = world.sum(places.sum(dim=(1, 2)).float()).clamp(min=1)
-                losses = losses + a.smooth_l1 * state_losses(model, outputs, hidden, places) / all_places
+                sums = sums + a.smooth_l1 * state_losses(model, outputs, hidden, reached)
+        number = lambda places: world.sum(places.sum(dim=(1, 2)).float()).clamp(min=1)
+        losses = sums / number(reached)
         whole = world.sum(losses.detach().clone())
-        return whole + world.size * (losses - losses.detach()), world.sum(hits) / total
+        return whole + world.size * (losses - losses.detach()), world.sum(hits) / number(places)
 
     def train_step(self, *windows):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -174,7 +167,8 @@ class Run:
         a, world, progress = self.args, self.world, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         log = Log(self.out / "log.jsonl", self.step) if world.rank == 0 else None
         with Signals() as signals:
-            while self.step < a.steps and not world.any(signals.came):
+            # several processes ask one another every tenth step, since that waits for all of them
+            while self.step < a.steps and not (world.any(signals.came) if world.size == 1 or self.step % 10 == 0 else False):
                 written = own.until(self) if own else None
                 loss, accuracies = self.train_step(*self.batch(corpus, written))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
@@ -199,13 +193,13 @@ class OwnText:
     as they are by then, and kept beside the corpus's tokens, so that a resumed run finds it.
     """
 
-    def __init__(self, run, corpus, stop, chat):
-        a = run.args
-        self.folder, self.stop, self.chat, self.written, self.rounds = run.out / "tokens", stop, chat, None, 0
-        self.prompts = prompts(corpus, a.self_distill, max(a.block_size // 4, 1), a.seed)
-        self.length = a.block_size + run.heads.config.heads + 1
-        self.dtype = corpus.ids.dtype
-        if not a.resume and run.world.rank == 0:  # what an earlier run left there is not this one's
+    def __init__(self, run, corpus, stop, kinds):
+        a, c = run.args, run.heads.model.config
+        self.folder, self.stop, self.written, self.rounds = run.out / "tokens", stop, None, 0
+        self.length = min(a.block_size + run.heads.config.heads + 1, c.block_size // 2)
+        self.prompts = prompts(corpus, a.self_distill, max(a.block_size // 4, 1), a.seed, c.block_size - self.length)
+        self.dtype, self.counts = corpus.ids.dtype, set(kinds) == {"text"}  # what a user says does not count
+        if run.step == 0 and run.world.rank == 0:  # what an earlier run left there is not this one's
             for file in self.folder.glob("own-*"):
                 file.unlink()
         run.world.wait()
@@ -227,15 +221,14 @@ class OwnText:
         if not given:
             return save_tokens(self.folder, name, [], self.dtype)
         run.save()
-        heads = CloverHeads.from_pretrained(run.out, model)  # in the model's dtype, for inference
-        if run.step:
-            heads.info["acceptance"] = accepted(heads, given[:8])
+        heads = CloverHeads.from_pretrained(run.out, model) if run.step else None  # in the model's dtype, for inference
         began = time.monotonic()
-        out = generate(model, given, self.length, heads if run.step else None, temperature=self.rounds % 2, seed=run.args.seed,
+        # not the tree that is quickest: in half precision ties depend on it, and a resumed run must write the same
+        out = generate(model, given, self.length, heads, temperature=self.rounds % 2, seed=run.args.seed, tree_size=OWN_TREE,
                        batch_size=32, stop=self.stop)
         run.world.say(f"the model wrote {out.emitted} tokens after {len(given)} prompts ({out.tokens_per_step:.2f} per step) in "
                       f"{time.monotonic() - began:.0f} s")
-        documents = (([*prompt, *text], [not self.chat] * len(prompt) + [True] * len(text)) for prompt, text in zip(given, out.tokens))
+        documents = (([*prompt, *text], [self.counts] * len(prompt) + [True] * len(text)) for prompt, text in zip(given, out.tokens))
         save_tokens(self.folder, name, documents, self.dtype)
 
 
@@ -243,26 +236,34 @@ class OwnText:
 # Memory
 
 def memory_plan(run):
-    """What training takes, in bytes: {what: how much}. What the heads keep for the backward pass is counted on one window."""
-    a, heads, model = run.args, run.heads, run.heads.model
-    ids = torch.zeros(1, a.block_size + heads.config.heads + 1, dtype=torch.int64, device=model.device)
+    """What training takes, in bytes: {what: how much}. What the heads keep for the backward pass is counted on one window and on two,
+    since some of it, autocast's copies of the weights, does not grow with the batch."""
+    a, heads, model, c = run.args, run.heads, run.heads.model, run.heads.model.config
+    one, two = kept_bytes(run, 1), kept_bytes(run, 2)
+    rows, length = a.batch_size // run.world.size, a.block_size + heads.config.heads
+    passing = length * model.dtype.itemsize * (5 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size)
+    mine = lambda p: (p.to_local() if hasattr(p, "to_local") else p).nbytes  # of a sharded weight
+    return {"the model": sum(map(mine, model.parameters())),
+            "heads, gradients and AdamW": 4 * sum(p.nbytes for p in heads.parameters()),
+            "activations": one + (rows - 1) * (two - one) + rows * passing,
+            "logits": 6 * 4 * chunk_size(model.device)}
+
+
+def kept_bytes(run, batch_size):
+    """Bytes that stand between the forward and the backward pass of so many windows."""
+    heads, model, kept = run.heads, run.heads.model, {}
     outside = (*heads.parameters(), *model.embed.parameters(), *model.norm.parameters(), *model.head.parameters())
-    kept, weights = {}, {p.untyped_storage().data_ptr() for p in outside}
+    weights = {p.untyped_storage().data_ptr() for p in outside}
 
     def keep(x):
         if x.untyped_storage().data_ptr() not in weights:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
+    ids = torch.zeros(batch_size, run.args.block_size + heads.config.heads + 1, dtype=torch.int64, device=model.device)
     with run.autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden, outputs = teacher_forced(heads, ids)
+        _, outputs = teacher_forced(heads, ids)
         outputs = [model.norm(out) for out in outputs]
-    c, rows = model.config, a.batch_size // run.world.size
-    passing = ids.numel() * (4 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size) * hidden.element_size()
-    mine = lambda p: (p.to_local() if hasattr(p, "to_local") else p).nbytes  # of a sharded weight
-    return {"the model": sum(map(mine, model.parameters())),
-            "heads, gradients and AdamW": 4 * sum(p.nbytes for p in heads.parameters()),
-            "activations": rows * (sum(kept.values()) + 2 * sum(out.nbytes for out in outputs) + hidden.nbytes + passing),
-            "logits": 6 * 4 * CHUNK}
+    return sum(kept.values()) + 2 * sum(out.nbytes for out in outputs)  # and what the loss hands back
 
 
 def memory_line(run):
@@ -276,8 +277,8 @@ def memory_line(run):
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-SWITCHES = {  # of CloverConfig, as flags
-    "heads": dict(type=int, help="how many, K"),
+SWITCHES = {  # of CloverConfig, as flags; "heads" is --draft-heads, since --heads is a folder elsewhere
+    "heads": dict(type=int, metavar="N", help="how many heads, K"),
     "augment_layers": dict(type=int, help="transformer blocks before the heads"),
     "mix": dict(choices=(*MIXERS, "none"), help="how a head takes in the token guessed before it"),
     "mix_before": dict(action=argparse.BooleanOptionalAction, help="take in the root before the augmenting block too"),
@@ -293,14 +294,14 @@ def parse(argv):
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
     for name, options in SWITCHES.items():
         options = options | dict(default=argparse.SUPPRESS, help=f"{options['help']}; default: the preset's")
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+        parser.add_argument("--draft-heads" if name == "heads" else f"--{name.replace('_', '-')}", dest=name, **options)
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill")
     parser.add_argument("--smooth-l1", type=float, default=0.0, metavar="X",
                         help="add X times the SmoothL1 distance between the heads' states and the model's")
     parser.add_argument("--own-drafts", type=int, default=0, metavar="N",
-                        help=f"in the last N steps train a head only behind guesses of its own: where each head before it has the "
-                             f"text's token among its {REACH} likeliest")
+                        help=f"in the last N steps heads read their own drafts instead of the text: a head is trained where each head "
+                             f"before it drafts the text's token among its {REACH} likeliest")
     parser.add_argument("--self-distill", type=int, metavar="N",
                         help=f"let the model continue N prompts from the data, and train on that too; default: {OWN_PROMPTS} where the "
                              "data are chats, else 0")
@@ -314,7 +315,7 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     args.config = preset(args.preset, **{name: getattr(args, name) for name in SWITCHES if hasattr(args, name)})
-    check("heads", args.config.heads, 1, 32, whole=True)
+    check("draft heads", args.config.heads, 1, 32, whole=True)
     check("augment layers", args.config.augment_layers, 0, 64, whole=True)
     check_training_flags(args)
     check("smooth L1", args.smooth_l1, 0, 1e6)
@@ -324,47 +325,89 @@ def parse(argv):
     return args
 
 
-def most_frequent(tokens, n):
+def settings(args):
+    """What a run must be resumed with."""
+    names = ("batch_size", "block_size", "lr", "seed", "objective", "smooth_l1", "own_drafts", "self_distill", "self_share", "dtype")
+    return {name: getattr(args, name) for name in names}
+
+
+def check_state(state, args, model):
+    """Refuses to resume a run of other heads, on another model, or with other flags."""
+    if (state.get("config"), state.get("base")) != (dict(vars(args.config), vocabulary=state.get("config", {}).get("vocabulary")),
+                                                    model_identity(model)):
+        raise InputError(f"{args.out} holds a run of preset {state.get('config', {}).get('preset')!r} with other switches, or on another "
+                         "model; choose another --out")
+    for name, value in settings(args).items():
+        if state["settings"][name] != value:
+            raise InputError(f"{args.out} holds a run with --{name.replace('_', '-')} {state['settings'][name]}, not {value}; repeat its flags, "
+                             "or choose another --out")
+    if state["step"] > args.steps:
+        raise InputError(f"{args.out} holds a run that is at step {state['step']} already; --steps {args.steps} is less: choose more steps or "
+                         "another --out")
+
+
+def most_frequent(tokens, n, vocab_size):
     """The n most frequent ids of tokens [N], most frequent first; of equals the lowest."""
-    counts = np.bincount(tokens)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), 2**24):  # what is counted is copied
+        counts += np.bincount(tokens[start:start + 2**24], minlength=vocab_size)
     return np.argsort(-counts, kind="stable")[:n].tolist()
 
 
 def load(args, world):
-    """--model for this process -> (GPT, encoding). One that is to be sharded comes in the host's memory."""
+    """--model for this process, and new heads on it -> (heads, encoding). One that is to be sharded comes in the host's memory."""
     if args.shard_base and world.size == 1:
         raise InputError("--shard-base shares the model out among processes; start them with torchrun --nproc-per-node N train_heads.py")
-    args.shard_base = args.shard_base or world.size > 1 and too_large(args)
+    args.shard_base = world.size > 1 and world.any(args.shard_base or too_large(args))
     if not args.shard_base:
-        return load_model(args)
-    device, dtype = pick_device(args.device), args.dtype
+        model, encoding = load_model(args)
+        torch.manual_seed(args.seed)
+        return CloverHeads(args.config, model), encoding
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    dtype = args.dtype or ("bfloat16" if world.device.type == "cuda" else None)
     with world.in_turn():
-        host = argparse.Namespace(**vars(args) | dict(device="cpu", dtype=dtype or ("bfloat16" if device.type == "cuda" else None)))
-        return load_model(host)
+        model, encoding = load_model(argparse.Namespace(**vars(args) | dict(device="cpu", dtype=dtype)))
+        torch.manual_seed(args.seed)
+        heads = CloverHeads(args.config, model)  # which copies the last block, so while that is whole
+        shard(model, mesh)
+    return heads, encoding
 
 
-def tokens_of(args, encoding, world):
-    """The splits, and whether they are chats; tokenised by one process of each machine, mapped by all."""
-    store = lambda: store_tokens(Path(args.out) / "tokens", args.data, encoding, load_chat_template(args.model), world.say)
-    if world.local == 0:
-        store()
+def tokens_of(args, encoding, world, state):
+    """The splits, and how many documents there are of each kind; tokenised by the first process, mapped by all."""
+    folder, template = Path(args.out) / "tokens", load_chat_template(args.model)
+    if world.rank == 0:
+        if state and state["key"] != tokens_key(args.data, encoding, template):
+            raise InputError(f"{args.out} holds a run on other data, or on data that has changed since; repeat its --data, or choose another "
+                             "--out")
+        store_tokens(folder, args.data, encoding, template, world.say)
     world.wait()
-    return store(), "chat" in read_json(Path(args.out) / "tokens" / "tokens.json")["kinds"]
+    splits, record = stored_tokens(folder)
+    args.key = record["key"]
+    return splits, record["kinds"]
 
 
-def evaluate_folder(args, model, encoding, world):
+def evaluate_folder(args, model, encoding):
     """--evaluate: measures the heads in --out, and writes that into their folder."""
-    tokenizer = tokenizer_hash(encoding)
+    tokenizer, template = tokenizer_hash(encoding), load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
-    args.block_size = block_size(args, model, heads.config)
-    splits, _ = tokens_of(args, encoding, world)
+    size, heldout = block_size(args, model, heads.config), load_tokens(args.data, encoding, "heldout", template)
     if args.draft_vocabulary is not None:
-        heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary))
-    given = prompts(splits["heldout"], PROMPTS, min(64, longest(model, heads.config) // 2 + 1))
-    found = measure(heads, splits["heldout"], given, args.batch_size, args.block_size, torch.autocast(model.device.type, enabled=False))
-    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
-    heads.save_pretrained(args.out, tokenizer, torch.bfloat16, **info | found)
+        train = load_tokens(args.data, encoding, "train", template)
+        heads.set_vocabulary(most_frequent(train.ids, args.draft_vocabulary, model.config.vocab_size))
+    found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size, size)
+    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")} | found
+    if args.draft_vocabulary is None:
+        heads.save_record(args.out, tokenizer, **info)
+    else:
+        heads.save_pretrained(args.out, tokenizer, torch.bfloat16, **info)
     print(table(**found))
+
+
+def heldout_prompts(heldout, model):
+    """What is decoded to measure heads: prompts that leave the context room for as many new tokens."""
+    room = model.config.block_size - DECODED
+    return prompts(heldout, PROMPTS, max(min(64, room // 2), 1), most=max(min(256, room), 1))
 
 
 def longest(model, config):
@@ -378,9 +421,19 @@ def block_size(args, model, config):
     return size
 
 
-def finish(run, heldout, given):
+def check_lengths(splits, args):
+    """Refuses, before anything is trained, splits that training or its evaluation would not do with."""
+    window = args.block_size + args.config.heads + 1
+    for (split, tokens), windows in zip(splits.items(), (args.batch_size, 1)):
+        if len(tokens.ids) < windows * window:
+            raise InputError(f"expected at least {windows * window} tokens in the {split} split, {windows} windows of {window}, but it has "
+                             f"{len(tokens.ids)}; give more text, or a smaller --block-size or --batch-size")
+
+
+def finish(run, heldout):
     """Measures what was trained, and says how to use it. A sharded model decodes nothing: it may not fit a device."""
-    args, world, sizes = run.args, run.world, (run.args.batch_size, run.args.block_size)
+    args, world, model = run.args, run.world, run.heads.model
+    sizes = args.batch_size // world.size, args.block_size
     if args.shard_base:
         top = head_accuracy(run.heads, heldout, *sizes, run.autocast)
         run.save(accuracy=top[1], top_accuracy=top)
@@ -389,7 +442,7 @@ def finish(run, heldout, given):
     if world.rank:
         return
     if not args.shard_base:
-        found = measure(CloverHeads.from_pretrained(run.out, run.heads.model), heldout, given, *sizes, run.autocast)
+        found = measure(CloverHeads.from_pretrained(run.out, model), heldout, heldout_prompts(heldout, model), *sizes)
         run.save(**found)
         print(table(**found))
     plot(run.out)
@@ -397,41 +450,58 @@ def finish(run, heldout, given):
     print(f"\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
 
 
+def prepare(args, world):
+    """All that can go wrong before the first step -> (Run, the splits, the model's own text or None)."""
+    out = Path(args.out)
+    if not args.resume and (out / "train_state.pt").exists():
+        raise InputError(f"{out} holds a run already; --resume goes on with it, another --out starts a new one")
+    state = load_state(out / "train_state.pt", "cpu") if args.resume else None
+    heads, encoding = load(args, world)
+    model = heads.model
+    if args.draft_vocabulary is not None:
+        check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
+    args.block_size = block_size(args, model, args.config)
+    splits, kinds = tokens_of(args, encoding, world, state)
+    if args.self_distill is None:
+        chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
+        args.self_distill = OWN_PROMPTS if chats and not args.shard_base else 0
+    if args.self_distill and args.shard_base:
+        raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
+    if state:
+        check_state(state, args, model)
+    check_lengths(splits, args)
+    heldout_prompts(splits["heldout"], model)
+    frequent = None if args.draft_vocabulary is None else most_frequent(splits["train"].ids, args.draft_vocabulary, model.config.vocab_size)
+    run = Run(args, heads, tokenizer_hash(encoding), world, frequent, state)
+    own = OwnText(run, splits["train"], stop_tokens(args.model, encoding), kinds) if args.self_distill else None
+    if world.rank == 0:
+        for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
+            leftover.unlink()
+    return run, splits, own
+
+
 def main(argv=None):
     args = parse(argv)
     world = World(args)
-    if not args.evaluate and not args.resume and (Path(args.out) / "train_state.pt").exists():
-        raise InputError(f"{args.out} holds a run already; --resume goes on with it, another --out starts a new one")
-    if args.evaluate and world.size > 1:
-        raise InputError("--evaluate is for one process; start it without torchrun")
-    model, encoding = load(args, world)
-    if args.draft_vocabulary is not None:
-        check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
     if args.evaluate:
-        return evaluate_folder(args, model, encoding, world)
-    args.block_size = block_size(args, model, args.config)
-    state = load_state(Path(args.out) / "train_state.pt", "cpu") if args.resume else None
-    splits, chat = tokens_of(args, encoding, world)
-    if args.self_distill is None:
-        args.self_distill = OWN_PROMPTS if chat and not args.shard_base else 0
-    if args.self_distill and args.shard_base:
-        raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
-    frequent = None if args.draft_vocabulary is None else most_frequent(splits["train"].ids, args.draft_vocabulary)
-    run = Run(args, args.config, model, encoding, world, frequent, state)
-    given = prompts(splits["heldout"], PROMPTS, min(64, longest(model, args.config) // 2 + 1))
-    for tokens in splits.values():  # what training and evaluation need is here, or we say so before
-        window_batch(run.heads, tokens, args.batch_size, args.block_size, 0)
+        if world.size > 1:
+            raise InputError("--evaluate is for one process; start it without torchrun")
+        model, encoding = load_model(args)
+        if args.draft_vocabulary is not None:
+            check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
+        return evaluate_folder(args, model, encoding)
+    run, splits, own = prepare(args, world)
     size = sum(p.numel() for p in run.heads.parameters())
     world.say(f"{args.preset} heads: {size / 1e6:.2f}M parameters; {len(splits['train'].ids) / 1e6:.1f}M training tokens")
     world.say(memory_line(run))
-    run.save()  # from here on --resume has something to go on from
-    own = OwnText(run, splits["train"], stop_tokens(args.model, encoding), chat) if args.self_distill else None
+    if not run.step:
+        run.save()  # from here on --resume has something to go on from
     done = run.train(splits["train"], own)
     run.save()  # before the evaluation: Ctrl-C there loses nothing
     if not done:
         world.say(f"\ninterrupted at step {run.step}; --resume goes on from here")
         return world.end()
-    finish(run, splits["heldout"], given)
+    finish(run, splits["heldout"])
 
 
 if __name__ == "__main__":

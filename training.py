@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import InputError, atomic_write
-from generate import check
+from generate import check, pick_device
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,10 @@ def check_training_flags(args):
 def load_state(path, device):
     """A training state as atomic_write left it."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
+        if not isinstance(state, dict):
+            raise RuntimeError(f"it holds a {type(state).__name__}")
+        return state
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
@@ -84,21 +87,27 @@ class Log:
 
     def __init__(self, path, step):
         self.path = path
-        lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
-        kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
-        atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
+        with self.disk():
+            lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+            kept = [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", step + 1) <= step]
+            atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
 
     def add(self, **values):
+        with self.disk(), open(self.path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    @contextlib.contextmanager
+    def disk(self):
         try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(values) + "\n")
+            yield
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); what was saved last is intact: make room and "
                              "--resume") from None
 
 
 class Signals:
-    """Within it Ctrl-C and SIGTERM only set `came`; a second one ends the program as ever."""
+    """Within it Ctrl-C and SIGTERM only set `came`; a second Ctrl-C ends the program as ever. SIGTERM may come twice, to a process
+    and through the one that started it."""
 
     def __enter__(self):
         self.came, self.before = False, {}
@@ -107,8 +116,9 @@ class Signals:
         return self
 
     def note(self, number, frame):
+        if self.came and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self.came = True
-        self.__exit__()
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
@@ -119,18 +129,20 @@ class Signals:
 # One process, or several
 
 class World:
-    """The processes that torchrun started, or this one alone. The first of them writes and prints."""
+    """The processes that torchrun started, or this one alone. The first of them writes and prints; all must see its files."""
 
     def __init__(self, args):
-        self.size, self.rank, self.local = (int(os.environ.get(name, default)) for name, default in
-                                            (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK") if dist.is_torchelastic_launched() else ()
+        self.size, self.rank, self.local = [int(os.environ[name]) for name in names] or (1, 0, 0)
         if self.size > 1:
-            if args.device == "cuda":
-                args.device = f"cuda:{self.local}"
-                torch.cuda.set_device(self.local)
-            self.device = torch.device(args.device)
-            dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo", timeout=timedelta(hours=2))
             check_divides(args.batch_size, self.size)
+            if args.device.startswith("cuda:"):
+                raise InputError(f"with torchrun every process takes a GPU of its own; expected --device cuda, not {args.device}")
+            args.device = f"cuda:{self.local}" if args.device == "cuda" else args.device
+            self.device = pick_device(args.device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(hours=24))
 
     def say(self, text):
         if self.rank == 0:
@@ -152,7 +164,8 @@ class World:
 
     @contextlib.contextmanager
     def in_turn(self):
-        """One process of a machine after the other, so that not all hold a whole model in its memory at once."""
+        """One process of a machine after the other, so that not all hold a whole model in its memory at once. All machines must
+        have as many processes."""
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         for turn in range(self.local):
             self.wait()

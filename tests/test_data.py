@@ -534,12 +534,13 @@ def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they
     assert found[:3] == data.prompts(tokens, 3, 33) and data.prompts(tokens, 0, 33) == []
     longest = max(map(len, texts))
     assert data.prompts(tokens, 1, longest) == [max(texts, key=len)]
-    refusal(lambda: data.prompts(tokens, 1, longest + 1), longest + 1)
+    [half] = data.prompts(tokens, 1, longest + 1)  # no text is that long
+    assert len(half) == (longest + 1) // 2 and any(half == text[at : at + len(half)] for text in texts for at in range(len(text)))
     refusal(lambda: data.prompts(tokens, 1, 0))
 
 
 def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(chatty, tmp_path):
-    """Would catch: a prompt that gives part of the answer away, or that starts in the middle of a question."""
+    """Would catch: a prompt that gives part of the answer away, or the front of one that is too long, not its end."""
     two = [[("user", c), ("assistant", "hell"), ("user", c + c), ("assistant", "he")] for c in "abcdefgh" * 5]
     completions = [{"prompt": 4 * c, "completion": "0" * 50} for c in "stuvwxyz" * 5]
     long = [{"prompt": 101 * c, "completion": "0"} for c in "ijk"]
@@ -548,9 +549,10 @@ def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(cha
     found = {chatty.decode(prompt) for prompt in data.prompts(tokens, 500, 25)}
     opening = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     both = [opening.format(c) + f"hell<|im_end|>\n{opening.format(c + c)}" for c in "abcdefgh"]
-    allowed = {opening.format(c) for c in "abcdefgh"} | set(both) | {4 * c for c in "stuvwxyz"}
+    allowed = {opening.format(c) for c in "abcdefgh"} | set(both) | {4 * c for c in "stuvwxyz"} | {100 * c for c in "ijk"}
     assert found <= allowed and len(found) > 15 and any(text in found for text in both)
     assert {len(prompt) for prompt in data.prompts(tokens, 40, 1)} == {4}
+    assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, most=1)} <= {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
     answered = data.Tokens(np.arange(5, dtype=np.uint16), np.array([3, 1, 0, 0, 1], np.uint8))
     assert data.prompts(answered, 20, 2) == [[0, 1, 2, 3]] * 20
     nothing = data.Tokens(np.arange(5, dtype=np.uint16), np.array([2, 0, 0, 0, 0], np.uint8))

@@ -117,8 +117,17 @@ def test_a_stopped_run_goes_on_to_the_same_heads(number, checkpoint, texts, tmp_
     assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
     lines = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12] and set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
+    before = (tmp_path / "parts" / "heads.json").read_bytes()
     with pytest.raises(InputError, match="holds a run of preset 'clover' with other switches, or on another"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--preset", "medusa")
+    with pytest.raises(InputError, match="holds a run with --seed 1, not 2; repeat its flags"):
+        run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--seed", "2")
+    with pytest.raises(InputError, match="at step 12 already; --steps 10 is less"):
+        run(checkpoint, texts, tmp_path / "parts", "--steps", "10", "--resume")
+    (tmp_path / "more.txt").write_text("more " * 2000)
+    with pytest.raises(InputError, match="a run on other data, or on data that has changed"):
+        run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--data", str(tmp_path / "more.txt"))
+    assert (tmp_path / "parts" / "heads.json").read_bytes() == before  # with what was measured
     with pytest.raises(InputError, match="holds a run already; --resume goes on with it"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
     other = tmp_path / "other"
@@ -215,6 +224,12 @@ import torch
 import train_heads
 torch.set_num_threads(1)
 train_heads.SHOW_EVERY, train_heads.PROMPTS = 1, 2
+finish = train_heads.finish
+
+def checked(run, heldout):
+    assert all(hasattr(p, "to_local") == run.args.shard_base for p in run.heads.model.blocks.parameters())  # still, after passes
+    finish(run, heldout)
+train_heads.finish = checked
 train_heads.command(lambda: train_heads.main(sys.argv[1:]))
 """
 
@@ -329,13 +344,13 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
 
 
 def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path):
-    record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--heads", "3", "--mix", "concat", "--augment-layers", "2", "--shared",
+    record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--draft-heads", "3", "--mix", "concat", "--augment-layers", "2", "--shared",
                  "--mix-before", "--projector", "linear")
     assert record["config"] == dict(preset="clover", heads=3, augment_layers=2, mix="concat", mix_before=True, projector="linear",
                                     shared=True, vocabulary=0) and len(record["accuracy"]) == 3
     assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2", "--no-shared")["config"]["shared"] is False
     with pytest.raises(InputError, match="with other switches"):
-        run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--heads", "3")
+        run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--draft-heads", "3")
 
 
 def test_the_memory_that_is_stated_is_about_what_is_taken(checkpoint, tmp_path):
@@ -346,7 +361,7 @@ def test_the_memory_that_is_stated_is_about_what_is_taken(checkpoint, tmp_path):
         run = new_run(model, checkpoint, tmp_path, "--batch-size", n)
         run.args.block_size = 40
         plans.append(train_heads.memory_plan(run))
-    assert plans[1]["activations"] == 2 * plans[0]["activations"]
+    assert 1.9 < plans[1]["activations"] / plans[0]["activations"] <= 2
     weights = sum(p.nbytes for p in run.heads.parameters())
     assert plans[0]["heads, gradients and AdamW"] == 4 * weights
     rows = 4 * 41 * 128 * 4  # one tensor of the states
@@ -387,10 +402,10 @@ def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
         run(checkpoint, texts, tmp_path / "file", "--steps", "1000000")
 
 
-def new_run(model, checkpoint, out, *flags, config=None):
+def new_run(model, checkpoint, out, *flags):
     """A Run on a model that need not be the checkpoint's."""
     args = train_heads.parse([*TINY, "--dtype", "float32", "--out", str(out), "--model", str(checkpoint), *flags])
-    return train_heads.Run(args, config or args.config, model, load_encoding(checkpoint), train_heads.World(args))
+    return train_heads.Run(args, CloverHeads(args.config, model), "", training.World(args))
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_path):
@@ -439,7 +454,7 @@ BAD = {
     "nothing to evaluate": (["--evaluate"], "no such folder"),
     "nothing to resume": (["--resume"], "--resume needs a run"),
     "block without room for prompts": (["--block-size", "0"], "block size must be"),
-    "no heads": (["--heads", "0"], "heads must be"),
+    "no heads": (["--draft-heads", "0"], "draft heads must be"),
     "unknown mixer": (["--mix", "hope"], "hope"),
     "more own drafts than steps": (["--steps", "5", "--own-drafts", "6"], "own drafts must be"),
     "a share above 1": (["--self-share", "1.5"], "self share must be"),
