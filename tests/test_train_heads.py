@@ -102,6 +102,8 @@ def test_a_stopped_run_goes_on_to_the_same_heads(number, checkpoint, texts, tmp_
 
     def stopped(self, *args):  # in the middle of a step
         os.kill(os.getpid(), number)
+        if number == signal.SIGTERM:  # to the process, and through the one that started it
+            os.kill(os.getpid(), number)
         return optimizer_step(self, *args)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (
         stopped if 0.9 > self.param_groups[0]["lr"] / 0.005 > 0.8 else optimizer_step)(self, *args))
@@ -172,6 +174,7 @@ def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_pa
         assert done.returncode == -signal.SIGKILL, done.stderr
         resume = ["--resume"]
     train_heads.main([*flags, *resume])
+    assert not list((tmp_path / "parts").glob("*.tmp*"))  # a killed run leaves what it was writing
     assert all(torch.equal(a, b) for a, b in zip(trained(tmp_path / "whole").values(), trained(tmp_path / "parts").values()))
 
 
@@ -393,6 +396,16 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, cap
     assert "held-out accuracy" in capsys.readouterr().out and (out / "heads.safetensors").read_bytes() == weights
     assert record["training"] == before["training"] and set(record["acceptance"]) == {"0", "1"}
     assert run(checkpoint, texts, out, "--evaluate", "--draft-vocabulary", "0")["config"]["vocabulary"] == 0
+
+
+def test_data_may_be_short_texts_beside_the_run_itself(checkpoint, tmp_path):
+    """Catches prompts that no text is long enough for, and a run that reads its own log as data."""
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(dict(text=f"{i} is short")) + "\n" for i in range(1000)))
+    run(checkpoint, tmp_path, tmp_path / "out", "--steps", "2", "--self-distill", "4")
+    (tmp_path / "out" / "notes.txt").write_text("not data either")
+    assert run(checkpoint, tmp_path, tmp_path / "out", "--steps", "4", "--self-distill", "4", "--resume")["training"]["steps"] == 4
+    with pytest.raises(InputError, match="5000 windows of 45, but it has"):
+        run(checkpoint, tmp_path / "short.jsonl", tmp_path / "few", "--batch-size", "5000")
 
 
 def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
