@@ -208,18 +208,20 @@ class OwnText:
         """The Tokens of all rounds that have begun by the run's step."""
         while self.rounds < OWN_ROUNDS and run.step >= self.rounds * run.args.steps // OWN_ROUNDS:
             name = f"own-{self.rounds}"
-            if run.world.rank == 0 and not (self.folder / f"{name}.flags").exists():
-                self.write(run, name)
-            run.world.wait()
+            run.world.first(lambda: self.write(run, name))
             new, self.rounds = open_tokens(self.folder, name, self.dtype), self.rounds + 1
             old = [self.written] if self.written else []
             self.written = Tokens(*(np.concatenate(arrays) for arrays in zip(*old, new)))
         return self.written
 
     def write(self, run, name):
+        """Writes a round, unless this run did before it was stopped."""
+        if (self.folder / f"{name}.flags").exists():
+            return
         given, model = self.prompts[self.rounds::OWN_ROUNDS], run.heads.model
         if not given:
-            return save_tokens(self.folder, name, [], self.dtype)
+            save_tokens(self.folder, name, [], self.dtype)
+            return
         run.save()
         heads = CloverHeads.from_pretrained(run.out, model) if run.step else None  # in the model's dtype, for inference
         began = time.monotonic()
@@ -376,12 +378,13 @@ def load(args, world):
 def tokens_of(args, encoding, world, state):
     """The splits, and how many documents there are of each kind; tokenised by the first process, mapped by all."""
     folder, template = Path(args.out) / "tokens", load_chat_template(args.model)
-    if world.rank == 0:
+
+    def store():
         if state and state["key"] != tokens_key(args.data, encoding, template):
             raise InputError(f"{args.out} holds a run on other data, or on data that has changed since; repeat its --data, or choose another "
                              "--out")
         store_tokens(folder, args.data, encoding, template, world.say)
-    world.wait()
+    world.first(store)
     splits, record = stored_tokens(folder)
     args.key = record["key"]
     return splits, record["kinds"]

@@ -162,6 +162,17 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def first(self, action):
+        """Lets the first process do what is done once. The others wait for it, and end where it fails."""
+        failed = None
+        if self.rank == 0:
+            try:
+                action()
+            except InputError as error:
+                failed = error
+        if self.any(failed is not None):
+            raise failed or InputError("the first process cannot go on, see there")
+
     @contextlib.contextmanager
     def in_turn(self):
         """One process of a machine after the other, so that not all hold a whole model in its memory at once. All machines must

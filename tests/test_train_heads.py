@@ -268,6 +268,8 @@ def test_two_processes_train_as_one_does_and_may_share_the_model_out(checkpoint,
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
     done = processes(2, tmp_path, *flags, "--out", str(tmp_path / "odd"), "--batch-size", "7")
     assert done.returncode and "must divide by their number, but 7 does not by 2; take 6" in done.stderr
+    done = processes(2, tmp_path, *flags[:2], "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none"))
+    assert "nowhere: expected a file" in done.stderr and "the first process cannot go on" in done.stderr and "prepare" not in done.stderr
 
 
 def test_a_model_is_not_shared_out_to_nobody(checkpoint, texts, tmp_path):
