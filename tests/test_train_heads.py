@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import evaluate
 import generate as command_line
 import train_heads
 import training
@@ -41,7 +42,8 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(train_heads, "PROMPTS", 8)  # what ends a run is decoding these
+    monkeypatch.setattr(train_heads, "PROMPTS", 4)  # what ends a run is decoding these
+    monkeypatch.setattr(evaluate, "DECODED", 24)
 
 
 def run(checkpoint, texts, out, *flags):
@@ -224,9 +226,10 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
 TORCHRUN = """
 import sys
 import torch
+import evaluate
 import train_heads
 torch.set_num_threads(1)
-train_heads.SHOW_EVERY, train_heads.PROMPTS = 1, 2
+train_heads.SHOW_EVERY, train_heads.PROMPTS, evaluate.DECODED = 1, 2, 16
 finish = train_heads.finish
 
 def checked(run, heldout):
