@@ -63,8 +63,7 @@ def parse(argv):
     what = parser.add_subparsers(dest="what", required=True)
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
     add_model_flags(heads)
-    heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
-                       help="folders of draft heads")
+    heads.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
     heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
     heads.add_argument("--kinds", nargs="+", default=list(bench_heads.KINDS), choices=tuple(bench_heads.KINDS), help="of heads to train")
     heads.add_argument("--steps", type=int, default=500, help="of training, each kind")
