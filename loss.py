@@ -119,7 +119,8 @@ def state_losses(model, outputs, hidden, places):
 @torch.no_grad()
 def top_hits(model, outputs, hidden, places, tops, chunk=None):
     """float32 [len(tops), K]: for each n of tops, how many of the guesses that count have the model's own greedy token among the n
-    likeliest of a head; of equals the lower id counts as likelier. Logits are float32, as in decoding. Arguments as for `head_losses`; `chunk` logits at a time."""
+    likeliest of a head; of equals the lower id counts as likelier. Logits are float32, as in decoding. Arguments as for
+    `head_losses`; `chunk` logits at a time."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
     rows = max(1, (chunk or chunk_size(hidden.device)) // weight.shape[0])
     logits_of = lambda part: model.head.logits(model.norm(part))

@@ -36,10 +36,10 @@ SHOW_EVERY = 20    # steps
 SAVE_EVERY = 180.0  # seconds
 PROMPTS = 32        # held-out ones, decoded at the end
 HEAD_WEIGHT = 0.7  # head i counts 0.7^i in the loss: what a later head guesses is reached less often
-REACH = 4          # --own-drafts: the text's token is among so many likeliest guesses of each head before; about default_beams of 17
+REACH = 4          # --own-drafts: of the likeliest guesses of a head, how many drafting goes on from; about default_beams of 17
 OWN_PROMPTS = 1024  # that the model continues by itself where the data are chats
-OWN_TREE = 5
 OWN_ROUNDS = 4     # in which it does so, with the heads as they are by then
+OWN_TREE = 5       # nodes; not the tree that is quickest: in half precision ties depend on it, and a resumed run must write the same
 GB = 1e9
 
 
@@ -161,14 +161,17 @@ class Run:
         self.step += 1
         return loss.detach(), accuracies
 
+    def stopped(self, signals):
+        """Several processes ask one another every tenth step alone, since that waits for all of them."""
+        return (self.world.size == 1 or self.step % 10 == 0) and self.world.any(signals.came)
+
     def train(self, corpus, own=None):
         """Trains to the last step, or until Ctrl-C or SIGTERM, which end the step that is going on first -> whether it was the
         last."""
         a, world, progress = self.args, self.world, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         log = Log(self.out / "log.jsonl", self.step) if world.rank == 0 else None
         with Signals() as signals:
-            # several processes ask one another every tenth step, since that waits for all of them
-            while self.step < a.steps and not (world.any(signals.came) if world.size == 1 or self.step % 10 == 0 else False):
+            while self.step < a.steps and not self.stopped(signals):
                 written = own.until(self) if own else None
                 loss, accuracies = self.train_step(*self.batch(corpus, written))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
@@ -225,7 +228,6 @@ class OwnText:
         run.save()
         heads = CloverHeads.from_pretrained(run.out, model) if run.step else None  # in the model's dtype, for inference
         began = time.monotonic()
-        # not the tree that is quickest: in half precision ties depend on it, and a resumed run must write the same
         out = generate(model, given, self.length, heads, temperature=self.rounds % 2, seed=run.args.seed, tree_size=OWN_TREE,
                        batch_size=32, stop=self.stop)
         run.world.say(f"the model wrote {out.emitted} tokens after {len(given)} prompts ({out.tokens_per_step:.2f} per step) in "
@@ -302,8 +304,8 @@ def parse(argv):
     parser.add_argument("--smooth-l1", type=float, default=0.0, metavar="X",
                         help="add X times the SmoothL1 distance between the heads' states and the model's")
     parser.add_argument("--own-drafts", type=int, default=0, metavar="N",
-                        help=f"in the last N steps heads read their own drafts instead of the text: a head is trained where each head "
-                             f"before it drafts the text's token among its {REACH} likeliest")
+                        help=f"in the last N steps train a head only where drafting comes to it: behind tokens that each head before it "
+                             f"has among its {REACH} likeliest")
     parser.add_argument("--self-distill", type=int, metavar="N",
                         help=f"let the model continue N prompts from the data, and train on that too; default: {OWN_PROMPTS} where the "
                              "data are chats, else 0")
@@ -333,12 +335,16 @@ def settings(args):
     return {name: getattr(args, name) for name in names}
 
 
-def check_state(state, args, model):
-    """Refuses to resume a run of other heads, on another model, or with other flags."""
-    if (state.get("config"), state.get("base")) != (dict(vars(args.config), vocabulary=state.get("config", {}).get("vocabulary")),
-                                                    model_identity(model)):
-        raise InputError(f"{args.out} holds a run of preset {state.get('config', {}).get('preset')!r} with other switches, or on another "
-                         "model; choose another --out")
+def check_origin(state, args, model):
+    """Refuses to resume what is no run, or one of other heads or on another model."""
+    config = state.get("config", {})
+    if (config, state.get("base")) != (dict(vars(args.config), vocabulary=config.get("vocabulary")), model_identity(model)):
+        raise InputError(f"{args.out} holds a run of preset {config.get('preset')!r} with other switches, or on another model; choose another "
+                         "--out")
+
+
+def check_settings(state, args):
+    """Refuses to resume a run with other flags than it was started with, or to fewer steps than it has done."""
     for name, value in settings(args).items():
         if state["settings"][name] != value:
             raise InputError(f"{args.out} holds a run with --{name.replace('_', '-')} {state['settings'][name]}, not {value}; repeat its flags, "
@@ -464,6 +470,8 @@ def prepare(args, world):
     if args.draft_vocabulary is not None:
         check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
     args.block_size = block_size(args, model, args.config)
+    if state:
+        check_origin(state, args, model)
     splits, kinds = tokens_of(args, encoding, world, state)
     if args.self_distill is None:
         chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
@@ -471,7 +479,7 @@ def prepare(args, world):
     if args.self_distill and args.shard_base:
         raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
     if state:
-        check_state(state, args, model)
+        check_settings(state, args)
     check_lengths(splits, args)
     heldout_prompts(splits["heldout"], model)
     frequent = None if args.draft_vocabulary is None else most_frequent(splits["train"].ids, args.draft_vocabulary, model.config.vocab_size)

@@ -132,6 +132,9 @@ def test_a_stopped_run_goes_on_to_the_same_heads(number, checkpoint, texts, tmp_
     with pytest.raises(InputError, match="a run on other data, or on data that has changed"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12", "--resume", "--data", str(tmp_path / "more.txt"))
     assert (tmp_path / "parts" / "heads.json").read_bytes() == before  # with what was measured
+    torch.save(dict(model={}, step=3), tmp_path / "train_state.pt")  # as train_base.py writes it
+    with pytest.raises(InputError, match="holds a run of preset None"):
+        run(checkpoint, texts, tmp_path, "--steps", "12", "--resume")
     with pytest.raises(InputError, match="holds a run already; --resume goes on with it"):
         run(checkpoint, texts, tmp_path / "parts", "--steps", "12")
     other = tmp_path / "other"
