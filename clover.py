@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from checkpoint import InputError, atomic_write, identity, read_json
+from model import InputError, atomic_write, identity, read_json
 from model import Block, KVCache, Linear, Norm, Span, document_positions
 
 MAX_TREE = 64  # nodes, root included: ancestors are one int64
@@ -25,7 +25,7 @@ MAX_TREE = 64  # nodes, root included: ancestors are one int64
 @dataclass
 class CloverConfig:
     preset: str = "clover"
-    heads: int = 4              # K
+    n_draft: int = 4            # K, draft heads
     augment_layers: int = 1     # transformer blocks between the model's hidden state and the heads
     mix: str = "attention"      # how the token guessed before enters: "attention", "concat" or "none"
     mix_before: bool = False    # the next token also enters before the augmenting block
@@ -59,7 +59,7 @@ class AttentionDecoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.heads = math.gcd(config.n_head, C)
+        self.n_head = math.gcd(config.n_head, C)
         self.norm = Norm(config.norm, C, config.norm_eps)
         self.query = Linear(C, C)
         self.key_value = Linear(C, 2 * C)
@@ -70,8 +70,8 @@ class AttentionDecoder(nn.Module):
             self.key_value.bias.zero_()
 
     def forward(self, z, e):
-        q = self.query(self.norm(z)).unflatten(-1, (self.heads, -1))              # (..., heads, C / heads)
-        k, v = self.key_value(e).unflatten(-1, (2, self.heads, -1)).unbind(-3)    # likewise
+        q = self.query(self.norm(z)).unflatten(-1, (self.n_head, -1))             # (..., n_head, C / n_head)
+        k, v = self.key_value(e).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # likewise
         return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
 
 
@@ -163,7 +163,7 @@ class CloverHeads(nn.Module):
         self.config, self.info = config, {}
         self.embedding_scale = 1 / model.head.weight.float().pow(2).mean().sqrt().item()
         base = model.config
-        self.heads = nn.ModuleList(Head(config, base) for _ in range(min(config.heads, 2) if config.shared else config.heads))
+        self.heads = nn.ModuleList(Head(config, base) for _ in range(min(config.n_draft, 2) if config.shared else config.n_draft))
         self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         for block in self.augment_blocks:
@@ -218,7 +218,7 @@ class CloverHeads(nn.Module):
         Returns a list of K outputs [B, T, C]; head i (from 0) at position t guesses the token at t + 2 + i."""
         T = hidden.shape[1]
         state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
-        for i in range(self.config.heads):
+        for i in range(self.config.n_draft):
             state, out = self.head(i)(state, self.embedding(tokens[:, i:i + T]))
             outputs.append(out)
         return outputs
@@ -232,7 +232,7 @@ class CloverHeads(nn.Module):
         parent's and ties go to the shallower node, so what is kept is a tree, its nodes stand behind their parents, and a
         smaller tree is the front of a larger one of as many beams. Nothing is read back to the host.
         """
-        (B, C), W, depths = state.shape, beams, min(self.config.heads, tree_size - 1)
+        (B, C), W, depths = state.shape, beams, min(self.config.n_draft, tree_size - 1)
         states, tokens, joint = state[:, None], root[:, None], state.new_zeros(B, 1, dtype=torch.float32)
         places = torch.zeros_like(tokens)
         # all proposals, the root first: joint log-probability, token, parent's place in this list
@@ -320,9 +320,11 @@ def read_record(path):
     config, base = record.get("config"), record.get("base")
     kinds = {field.name: type(field.default) for field in fields(CloverConfig)}
     config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older heads have no such key
+    if "heads" in config:  # what older heads call it
+        config = {("n_draft" if key == "heads" else key): value for key, value in config.items()}
     if not ({name: type(value) for name, value in config.items()} == kinds
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
-            and config["heads"] >= 1 and config["augment_layers"] >= 0 and config["vocabulary"] >= 0
+            and config["n_draft"] >= 1 and config["augment_layers"] >= 0 and config["vocabulary"] >= 0
             and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
     try:

@@ -6,10 +6,11 @@ Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L lay
 Hq query heads, Hkv key/value heads.
 """
 
+import hashlib
 import json
 import math
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,11 +18,89 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from checkpoint import (FAMILIES, InputError, atomic_write, hf_config, parse_config, read_config, read_state, split_weight,
-                        weight_files)
 from kernels import float_logits, gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention, tree_mask
 
 PACKS = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch.compile uses
+
+
+class InputError(ValueError):
+    """Bad input that the user can mend. The message is one line: what was expected, what came, what to do."""
+
+
+@dataclass
+class GPTConfig:
+    family: str = "llama"      # a key of FAMILIES: how a checkpoint folder spells names and flags
+    vocab_size: int = 4096     # V
+    block_size: int = 1024     # longest sequence, in tokens
+    n_layer: int = 12          # L
+    n_head: int = 4            # Hq
+    n_kv_head: int = 2         # Hkv
+    head_size: int = 64        # D
+    n_embd: int = 256          # C
+    n_inner: int = 640         # width of the MLP
+    norm: str = "rms"          # "rms" or "layer"
+    norm_eps: float = 1e-5
+    positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # {"rope_type": "linear", "yarn", "llama3" or "longrope", and its numbers}
+    activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
+    gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
+    qkv_bias: bool = False
+    proj_bias: bool = False    # bias of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
+    tied: bool = True          # the LM head is the embedding table
+    unit_head: bool = False    # the LM head's rows are brought to length 1 when they are read, as Baichuan 2 does
+
+
+def atomic_write(path, write):
+    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old file or the new one."""
+    tmp = f"{path}.tmp{os.getpid()}"
+    try:
+        write(tmp)
+        os.chmod(tmp, 0o644)  # safetensors writes files that only their owner may read
+        os.replace(tmp, path)
+    finally:
+        Path(tmp).unlink(missing_ok=True)
+
+
+def read_json(path):
+    """The object in a json file; InputError when it is missing or broken."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as json ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identity
+
+def sample_places(shape, start=0, size=None):
+    """(rows, columns) of the elements of a parameter that its identity looks at: one in every numel // 64 of them all, as far as
+    they are in `size` rows from `start`, counted from there."""
+    size, width, numel = shape[0] if size is None else size, math.prod(shape[1:]), math.prod(shape)
+    stride = max(1, numel // 64)
+    flat = torch.arange(-(-start * width // stride) * stride, (start + size) * width, stride) - start * width
+    return (flat // width, flat % width) if len(shape) > 1 else (torch.zeros_like(flat), flat)
+
+
+def digest(samples):
+    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so that a float32 model and its
+    bfloat16 checkpoint are the same model."""
+    sha = hashlib.sha256()
+    for name, (shape, values) in sorted(samples.items()):
+        sha.update(f"{name}{tuple(shape)}".encode() + values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def identity(state):
+    """`digest` of the tensors of a model, {name: tensor}."""
+    return digest({name: (value.shape, value.detach().flatten()[::max(1, value.numel() // 64)]) for name, value in state.items()})
 
 
 def free_memory(device):
@@ -422,6 +501,7 @@ class GPT(nn.Module):
 
         dtype: torch dtype, default float32 on a CPU and bfloat16 on CUDA. Raises InputError for whatever is amiss.
         """
+        from hf.checkpoint import read_config, read_state
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         config = read_config(path)
@@ -443,6 +523,7 @@ class GPT(nn.Module):
     def save_pretrained(self, path, dtype=None):
         """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for transformers to read.
         Raises InputError for a config that the family's format cannot express."""
+        from hf.checkpoint import hf_config, parse_config, split_weight
         path, raw = Path(path), hf_config(self.config, dtype or self.dtype)
         if parse_config(raw, path) != self.config:
             raise InputError(f"{path}: the {self.config.family} format has no way to write this config: {self.config}")
@@ -456,36 +537,6 @@ class GPT(nn.Module):
         atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
-
-def describe(path):
-    """What a checkpoint folder holds, as lines of text; reads no weights. Raises InputError for what it cannot be."""
-    c, files = read_config(path), weight_files(path)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT(c).parameters())
-    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size
-    size = lambda numbers, dtype: f"{numbers * dtype.itemsize / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}"
-    scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
-    shards = f"{len(files)} files" if len(files) > 1 else files[0].name
-    return "\n".join((
-        f"family        {c.family} ({FAMILIES[c.family].architecture})",
-        f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' if c.gated else ''}",
-        f"heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        f"vocabulary    {c.vocab_size}, LM head {'tied to the embeddings' if c.tied else 'of its own'}",
-        f"context       {c.block_size} tokens, positions by {c.positions}{scaling}",
-        f"parameters    {parameters / 1e6:.1f} million: {size(parameters, torch.float32)}, {size(parameters, torch.bfloat16)}",
-        f"weights       {shards}, {sum(f.stat().st_size for f in files) / 1e9:.2f} GB",
-        f"KV cache      {per_token * 4 / 1024:.1f} KiB per token in float32, {per_token * 2 / 1024:.1f} KiB in bfloat16"))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        asked = sys.argv[1:] in (["-h"], ["--help"])
-        print("usage: python model.py FOLDER, a Hugging Face checkpoint folder", file=sys.stdout if asked else sys.stderr)
-        sys.exit(0 if asked else 2)
-    try:
-        print(describe(sys.argv[1]))
-    except InputError as error:
-        print(f"model.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    from tools.cli import describe_command
+    describe_command()

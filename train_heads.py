@@ -21,16 +21,18 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 
-from chat import load_chat_template, stop_tokens
-from checkpoint import InputError, atomic_write, read_config
+from hf.chat import load_chat_template, stop_tokens
+from hf.checkpoint import read_config
+from model import InputError, atomic_write
 from clover import MIXERS, PRESETS, PROJECTORS, CloverHeads, model_identity, preset
-from data import Tokens, load_tokens, open_tokens, prompts, save_tokens, store_tokens, stored_tokens, tokens_key
-from evaluate import DECODED, head_accuracy, measure, plot, table, teacher_forced, window_batch
-from generate import DEMO, Parser, add_model_flags, check, command, generate, load_model
-from loss import chunk_size, guessed_places, head_losses, state_losses
+from training.data import Tokens, load_tokens, open_tokens, prompts, save_tokens, store_tokens, stored_tokens, tokens_key
+from training.evaluate import DECODED, head_accuracy, measure, plot, table, teacher_forced, window_batch
+from generate import check, generate
+from tools.cli import DEMO, Parser, add_model_flags, command, load_model
+from training.loss import chunk_size, guessed_places, head_losses, state_losses
 from model import GPT, free_memory
-from tokenizer import tokenizer_hash
-from training import Log, Progress, Signals, World, add_training_flags, check_training_flags, load_state, set_learning_rate
+from hf.tokenizer import tokenizer_hash
+from training.run import Log, Progress, Signals, World, add_training_flags, check_training_flags, load_state, set_learning_rate
 
 SHOW_EVERY = 20    # steps
 SAVE_EVERY = 180.0  # seconds
@@ -121,7 +123,7 @@ class Run:
         """This process's part of the step's windows, see `window_batch`. They are seeded by the step, so that a resumed run sees the
         same ones, and however many processes there are."""
         a, seed = self.args, self.args.seed * 1_000_003 + self.step
-        own = own if own and len(own.ids) > a.block_size + self.heads.config.heads else None  # it may be but a few words yet
+        own = own if own and len(own.ids) > a.block_size + self.heads.config.n_draft else None  # it may be but a few words yet
         due = lambda step: int(a.self_share * a.batch_size * step)  # windows of its own text, up to a step
         share = due(self.step + 1) - due(self.step) if own else 0
         parts = [window_batch(self.heads, tokens, size, a.block_size, seed)
@@ -199,7 +201,7 @@ class OwnText:
     def __init__(self, run, corpus, stop, kinds):
         a, c = run.args, run.heads.model.config
         self.folder, self.stop, self.written, self.rounds = run.out / "tokens", stop, None, 0
-        self.length = min(a.block_size + run.heads.config.heads + 1, c.block_size // 2)
+        self.length = min(a.block_size + run.heads.config.n_draft + 1, c.block_size // 2)
         self.prompts = prompts(corpus, a.self_distill, max(a.block_size // 4, 1), a.seed, c.block_size - self.length)
         self.dtype, self.counts = corpus.ids.dtype, set(kinds) == {"text"}  # what a user says does not count
         if run.step == 0 and run.world.rank == 0:  # what an earlier run left there is not this one's
@@ -244,7 +246,7 @@ def memory_plan(run):
     since some of it, autocast's copies of the weights, does not grow with the batch."""
     a, heads, model, c = run.args, run.heads, run.heads.model, run.heads.model.config
     one, two = kept_bytes(run, 1), kept_bytes(run, 2)
-    rows, length = a.batch_size // run.world.size, a.block_size + heads.config.heads
+    rows, length = a.batch_size // run.world.size, a.block_size + heads.config.n_draft
     passing = length * model.dtype.itemsize * (5 * c.n_embd + 3 * c.n_inner + 3 * (c.n_head + 2 * c.n_kv_head) * c.head_size)
     mine = lambda p: (p.to_local() if hasattr(p, "to_local") else p).nbytes  # of a sharded weight
     return {"the model": sum(map(mine, model.parameters())),
@@ -263,7 +265,7 @@ def kept_bytes(run, batch_size):
         if x.untyped_storage().data_ptr() not in weights:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
-    ids = torch.zeros(batch_size, run.args.block_size + heads.config.heads + 1, dtype=torch.int64, device=model.device)
+    ids = torch.zeros(batch_size, run.args.block_size + heads.config.n_draft + 1, dtype=torch.int64, device=model.device)
     with run.autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         _, outputs = teacher_forced(heads, ids)
         outputs = [model.norm(out) for out in outputs]
@@ -281,8 +283,8 @@ def memory_line(run):
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-SWITCHES = {  # of CloverConfig, as flags; "heads" is --draft-heads, since --heads is a folder elsewhere
-    "heads": dict(type=int, metavar="N", help="how many heads, K"),
+SWITCHES = {  # of CloverConfig, as flags; n_draft is --draft-heads
+    "n_draft": dict(type=int, metavar="N", help="how many heads, K"),
     "augment_layers": dict(type=int, help="transformer blocks before the heads"),
     "mix": dict(choices=(*MIXERS, "none"), help="how a head takes in the token guessed before it"),
     "mix_before": dict(action=argparse.BooleanOptionalAction, help="take in the root before the augmenting block too"),
@@ -298,7 +300,7 @@ def parse(argv):
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
     for name, options in SWITCHES.items():
         options = options | dict(default=argparse.SUPPRESS, help=f"{options['help']}; default: the preset's")
-        parser.add_argument("--draft-heads" if name == "heads" else f"--{name.replace('_', '-')}", dest=name, **options)
+        parser.add_argument("--draft-heads" if name == "n_draft" else f"--{name.replace('_', '-')}", dest=name, **options)
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill")
     parser.add_argument("--smooth-l1", type=float, default=0.0, metavar="X",
@@ -319,7 +321,7 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     args.config = preset(args.preset, **{name: getattr(args, name) for name in SWITCHES if hasattr(args, name)})
-    check("draft heads", args.config.heads, 1, 32, whole=True)
+    check("draft heads", args.config.n_draft, 1, 32, whole=True)
     check("augment layers", args.config.augment_layers, 0, 64, whole=True)
     check_training_flags(args)
     check("smooth L1", args.smooth_l1, 0, 1e6)
@@ -421,7 +423,7 @@ def heldout_prompts(heldout, model):
 
 def longest(model, config):
     """Tokens of the longest window from which all heads can guess."""
-    return model.config.block_size - config.heads - 1
+    return model.config.block_size - config.n_draft - 1
 
 
 def block_size(args, model, config):
@@ -432,7 +434,7 @@ def block_size(args, model, config):
 
 def check_lengths(splits, args):
     """Refuses, before anything is trained, splits that training or its evaluation would not do with."""
-    window = args.block_size + args.config.heads + 1
+    window = args.block_size + args.config.n_draft + 1
     for (split, tokens), windows in zip(splits.items(), (args.batch_size, 1)):
         if len(tokens.ids) < windows * window:
             raise InputError(f"expected at least {windows * window} tokens in the {split} split, {windows} windows of {window}, but it has "

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from checkpoint import GPTConfig
+from model import GPTConfig
 from model import GPT
 
 torch.set_num_threads(2)

@@ -6,16 +6,16 @@ import json
 import pytest
 import torch
 
-import bench
-import bench_decode
-import bench_heads
+from bench import __main__ as bench
+from bench import decoding as bench_decode
+from bench import kinds as bench_heads
 import train_heads
-from checkpoint import GPTConfig, InputError
+from model import GPTConfig, InputError
 from clover import PRESETS, CloverHeads
-from data import load_tokens, prompts
+from training.data import load_tokens, prompts
 from generate import generate
 from model import GPT
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 
 def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as models
-from checkpoint import InputError
+from model import InputError
 from clover import PRESETS, CloverHeads, best_of, model_identity, preset
 from conftest import random_prompts, toy_model
 from generate import generate
@@ -28,7 +28,7 @@ def random_heads(model, name="clover", seed=0, **switches):
 def beam_search(heads, state, root, tree_size, beams):
     """The tree of one sequence as {path of tokens: joint log-probability}, by plain Python."""
     found, front = {(): 0.0}, [((), 0.0, state)]
-    for depth in range(min(heads.config.heads, tree_size - 1)):
+    for depth in range(min(heads.config.n_draft, tree_size - 1)):
         proposals = []
         for path, joint, z in front:
             token = torch.tensor(path[-1] if path else root)
@@ -74,7 +74,7 @@ def test_draft_equals_a_plain_beam_search(toy, name, tree_size, beams):
 
 def test_rows_beyond_the_proposals_are_unused(toy):
     """Catches a tree that is padded with rows that could be accepted: 1 + 3 + 9 proposals for 20 rows."""
-    heads = random_heads(toy, heads=2)
+    heads = random_heads(toy, n_draft=2)
     tree = heads.draft(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2]), 20, 3)
     assert (tree.ancestors[:, :13] != 0).all() and (tree.ancestors[:, 13:] == 0).all()
 
@@ -233,7 +233,7 @@ def test_the_presets_are_the_table_of_the_design():
 @pytest.mark.parametrize("name", PRESETS)
 def test_save_and_load(toy, name, tmp_path):
     """Catches a weight or a switch that is lost on the way to disk."""
-    heads = random_heads(toy, name, heads=3)
+    heads = random_heads(toy, name, n_draft=3)
     heads.save_pretrained(tmp_path, tokenizer="abc", accuracy=[0.5], training=dict(steps=7))
     same = CloverHeads.from_pretrained(tmp_path, toy, tokenizer="abc")
     assert same.config == heads.config and same.info["accuracy"] == [0.5] and same.info["training"] == dict(steps=7)
@@ -291,7 +291,7 @@ def test_heads_do_not_see_across_documents(name):
     """Catches an augmenting block that attends across a border, or counts positions on behind it."""
     model = toy_model()
     heads = random_heads(model, name)
-    K, parts = heads.config.heads, [random_prompts([n], seed=n)[0] for n in (12, 20)]
+    K, parts = heads.config.n_draft, [random_prompts([n], seed=n)[0] for n in (12, 20)]
     documents = torch.tensor([[0] * 12 + [1] * 20])
     tokens = torch.tensor([parts[0] + parts[1]])
     hidden = model(tokens[:, :-1], documents=documents[:, :-1])

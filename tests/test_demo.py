@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from clover import CloverHeads
-from data import load_tokens, prompts
-from generate import DEMO, generate
+from training.data import load_tokens, prompts
+from generate import generate
+from tools.cli import DEMO
 from model import GPT
-from tokenizer import load_encoding, tokenizer_hash
+from hf.tokenizer import load_encoding, tokenizer_hash
 
 
 @pytest.fixture(scope="module")

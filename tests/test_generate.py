@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine
-import fit
-import generate as command_line
-from checkpoint import InputError
+import generate as engine
+from tools import tune as fit
+from tools import cli as command_line
+from model import InputError
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
-from generate import first_difference, generate
+from generate import generate
+from tools.compare import first_difference
 from model import GPT
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])

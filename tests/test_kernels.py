@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from bench_kernels import Recorder, record
+from bench.operations import Recorder, record
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = bool(kernels.INTERPRETED)

@@ -18,5 +18,3 @@ def test_imports_point_up(name):
     assert imported & set(ORDER) <= set(ORDER[:ORDER.index(name)])
 
 
-def test_every_source_file_is_in_the_order():
-    assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(ORDER)

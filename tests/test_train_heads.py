@@ -16,18 +16,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import evaluate
-import generate as command_line
+from training import evaluate as evaluate
+from tools import cli as command_line
 import train_heads
-import training
-from checkpoint import InputError
+from training import run as training
+from model import InputError
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
-from data import COUNTS, START, load_tokens, open_tokens
+from training.data import COUNTS, START, load_tokens, open_tokens
 from generate import generate
 from model import GPT
 from test_clover import random_heads
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 ROOT = Path(__file__).parent.parent
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
@@ -229,7 +229,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
 TORCHRUN = """
 import sys
 import torch
-import evaluate
+from training import evaluate as evaluate
 import train_heads
 torch.set_num_threads(1)
 train_heads.SHOW_EVERY, train_heads.PROMPTS, evaluate.DECODED = 1, 2, 16
@@ -357,7 +357,7 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
 def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path):
     record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--draft-heads", "3", "--mix", "concat", "--augment-layers", "2", "--shared",
                  "--mix-before", "--projector", "linear")
-    assert record["config"] == dict(preset="clover", heads=3, augment_layers=2, mix="concat", mix_before=True, projector="linear",
+    assert record["config"] == dict(preset="clover", n_draft=3, augment_layers=2, mix="concat", mix_before=True, projector="linear",
                                     shared=True, vocabulary=0) and len(record["accuracy"]) == 3
     assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2", "--no-shared")["config"]["shared"] is False
     with pytest.raises(InputError, match="with other switches"):

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from checkpoint import GPTConfig, InputError, atomic_write
-from corpus import documents
-from data import batch, token_array
-from generate import Parser, check, command, pick_device
+from model import GPTConfig, InputError, atomic_write
+from training.corpus import documents
+from training.data import batch, token_array
+from generate import check
+from tools.cli import Parser, command, pick_device
 from model import GPT
-from tokenizer import end_of_text, load_encoding
-from training import Progress, Signals, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
+from hf.tokenizer import end_of_text, load_encoding
+from training.run import Progress, Signals, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
 # words with the one character before them, up to three digits, punctuation with its line end, line ends, other space

@@ -11,11 +11,11 @@ import unicodedata
 import pytest
 import tiktoken
 
-import chat
-import data
-import tokenizer
-from checkpoint import InputError
-from corpus import builtin_corpus, read_documents
+from hf import chat as chat
+from training import data as data
+from hf import tokenizer as tokenizer
+from model import InputError
+from training.corpus import builtin_corpus, read_documents
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

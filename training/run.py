@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import InputError, atomic_write
-from generate import check, pick_device
+from model import InputError, atomic_write
+from generate import check
+from tools.cli import pick_device
 
 
 # ---------------------------------------------------------------------------------------------------------------------

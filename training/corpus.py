@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint import InputError
+from model import InputError
 
 LINES = (".jsonl", ".jsonl.gz")  # a document on each line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", *LINES)

@@ -18,62 +18,10 @@ from typing import NamedTuple
 
 import torch
 
+from model import GPTConfig, InputError, digest, read_json, sample_places
+
 LARGE = 10**9        # bytes of weights from which on each file read is told of
 BUFFER = 64 * 2**20  # bytes of a tensor that are cast or sent to a GPU at once
-
-
-class InputError(ValueError):
-    """Bad input that the user can mend. The message is one line: what was expected, what came, what to do."""
-
-
-@dataclass
-class GPTConfig:
-    family: str = "llama"      # a key of FAMILIES: how a checkpoint folder spells names and flags
-    vocab_size: int = 4096     # V
-    block_size: int = 1024     # longest sequence, in tokens
-    n_layer: int = 12          # L
-    n_head: int = 4            # Hq
-    n_kv_head: int = 2         # Hkv
-    head_size: int = 64        # D
-    n_embd: int = 256          # C
-    n_inner: int = 640         # width of the MLP
-    norm: str = "rms"          # "rms" or "layer"
-    norm_eps: float = 1e-5
-    positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear", "yarn", "llama3" or "longrope", and its numbers}
-    activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
-    gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
-    qkv_bias: bool = False
-    proj_bias: bool = False    # bias of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
-    tied: bool = True          # the LM head is the embedding table
-    unit_head: bool = False    # the LM head's rows are brought to length 1 when they are read, as Baichuan 2 does
-
-
-def atomic_write(path, write):
-    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old file or the new one."""
-    tmp = f"{path}.tmp{os.getpid()}"
-    try:
-        write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors writes files that only their owner may read
-        os.replace(tmp, path)
-    finally:
-        Path(tmp).unlink(missing_ok=True)
-
-
-def read_json(path):
-    """The object in a json file; InputError when it is missing or broken."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
-    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as json ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -584,29 +532,3 @@ def quantised_name(key, dtype):
              "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8", "input_scale": "fp8", "absmax": "bitsandbytes",
              "SCB": "bitsandbytes", "weight_format": "bitsandbytes"}
     return kinds.get(key.rpartition(".")[2])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Identity
-
-def sample_places(shape, start=0, size=None):
-    """(rows, columns) of the elements of a parameter that its identity looks at: one in every numel // 64 of them all, as far as
-    they are in `size` rows from `start`, counted from there."""
-    size, width, numel = shape[0] if size is None else size, math.prod(shape[1:]), math.prod(shape)
-    stride = max(1, numel // 64)
-    flat = torch.arange(-(-start * width // stride) * stride, (start + size) * width, stride) - start * width
-    return (flat // width, flat % width) if len(shape) > 1 else (torch.zeros_like(flat), flat)
-
-
-def digest(samples):
-    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so that a float32 model and its
-    bfloat16 checkpoint are the same model."""
-    sha = hashlib.sha256()
-    for name, (shape, values) in sorted(samples.items()):
-        sha.update(f"{name}{tuple(shape)}".encode() + values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return sha.hexdigest()[:16]
-
-
-def identity(state):
-    """`digest` of the tensors of a model, {name: tensor}."""
-    return digest({name: (value.shape, value.detach().flatten()[::max(1, value.numel() // 64)]) for name, value in state.items()})

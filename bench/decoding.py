@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 
-from bench_kernels import print_head
-from chat import load_chat_template
-from checkpoint import GPTConfig, InputError
+from bench.operations import print_head
+from hf.chat import load_chat_template
+from model import GPTConfig, InputError
 from clover import CloverHeads, preset
-from data import load_tokens, prompts
-from engine import STAGES, Sampling, memory_needed
-from fit import copy_bandwidth, fit_tree, stage_times, step_time
-from generate import load_model, pick_device, prepare
+from training.data import load_tokens, prompts
+from generate import STAGES, Sampling, memory_needed
+from tools.tune import copy_bandwidth, fit_tree, stage_times, step_time
+from generate import prepare
+from tools.cli import load_model, pick_device
 from model import GPT, free_memory
-from tokenizer import tokenizer_hash
+from hf.tokenizer import tokenizer_hash
 
 GB = 1e9
 SIZES = {  # name -> (what a GPTConfig of it differs in, the model)

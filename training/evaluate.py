@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import windows
-from fit import acceptance
+from training.data import windows
+from tools.tune import acceptance
 from generate import generate
-from loss import guessed_places, top_hits
+from training.loss import guessed_places, top_hits
 
 DECODED = 64  # new tokens of each
 TOPS = (1, 2, 4, 8)  # of a head's guesses, how many count
@@ -25,7 +25,7 @@ TOPS = (1, 2, 4, 8)  # of a head's guesses, how many count
 def window_batch(heads, tokens, batch_size, block_size, seed):
     """Random windows of a split: (tokens int64 [B, block_size + K + 1], which tokens count, bool, their documents' numbers, int64,
     or None where all is one document), on the model's device. Every position has a token for the last head to guess."""
-    length, device = block_size + heads.config.heads + 1, heads.model.device
+    length, device = block_size + heads.config.n_draft + 1, heads.model.device
     ids, counts, documents = windows(tokens, batch_size, length, torch.Generator().manual_seed(seed))
     return ids.to(device), counts.to(device), documents.to(device) if documents.any() else None
 
@@ -33,7 +33,7 @@ def window_batch(heads, tokens, batch_size, block_size, seed):
 def teacher_forced(heads, ids, documents=None, wrapped=None):
     """ids [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]). wrapped: what to call in the
     heads' place, DDP around them."""
-    K = heads.config.heads
+    K = heads.config.n_draft
     with torch.no_grad():
         hidden = heads.model(ids[:, :-1], documents=None if documents is None else documents[:, :-1])
     return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], None if documents is None else documents[:, :-K - 1])

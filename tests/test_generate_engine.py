@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine
+import generate as engine
 import model as models
-from checkpoint import InputError
+from model import InputError
 from clover import PRESETS, CloverHeads, Tree, root_tree
 from conftest import SHAPES, random_prompts, toy_model
-from engine import Engine, Interrupted, Sampling, Text, accept, check_memory, keep_likely, memory_needed
-from generate import first_difference, generate
+from generate import Engine, Interrupted, Sampling, Text, accept, check_memory, keep_likely, memory_needed
+from generate import generate
+from tools.compare import first_difference
 from model import GPT
 from test_clover import random_heads
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
 SAMPLED = dict(temperature=0.9, seed=3)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-from checkpoint import GPTConfig, InputError, atomic_write, read_config
+from hf import checkpoint as checkpoint
+from hf.checkpoint import read_config
+from model import GPTConfig, InputError, atomic_write
 from clover import CloverHeads, preset
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate

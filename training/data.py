@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checkpoint import InputError, atomic_write, read_json
-from corpus import PIECE, SPLITS, TEXT_SUFFIXES, names_of, source_files, split_records
-from tokenizer import end_of_text, load_encoding, tokenizer_hash  # noqa: F401, load_encoding for who imports it from here
+from model import InputError, atomic_write, read_json
+from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, names_of, source_files, split_records
+from hf.tokenizer import end_of_text, load_encoding, tokenizer_hash  # noqa: F401, load_encoding for who imports it from here
 
 CHUNK_CHARACTERS = 4_000_000  # documents encoded at once: bounds the memory that lists of ids take
 PROGRESS_CHARACTERS = 20_000_000  # tokenised between two lines that say so

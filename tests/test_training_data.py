@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import corpus
-import data
-from chat import ChatTemplate
-from checkpoint import InputError
-from test_tokenizer import EOT, refusal, save, tiny, tiny_spec, write  # noqa: F401, tiny is a fixture
+from training import corpus as corpus
+from training import data as data
+from hf.chat import ChatTemplate
+from model import InputError
+from test_hf_tokenizer import EOT, refusal, save, tiny, tiny_spec, write  # noqa: F401, tiny is a fixture
 
 # ---------------------------------------------------------------------------------------------------------------------
 # documents and splits

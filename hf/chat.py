@@ -8,8 +8,8 @@ import jinja2  # torch brings it
 import jinja2.ext
 import jinja2.sandbox
 
-from checkpoint import InputError
-from tokenizer import end_of_text, optional_json, read_text, token_text
+from model import InputError
+from hf.tokenizer import end_of_text, optional_json, read_text, token_text
 
 
 def _folder(path):

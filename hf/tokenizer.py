@@ -19,7 +19,7 @@ from pathlib import Path
 import regex  # tiktoken brings it
 import tiktoken
 
-from checkpoint import InputError, read_json
+from model import InputError, read_json
 
 # ByteLevel's own split when its use_regex is on: GPT-2's pattern.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

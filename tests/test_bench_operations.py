@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench
-import bench_kernels
+from bench import __main__ as bench
+from bench import operations as bench_kernels
 import kernels
-from checkpoint import InputError
+from model import InputError
 
 INTERPRETED = bool(kernels.INTERPRETED)
 needs_compiler = pytest.mark.skipif(not kernels.HAS_TRITON or INTERPRETED, reason="needs triton, not interpreting")

@@ -5,16 +5,17 @@ import json
 import pytest
 import torch
 
-import fit
+from tools import tune as fit
 from clover import CloverHeads
 from conftest import random_prompts
-from data import load_tokens, prompts
-from engine import Engine, Sampling
-from fit import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
-from generate import DEMO, generate
+from training.data import load_tokens, prompts
+from generate import Engine, Sampling
+from tools.tune import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
+from generate import generate
+from tools.cli import DEMO
 from model import GPT
 from test_clover import random_heads
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 TABLE = [[0.8, 0.1, 0.05] + [0.0] * 60, [0.0, 0.5, 0.1] + [0.0] * 60, [0.0] * 63, [0.0] * 63]
 

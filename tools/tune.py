@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import atomic_write
+from model import atomic_write
 from clover import MAX_TREE
-from engine import STAGES, Engine, Sampling, capture, memory_needed
+from generate import STAGES, Engine, Sampling, capture, memory_needed
 from model import free_memory
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -40,7 +40,7 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
     rows = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
     engine = Engine(model, heads, batch_size=min(batch_size, len(prompts)), rows=rows, tree_size=MAX_TREE,
                     sampling=Sampling(temperature), graph=False)
-    hits, steps = torch.zeros(heads.config.heads, MAX_TREE - 1), 0
+    hits, steps = torch.zeros(heads.config.n_draft, MAX_TREE - 1), 0
     engine.lag = 0  # no step after a text's end, which would be counted
     stage = engine.accept
 

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 
-import bench_decode
-import bench_heads
-import bench_kernels
+from bench import decoding as bench_decode
+from bench import kinds as bench_heads
+from bench import operations as bench_kernels
 import kernels
-from checkpoint import InputError
+from model import InputError
 from clover import MAX_TREE
-from engine import Sampling, check
-from generate import DEMO, Parser, add_model_flags, command
-from training import add_data_flag
+from generate import Sampling, check
+from tools.cli import DEMO, Parser, add_model_flags, command
+from training.run import add_data_flag
 
 
 def machine():
@@ -39,7 +39,7 @@ def machine():
         cpu = names[0] if names else cpu
     try:
         git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+        commit = subprocess.run(git, cwd=Path(__file__).parent.parent, capture_output=True, text=True).stdout.strip() or None
     except OSError:  # no git: the numbers still count
         commit = None
     return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),

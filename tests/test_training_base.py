@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
-import train_base
-from checkpoint import InputError
+from training import base as train_base
+from model import InputError
 from model import GPT
-from tokenizer import load_encoding
+from hf.tokenizer import load_encoding
 
 pytest.importorskip("tokenizers", reason="learning a tokenizer needs the tokenizers package")
 TINY = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 1 --head-size 16 --n-embd 32 --n-inner 48 --device cpu " \

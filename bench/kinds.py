@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 
 import train_heads
-from chat import load_chat_template
-from checkpoint import InputError
+from hf.chat import load_chat_template
+from model import InputError
 from clover import CloverHeads
-from data import load_tokens, prompts
-from evaluate import head_accuracy
-from generate import generate, load_model
-from tokenizer import tokenizer_hash
+from training.data import load_tokens, prompts
+from training.evaluate import head_accuracy
+from generate import generate
+from tools.cli import load_model
+from hf.tokenizer import tokenizer_hash
 
 KINDS = {  # name: flags of train_heads.py; the first is what the others are compared with
     "medusa": ["--preset", "medusa"],
@@ -92,11 +93,11 @@ def line(row):
 def accuracies(heads, heldout):
     """Held-out head accuracy of every kind: {name: [share per head]}."""
     found = {}
-    most = max(these.config.heads for these in heads.values())
+    most = max(these.config.n_draft for these in heads.values())
     print("| heads | " + " | ".join(f"accuracy of head {i + 1}" for i in range(most)) + " |\n|---|" + "---|" * most)
     for name, these in heads.items():
         model = these.model
-        size = min(256, model.config.block_size - these.config.heads - 1)
+        size = min(256, model.config.block_size - these.config.n_draft - 1)
         found[name] = shares = head_accuracy(these, heldout, 8, size)[1]
         print(f"| {name} | " + " | ".join([f"{share:.1%}" for share in shares] + ["-"] * (most - len(shares))) + " |", flush=True)
     return found

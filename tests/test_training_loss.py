@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import random_prompts, toy_model
-from loss import guessed_places, head_losses, state_losses, top_hits
+from training.loss import guessed_places, head_losses, state_losses, top_hits
 
 K, B, T = 3, 3, 11
 CHUNKS = [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from fit import copy_bandwidth
+from tools.tune import copy_bandwidth
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

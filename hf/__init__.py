@@ -1,0 +1,1 @@
+"""What Hugging Face folders hold: weights, tokenizers, chat templates."""

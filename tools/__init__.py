@@ -1,0 +1,1 @@
+"""What the command lines need beside the library: tuning, comparing, talking."""

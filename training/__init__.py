@@ -1,0 +1,1 @@
+"""Training: text into tokens, losses, evaluation, processes."""
