@@ -1,4 +1,4 @@
-"""The four operations that make a speculative step quick: Triton kernels and their torch twins.
+"""The four operations of a speculative step that need kernels of their own, in Triton and in torch.
 
     tree_attention   attention of a token tree over the committed cache and the tree's own ancestors
     project_topk     LM head + log-softmax + top-k, for drafting
@@ -6,12 +6,12 @@
     commit_path      moves the accepted nodes' cache rows to the front
 
 For each: formula and cost, kernel, host function (`*_triton`), torch reference (`*_reference`), dispatching function.
-The three functions share one signature. The dispatching one runs Triton on CUDA tensors and, if TRITON_INTERPRET=1 was
-set before the import, on CPU tensors too; elsewhere the reference. The file needs torch and, where it exists, triton.
-Everything here is for inference: the kernels have no gradient.
+The three functions share one signature. The dispatching function runs Triton on CUDA tensors, and on CPU tensors if
+TRITON_INTERPRET=1 was set before the import; elsewhere it runs the reference. This file needs torch and, where it
+exists, triton. The kernels are for inference and have no gradient.
 
-Letters: B sequences, T tree nodes, L layers, S cache rows, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head
-size, C hidden size, V vocabulary, M = B * T rows of hidden states, N cache rows looked at, P nodes of a path.
+Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value heads, G = Hq / Hkv,
+D head size, C hidden size, V vocabulary, M = B * T hidden states, P nodes of a path.
 """
 
 import math
@@ -26,7 +26,7 @@ try:
     import triton
     import triton.language as tl
     HAS_TRITON = True
-except ImportError:  # macOS and Windows: @triton.jit below leaves plain functions that nobody calls
+except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, which are never called
     from types import SimpleNamespace
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=lambda value: value)
@@ -36,16 +36,21 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 LOG2_E = tl.constexpr(math.log2(math.e))
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
-NOWHERE = tl.constexpr(2**31 - 1)  # no place in the vocabulary
-PIVOT = tl.constexpr(-3.0e38)  # stands for the maximum of no scores: -inf - -inf would be NaN, -inf - PIVOT is not
+NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
+PIVOT = tl.constexpr(-3.0e38)  # a finite maximum for rows without scores: -inf - -inf is NaN, -inf - PIVOT is -inf
 
 
-def _check(holds, expected, *came):
-    """ValueError unless it holds. expected: a text, or a function that gives it, as a step makes hundreds of these calls."""
-    if not holds:
+def _check(condition, expected, *got):
+    """Raises ValueError unless the condition holds. expected: a text, or a function that makes it only when needed."""
+    if not condition:
         expected = expected if isinstance(expected, str) else expected()
-        came = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x) for x in came]
-        raise ValueError(f"expected {expected}, got {', '.join(came)}")
+        got = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x) for x in got]
+        raise ValueError(f"expected {expected}, got {', '.join(got)}")
+
+
+def _check_tensor(name, x, shape, *dtypes):
+    _check(x.shape == shape and x.dtype in dtypes,
+           lambda: f"{name} of shape {list(shape)}, {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", x)
 
 
 def _check_device(first, **others):
@@ -54,12 +59,13 @@ def _check_device(first, **others):
 
 
 def runs_triton(tensor):
+    """Whether the dispatching functions run their Triton kernels for this tensor."""
     return HAS_TRITON and (tensor.is_cuda or bool(INTERPRETED))
 
 
 @triton.jit
 def _dot(a, b, acc):
-    if INTERPRETED:  # which would multiply the bit patterns of bfloat16 as integers
+    if INTERPRETED:  # the interpreter would multiply the bit patterns of bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -67,45 +73,45 @@ def _dot(a, b, acc):
 # ---------------------------------------------------------------------------------------------------------------------
 # tree_attention
 #
-#   out[b, i, h] = sum_n softmax_n(scale * q[b, i, h] . k[b, h // G, n]) v[b, h // G, n]
-#   over n < lengths[b] (committed) and n = lengths[b] + j for each set bit j of ancestors[b, i]
+#   out[b, i, h] = sum_s softmax_s(scale * q[b, i, h] . k[b, h // G, s]) v[b, h // G, s]
+#   over cache rows s < lengths[b] (committed) and s = lengths[b] + j for each set bit j of ancestors[b, i]
 #
-# ALiBi (arXiv 2108.12409), where slopes are given: each score less slopes[h] * (position(i) - position(n)). The position of
-# tree node j is lengths[b] + its depth, the number of its ancestors. What is the same for all n cancels, so the kernel adds
-# slopes[h] * (position(n) - lengths[b]): one multiply-add per score and no bytes to speak of.
+# ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score. Tree node j has the
+# position lengths[b] + its depth, which is the number of its ancestors. Terms that are the same for all s cancel in the
+# softmax, so the kernel adds slopes[h] * (position(s) - lengths[b]): one multiply-add per score and almost no bytes.
 #
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each of them meets T * G rows, so
-# 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, under the 200 to 300 at which a data-centre GPU stops
-# being bound by memory. Hence: pack all T * G rows that share a kv head into one tile, and cut the cache into splits so
-# that B * Hkv * splits programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back its rows'
-# partial sums in float32: for bf16 that adds 2 * rows / n to the bytes, so many rows want long splits.
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each element meets T * G query rows,
+# so 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU
+# stops being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache is cut into
+# splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back
+# float32 partial sums: in bf16 that adds 2 * T * G / n to the bytes, so many query rows want long splits.
 #
-# The number of splits follows the shapes, as a captured CUDA graph needs a fixed grid. Where they cut follows the
-# sequence's own length, so that a short text in a large cache is cut as in a small one, and a row's sum is cut at the
-# same places whatever else is in the batch. Programs beyond their sequence's end leave at once.
+# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid. The split size depends
+# on the sequence's own length: a short text in a large cache is cut as in a small cache, and the cuts do not depend on
+# the rest of the batch. Programs beyond the end of their sequence return at once.
 
 
 @triton.jit
-def _attend(q, keys, values, visible, places, slopes, scale, best, total, acc):
-    """One online-softmax step, base 2: folds a tile of keys and values into (best, total, acc). places: where the keys
-    stand, counted from the root."""
-    # [BLOCK_ROWS, BLOCK_N] = [BLOCK_ROWS, BLOCK_D] @ [BLOCK_D, BLOCK_N]
+def _attend(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
+    """One online-softmax step, base 2: folds a tile of keys and values into (row_max, row_sum, acc). positions: the
+    keys' positions relative to the root."""
+    # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
     scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
     if slopes is not None:
-        scores += slopes[:, None] * places.to(tl.float32)[None, :]
+        scores += slopes[:, None] * positions.to(tl.float32)[None, :]
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    shrink = tl.exp2(best - new_best)
-    weights = tl.exp2(scores - new_best[:, None])
-    # [BLOCK_ROWS, BLOCK_D] = [BLOCK_ROWS, BLOCK_N] @ [BLOCK_N, BLOCK_D]
-    acc = _dot(weights.to(values.dtype), values, acc * shrink[:, None])
-    return new_best, total * shrink + tl.sum(weights, 1), acc
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    # [BLOCK_Q, BLOCK_D] = [BLOCK_Q, BLOCK_S] @ [BLOCK_S, BLOCK_D]
+    acc = _dot(weights.to(values.dtype), values, acc * rescale[:, None])
+    return new_max, row_sum * rescale + tl.sum(weights, 1), acc
 
 
 @triton.jit
-def _ones(word):
-    """How many bits of an int32 are set, in steps that know no sign."""
+def _popcount(word):
+    """The number of set bits of an int32. The masks make the sign bit harmless."""
     word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
@@ -114,171 +120,173 @@ def _ones(word):
 
 
 @triton.jit
-def _rows_per_split(end, splits, least_rows):
-    """A multiple of 128, and so of every BLOCK_N."""
-    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), 128) * 128, least_rows)
+def _split_size(end, splits, min_split):
+    """Cache rows per split: a multiple of 128, and so of every BLOCK_S."""
+    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), 128) * 128, min_split)
 
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    scale, T, G, S, Hkv, splits, least_rows,
-    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    scale, T, G, S, Hkv, splits, min_split,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (row tile, split, sequence and kv head): its rows over its share of the cache."""
+    """Program (tile of query rows, split, sequence and kv head): attention of the tile over one split of the cache."""
     split = tl.program_id(1)
     kv_head = (tl.program_id(2) % Hkv).to(tl.int64)
     b = (tl.program_id(2) // Hkv).to(tl.int64)
     length = tl.load(lengths_ptr + b)
     end = tl.minimum(length + T, S)
-    split_rows = _rows_per_split(end, splits, least_rows)
-    begin = split * split_rows
-    end = tl.minimum(begin + split_rows, end)
+    split_size = _split_size(end, splits, min_split)
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, end)
     if begin >= end:
         return
 
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # row = node * G + member, a query head of the group
-    real = rows < T * G
-    nodes, members = rows // G, rows % G
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)  # query row = node * G + query head within the group
+    row_mask = rows < T * G
+    nodes, heads = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    columns = tl.arange(0, BLOCK_N)
-    dim_mask = (dims < D)[None, :]  # all true where D is a power of two, and compiled away
+    tile_rows = tl.arange(0, BLOCK_S)
+    dim_mask = (dims < D)[None, :]  # compiled away where D is a power of two
 
-    # [BLOCK_ROWS, BLOCK_D]
+    # [BLOCK_Q, BLOCK_D]
     q_ptr += b * stride_qb + kv_head * G * stride_qh
-    q_rows = nodes.to(tl.int64) * stride_qt + members.to(tl.int64) * stride_qh
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :] * stride_qd, mask=real[:, None] & dim_mask, other=0.0)
+    q_offsets = nodes.to(tl.int64) * stride_qt + heads.to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :] * stride_qd, mask=row_mask[:, None] & dim_mask, other=0.0)
     k_ptr += b * stride_kb + kv_head * stride_kh
     v_ptr += b * stride_kb + kv_head * stride_kh
     slopes = None
     if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + kv_head * G + members, mask=real, other=0.0) * LOG2_E
-    best = tl.full([BLOCK_ROWS], PIVOT, tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        slopes = tl.load(slopes_ptr + kv_head * G + heads, mask=row_mask, other=0.0) * LOG2_E
+    row_max = tl.full([BLOCK_Q], PIVOT, tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    # Whole tiles of committed rows: every node sees them, so nothing is masked.
-    prefix_end = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_N * BLOCK_N
-    for start in range(begin, prefix_end, BLOCK_N):
-        offsets = (start + columns).to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
-        # [BLOCK_N, BLOCK_D]
+    # Full tiles of committed rows: every node sees all of them, so no mask is needed.
+    masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
+    for start in range(begin, masked_begin, BLOCK_S):
+        offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
+        # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
-        best, total, acc = _attend(q, keys, values, None, start + columns - length, slopes, scale, best, total, acc)
+        positions = start + tile_rows - length
+        row_max, row_sum, acc = _attend(q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The last committed rows and the tree. Rows that nobody here sees are not loaded: 0 * NaN would reach the output.
-    bits = tl.load(ancestors_ptr + b * T + nodes, mask=real, other=0)
+    # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN would reach the output.
+    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
-    for start in range(prefix_end, end, BLOCK_N):
-        cache_rows = start + columns
+    for start in range(masked_begin, end, BLOCK_S):
+        cache_rows = start + tile_rows
         node = cache_rows - length
         word = tl.where((node < 32)[None, :], low[:, None], high[:, None])
         ancestor = (word >> (node & 31)[None, :]) & 1
         visible = (node < 0)[None, :] | (ancestor != 0)
         visible = visible & (cache_rows < end)[None, :]
-        seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
-        offsets = cache_rows.to(tl.int64)[:, None] * stride_kn + dims[None, :] * stride_kd
-        places = node
+        load_mask = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
+        offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
+        positions = node
         if slopes_ptr is not None:
             key_bits = tl.load(ancestors_ptr + b * T + node, mask=(node >= 0) & (node < T), other=0)
-            depth = _ones(key_bits.to(tl.int32)) + _ones((key_bits >> 32).to(tl.int32)) - 1
-            places = tl.where(node < 0, node, depth)
-        # [BLOCK_N, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=seen, other=0.0)
-        values = tl.load(v_ptr + offsets, mask=seen, other=0.0)
-        best, total, acc = _attend(q, keys, values, visible, places, slopes, scale, best, total, acc)
+            depth = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
+            positions = tl.where(node < 0, node, depth)
+        # [BLOCK_S, BLOCK_D]
+        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
+        values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
+        row_max, row_sum, acc = _attend(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
-    blind = total == 0.0
-    acc = acc / tl.where(blind, 1.0, total)[:, None]
-    out_rows = (b * T * Hkv + kv_head) * G + nodes * Hkv * G + members  # of out [B, T, Hq, D]
+    empty = row_sum == 0.0
+    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    out_rows = (b * T * Hkv + kv_head) * G + nodes * Hkv * G + heads  # of out [B, T, Hq, D]
     out_rows = out_rows * splits + split
     tl.store(partial_ptr + out_rows[:, None] * D + dims[None, :], acc.to(partial_ptr.dtype.element_ty),
-             mask=real[:, None] & dim_mask)
+             mask=row_mask[:, None] & dim_mask)
     if lse_ptr is not None:
-        lse = tl.where(blind, PIVOT, best + tl.log2(tl.where(blind, 1.0, total)))
-        tl.store(lse_ptr + out_rows, lse, mask=real)
+        lse = tl.where(empty, PIVOT, row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
+        tl.store(lse_ptr + out_rows, lse, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, least_rows,
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, min_split,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (node and head, sequence): weighs the partial results of the splits that had rows to look at."""
+    """Program (node and head, sequence): combines the partial results of the splits that the sequence reaches."""
     b = tl.program_id(1).to(tl.int64)
     row = b * T * Hq + tl.program_id(0)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     end = tl.minimum(tl.load(lengths_ptr + b) + T, S)
-    live = tl.cdiv(end, _rows_per_split(end, splits, least_rows))  # the other programs left and wrote nothing
-    best = PIVOT
-    total = 0.0
+    n_splits = tl.cdiv(end, _split_size(end, splits, min_split))  # the other programs wrote nothing
+    row_max = PIVOT
+    row_sum = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, live, BLOCK_SPLITS):
+    for start in range(0, n_splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
-        places = row * splits + split
+        offsets = row * splits + split
         # [BLOCK_SPLITS]
-        lse = tl.load(lse_ptr + places, mask=split < live, other=float("-inf"))
+        lse = tl.load(lse_ptr + offsets, mask=split < n_splits, other=float("-inf"))
         # [BLOCK_SPLITS, BLOCK_D]
-        partial = tl.load(partial_ptr + places[:, None] * D + dims[None, :],
-                          mask=(split < live)[:, None] & (dims < D)[None, :], other=0.0)
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_best)
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
-        best = new_best
-    tl.store(out_ptr + row * D + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < D)
+        partial = tl.load(partial_ptr + offsets[:, None] * D + dims[None, :],
+                          mask=(split < n_splits)[:, None] & (dims < D)[None, :], other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_max)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(partial * weights[:, None], 0)
+        row_max = new_max
+    tl.store(out_ptr + row * D + dims, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @lru_cache
 def _multiprocessors(device):
-    """Of a GPU. A CPU, where the interpreter runs programs one by one, gets a few, so that tests meet every case."""
+    """The number of a GPU's multiprocessors. For the interpreter on a CPU: a few, so that tests meet several splits."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _strides(x):
-    """Strides, 0 in dimensions of size 1: what a view says there does not matter and must not choose a kernel."""
+    """Strides, with 0 in dimensions of size 1, where the stride has no effect and must not select another kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
 
 
-def _wide(*tensors):
-    """Whether rows can be loaded 16 bytes at a time: the last stride is 1 and the rest are multiples of 16 elements."""
+def _aligned(*tensors):
+    """Whether rows can be loaded 16 bytes at a time: the last stride is 1, the others are multiples of 16 elements."""
     return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in _strides(x)[:-1])
                for x in tensors)
 
 
-def _registers(most):
-    """The launch option that lets a thread have up to `most` registers. Left alone, ptxas spills a few of them where that
-    fits one more program on a multiprocessor. AMD's compiler has no such option."""
-    return {} if torch.version.hip else dict(maxnreg=most)
+def _max_registers(limit):
+    """The launch option that allows a thread `limit` registers. Without it ptxas spills a few where that fits one more
+    program on a multiprocessor. AMD's compiler has no such option."""
+    return {} if torch.version.hip else dict(maxnreg=limit)
 
 
-def _attention_blocks(rows, D, dtype, wide, alibi=False):
-    """Tile sizes and launch options by shape class. The tests compile every class: nothing spills, and the shared
-    memory of small GPUs suffices.
+def _attention_blocks(rows, D, dtype, aligned, alibi=False):
+    """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and checks that nothing
+    spills and that the shared memory of small GPUs suffices.
 
-    From D = 64 on a tile of keys is 8 kB, and as much of values; two or three such pairs are in flight per program, and
-    up to 64 rows of D = 128 leave room for two programs per multiprocessor: enough to hide the latency of the memory.
-    Exact float32 has no tensor cores, and its unrolled multiply-adds want small tiles; so do loads of single elements.
-    128 rows fit only with the commonest head sizes. The ALiBi bias takes registers of its own: where a tile has many scores
-    it gets half the keys, and one more such tile in flight.
+    From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three such pairs in
+    flight, and up to 64 query rows of D = 128 leave room for two programs per multiprocessor: enough to hide memory
+    latency. Exact float32 has no tensor cores, and its unrolled multiply-adds need small tiles; so do loads of single
+    elements. 128 query rows fit only with the commonest head sizes. The ALiBi bias takes registers: a tile of many
+    scores gets half the keys, and one more such tile in flight.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
-    if dtype == torch.float32 or not wide:
-        return dict(BLOCK_ROWS=16, BLOCK_N=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
-    BLOCK_ROWS = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
-    BLOCK_N = min(64, 4096 // BLOCK_D)
-    halved = alibi and BLOCK_ROWS * BLOCK_N > 1024
-    return dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=BLOCK_N // 2 if halved else BLOCK_N, BLOCK_D=BLOCK_D,
-                num_warps=4 if BLOCK_ROWS <= 64 and BLOCK_ROWS * BLOCK_D <= 8192 else 8,
-                num_stages=4 if BLOCK_ROWS <= 32 or halved else 3, **_registers(168 if BLOCK_ROWS == 16 else 255))
+    if dtype == torch.float32 or not aligned:
+        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
+    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
+    BLOCK_S = min(64, 4096 // BLOCK_D)
+    halved = alibi and BLOCK_Q * BLOCK_S > 1024
+    return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
+                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 else 8,
+                num_stages=4 if BLOCK_Q <= 32 or halved else 3, **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
-def _splits(S, least_rows, groups, multiprocessors):
-    """Programs per group of rows: four for each multiprocessor in all, unless that leaves one less than `least_rows`."""
-    return min(triton.cdiv(S, least_rows), triton.cdiv(4 * multiprocessors, groups))
+def _splits(S, min_split, groups, multiprocessors):
+    """Splits per group of query rows: about four programs per multiprocessor in all, none under `min_split` cache
+    rows."""
+    return min(triton.cdiv(S, min_split), triton.cdiv(4 * multiprocessors, groups))
 
 
 def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
@@ -290,79 +298,80 @@ def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
     for name, cache in dict(k_cache=k_cache, v_cache=v_cache).items():
         _check(cache.dim() == 4 and cache.shape[0] == B and cache.shape[2] >= T and cache.shape[3] == D,
                lambda: f"{name} of shape [{B}, Hkv, S >= {T}, {D}], to fit q", cache)
-        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, lambda: f"{name} of a number of heads that divides q's {Hq}", cache)
+        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, lambda: f"{name} of heads that divide q's {Hq}", cache)
         _check(cache.dtype == q.dtype, lambda: f"{name} of {q.dtype}, as q has it", cache)
     _check(k_cache.shape == v_cache.shape, "k_cache and v_cache of one shape", k_cache, v_cache)
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, lambda: f"lengths of shape [{B}], int32", lengths)
-    _check(ancestors.shape == (B, T) and ancestors.dtype == torch.int64, lambda: f"ancestors of shape [{B}, {T}], int64", ancestors)
+    _check_tensor("lengths", lengths, (B,), torch.int32)
+    _check_tensor("ancestors", ancestors, (B, T), torch.int64)
     _check_device(q, k_cache=k_cache, v_cache=v_cache, lengths=lengths, ancestors=ancestors)
     if slopes is not None:
-        _check(slopes.shape == (Hq,) and slopes.dtype == torch.float32, lambda: f"slopes of shape [{Hq}], float32", slopes)
+        _check_tensor("slopes", slopes, (Hq,), torch.float32)
         _check_device(q, slopes=slopes)
 
 
-def _check_lengths(lengths, T, rows):
-    """Only on a CPU: reading lengths back would stall a GPU. The kernels stay in the cache whatever the lengths."""
+def _check_lengths(lengths, T, capacity):
+    """Checks values on a CPU only: reading them back would stall a GPU. The kernels never leave the cache."""
     if lengths.device.type == "cpu":
         low, high = lengths.aminmax()
-        _check(0 <= low and high + T <= rows, lambda: f"lengths of 0 to {rows - T}: {T} nodes in {rows} rows", lengths.tolist())
+        _check(0 <= low and high + T <= capacity,
+               lambda: f"lengths of 0 to {capacity - T}, to fit {T} nodes into {capacity} rows", lengths.tolist())
 
 
 def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
-    """`tree_attention` by the Triton kernels. `mask` is not read: the kernel reads the ancestor bits themselves."""
+    """`tree_attention` by the Triton kernels, which read the ancestor bits and not `mask`."""
     _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     _check_lengths(lengths, T, S)
-    if _strides(k_cache) != _strides(v_cache):  # one set of addresses serves both
+    if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     G = Hq // Hkv
-    blocks = _attention_blocks(T * G, D, q.dtype, _wide(q, k_cache, v_cache), slopes is not None)
-    BLOCK_ROWS = blocks["BLOCK_ROWS"]
-    row_tiles = triton.cdiv(T * G, BLOCK_ROWS)
-    least_rows = max(128, 4 * BLOCK_ROWS)
-    splits = _splits(S, least_rows, B * Hkv * row_tiles, _multiprocessors(q.device))
+    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), slopes is not None)
+    BLOCK_Q = blocks["BLOCK_Q"]
+    row_tiles = triton.cdiv(T * G, BLOCK_Q)
+    min_split = max(128, 4 * BLOCK_Q)
+    splits = _splits(S, min_split, B * Hkv * row_tiles, _multiprocessors(q.device))
     lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
     slopes = None if slopes is None else slopes.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial, lse = out, None  # a single split is the result; 128 rows spill on the way to half precision
-    if splits > 1 or BLOCK_ROWS > 64:
+    partial, lse = out, None  # a single split writes the result itself; 128 rows would spill when rounding it
+    if splits > 1 or BLOCK_Q > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
-    scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel's exponentials are base 2
+    scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel uses base-2 exponentials
     with torch.cuda.device_of(q):
         _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
             q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse, *_strides(q), *_strides(k_cache),
-            scale, T, G, S, Hkv, splits, least_rows, D=D, **blocks)
+            scale, T, G, S, Hkv, splits, min_split, D=D, **blocks)
         if lse is not None:
             _combine_splits_kernel[(T * Hq, B)](
-                partial, lse, lengths, out, T, Hq, S, splits, least_rows,
+                partial, lse, lengths, out, T, Hq, S, splits, min_split,
                 D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
     return out
 
 
 class TreeMask(NamedTuple):
-    """visible bool [B, T, N]: which cache rows a node sees. unseen bool [B, N]: the rows that no node sees, None if none.
-    bias float32, to be added to the scores: [B, 1, T, N] of 0 and -inf, None if every node sees every row; with slopes
-    [B, Hq, T, N] of the ALiBi bias and -inf, never None."""
+    """visible bool [B, T, max_len]: which cache rows a node sees. unseen bool [B, max_len]: rows that no node sees,
+    None if there are none. bias float32, to be added to the scores: [B, 1, T, max_len] of 0 and -inf, None if every
+    node sees every row; with slopes [B, Hq, T, max_len] of the ALiBi bias and -inf, never None."""
     visible: torch.Tensor
     unseen: torch.Tensor | None
     bias: torch.Tensor | None
 
 
-def tree_mask(lengths, ancestors, rows, slopes=None):
-    """What each node sees of the first `rows` cache rows, as a `TreeMask`. Made once a step, shared by all layers.
+def tree_mask(lengths, ancestors, max_len, slopes=None):
+    """What each node sees of the first `max_len` cache rows, as a `TreeMask`. Made once per step, shared by all layers.
 
-    lengths int32 [B], ancestors int64 [B, T]; `rows` is at least max(lengths) + T, else ValueError (on a CPU).
-    slopes float32 [Hq]: those of `tree_attention`, else ValueError.
+    lengths int32 [B], ancestors int64 [B, T]; max_len >= max(lengths) + T. slopes float32 [Hq], as in `tree_attention`.
+    ValueError for slopes and, on a CPU, for lengths.
     """
     B, T = ancestors.shape
-    _check_lengths(lengths, T, rows)
+    _check_lengths(lengths, T, max_len)
     if slopes is not None:
         _check(slopes.dim() == 1 and slopes.dtype == torch.float32, "slopes of shape [Hq], float32", slopes)
         _check_device(lengths, slopes=slopes)
-    node = torch.arange(rows, device=lengths.device) - lengths[:, None]  # (B, N), negative: committed
-    ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, N)
+    node = torch.arange(max_len, device=lengths.device) - lengths[:, None]  # (B, max_len), negative: committed
+    ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, max_len)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
     if slopes is None and visible.all():
         return TreeMask(visible, None, None)
@@ -371,28 +380,29 @@ def tree_mask(lengths, ancestors, rows, slopes=None):
         bias = torch.zeros_like(visible, dtype=torch.float32)[:, None]
     else:
         depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(-1) - 1  # (B, T)
-        places = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, N), counted from the root
-        bias = slopes[:, None, None] * (places[:, None] - depth[:, :, None])[:, None]  # (B, Hq, T, N)
+        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, max_len), root at 0
+        bias = slopes[:, None, None] * (positions[:, None] - depth[:, :, None])[:, None]  # (B, Hq, T, max_len)
     bias.masked_fill_(~visible[:, None], -math.inf)
     return TreeMask(visible, unseen if unseen.any() else None, bias)
 
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
-    """`tree_attention` by torch's own attention. With a `mask` at hand it costs little more than that one call."""
+    """`tree_attention` by torch's own attention. Given a `mask`, it costs little more than that one call."""
     _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
     S = k_cache.shape[2]
     if mask is None:
-        _check_lengths(lengths, T, S)
-        mask = tree_mask(lengths, ancestors, int(lengths.max()) + T, slopes)
+        mask = tree_mask(lengths, ancestors, min(int(lengths.max()) + T, S), slopes)
     visible, unseen, bias = mask
-    N = visible.shape[-1]
-    _check(visible.shape == (B, T, N) and visible.dtype == torch.bool and N <= S, "the tree_mask of these arguments", visible)
+    max_len = visible.shape[-1]
+    _check(visible.shape == (B, T, max_len) and visible.dtype == torch.bool and max_len <= S,
+           "the tree_mask of these arguments", visible)
     _check(slopes is None or bias is not None and bias.shape[1] == Hq, "a mask whose tree_mask had the slopes", bias)
-    k, v = k_cache[:, :, :N], v_cache[:, :, :N]  # (B, Hkv, N, D)
+    k, v = k_cache[:, :, :max_len], v_cache[:, :, :max_len]  # (B, Hkv, max_len, D)
     if unseen is not None:
-        # A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only the rows behind the shortest
-        # sequence can hold NaN or inf that must not: one look at them costs far less than cleaning all of V in each layer.
+        # A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only rows behind the shortest
+        # sequence can hold a NaN or inf that must not reach the output. Testing their sum costs far less than cleaning
+        # V in each layer.
         first = int(lengths.min())
         tail = k[:, :, first:].sum() + v[:, :, first:].sum()
         if not math.isfinite(tail):
@@ -406,11 +416,11 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
     """Attention of a token tree over the committed cache and each node's own ancestors.
 
     q [B, T, Hq, D], caches [B, Hkv, S, D], one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256;
-    lengths int32 [B], 0..S - T; ancestors int64 [B, T], bit j of node i set: node j is i or an ancestor of i. Node j's
-    keys and values already stand at cache row lengths[b] + j. Cache rows that no node sees may hold anything.
-    scale: default D ** -0.5. slopes float32 [Hq]: ALiBi (arXiv 2108.12409), one per query head: a score is less its slope
-    times how many positions lie between node and key; tree nodes stand at lengths[b] + depth, wherever their rows are.
-    mask: `tree_mask(lengths, ancestors, N, slopes)`, read by the reference alone, which then reads no slopes.
+    lengths int32 [B], 0..S - T; ancestors int64 [B, T]: bit j of node i is set when j is i or an ancestor of i. The
+    keys and values of node j already stand at cache row lengths[b] + j. Cache rows that no node sees may hold anything.
+    scale: default D ** -0.5. slopes float32 [Hq]: ALiBi (arXiv 2108.12409): subtracts from each score the query head's
+    slope times the distance in positions; a tree node's position is lengths[b] + depth, whatever its cache row.
+    mask: `tree_mask(lengths, ancestors, max_len, slopes)`. Only the reference reads it, slopes included.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
     attend = tree_attention_triton if runs_triton(q) else tree_attention_reference
@@ -425,19 +435,19 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
 #                    argmax_t(logits_t): a sample of softmax(logits / temperature) (the Gumbel-max trick)
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22 ms at 4.8 TB/s).
-# FLOPs: 2 * M * V * C, so M a byte in bf16: bound by memory up to M = 64 and beyond. Storing M * V logits would write
-# them once and read them twice: at M = 64 another 10%, and two launches. Here two programs for each multiprocessor
+# FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and beyond. Storing the M * V logits would
+# write them once and read them twice: at M = 64 another 10%, and two launches. Here two programs per multiprocessor
 # walk the vocabulary in tiles, each with a running log-sum-exp and a running list of its k best, and a second, small
-# kernel merges the lists. The noise is a pure function of its arguments, made where it is needed: about 15 integer
-# operations and two logarithms per logit, beside the C elements of weight that each logit reads.
+# kernel merges the lists. The noise is a pure function of its arguments and is computed where it is added: about 15
+# integer operations and two logarithms per logit, beside the C elements of weight that each logit reads.
 #
-# A tile's logits stay in registers. Its best are taken out one at a time, the maximum over the tile against the worst
-# of the list, until no row has one that enters: k rounds in a program's first tile, and with many rows and few tiles
-# per program not many fewer in the next. So the search costs in proportion to k, of which drafting asks for 4 to 8.
+# A tile's logits stay in registers. While a row's largest logit beats the worst entry of its list, it replaces that
+# entry: k rounds in a program's first tile, and with many rows and few tiles per program not many fewer in the next. So
+# the search costs in proportion to k, of which drafting asks for 4 to 8.
 #
 # The noise: a 64-bit key per row from (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit
-# finalizer lowbias32 with the key's halves put in before and between its multiplications. With one half only, two rows
-# could share a shuffled copy of the same noise; with both that takes all 64 bits to match.
+# finalizer lowbias32, with one half of the key mixed in before its multiplications and the other between them. With one
+# half only, two rows could share a shuffled copy of the same noise; with both that takes all 64 bits to match.
 
 
 @triton.jit
@@ -449,7 +459,7 @@ def _mix64_kernel(x):
 
 @triton.jit
 def _gumbel_kernel(low, high, tokens):
-    """Noise [BLOCK_M, BLOCK_V] of row keys (low, high) for tokens, all uint32. The same integers as `gumbel`."""
+    """Noise [BLOCK_M, BLOCK_V] for row keys (low, high) and tokens, all uint32. The same integers as `gumbel`."""
     x = tokens[None, :] ^ low[:, None]
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = x ^ high[:, None]
@@ -460,65 +470,65 @@ def _gumbel_kernel(low, high, tokens):
 
 
 @triton.jit
-def _take_best(scores, first, values, places, BLOCK_V: tl.constexpr):
-    """Moves the scores of a tile that beat the worst of their row's list (values, places) into that list.
+def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
+    """Moves the scores of a tile that beat the worst of their row's list (values, columns) into that list.
 
-    A tile's places are higher than the list's, so an equal never enters, and of equal worst entries the last one goes.
+    A tile's columns are higher than the list's, so an equal score never enters. Of equal worst entries the last leaves.
     """
-    columns = tl.arange(0, BLOCK_V)[None, :]
+    tile_offsets = tl.arange(0, BLOCK_V)[None, :]
     best = tl.max(scores, 1)
     worst = tl.min(values, 1)
     while tl.max((best > worst).to(tl.int32), 0) > 0:
         enters = (best > worst)[:, None]
-        column = tl.min(tl.where(scores == best[:, None], columns, BLOCK_V), 1)
-        leaver = tl.max(tl.where(values == worst[:, None], places, -NOWHERE), 1)
-        slot = (places == leaver[:, None]) & enters
+        column = tl.min(tl.where(scores == best[:, None], tile_offsets, BLOCK_V), 1)
+        leaver = tl.max(tl.where(values == worst[:, None], columns, -NO_COLUMN), 1)
+        slot = (columns == leaver[:, None]) & enters
         values = tl.where(slot, best[:, None], values)
-        places = tl.where(slot, (first + column)[:, None], places)
-        scores = tl.where((columns == column[:, None]) & enters, float("-inf"), scores)
+        columns = tl.where(slot, (tile_start + column)[:, None], columns)
+        scores = tl.where((tile_offsets == column[:, None]) & enters, float("-inf"), scores)
         best = tl.max(scores, 1)
         worst = tl.min(values, 1)
-    return values, places
+    return values, columns
 
 
 @triton.jit(do_not_specialize=["seed_key", "M", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, rows_ptr, sequence_ptr, position_ptr, values_ptr, places_ptr, lse_ptr,
+    hidden_ptr, weight_ptr, vocab_ids_ptr, sequence_ptr, position_ptr, values_ptr, columns_ptr, lse_ptr,
     stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, programs, k,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (row tile, p): the k best of vocabulary tiles p, p + programs, ... and, if asked for, their log-sum-exp.
 
-    One loop over (tile, channels), so that the next tile's weights are on their way while this one's best are taken.
+    One loop over (tile, channels), so that the next tile's weights are loaded while this tile's best are taken.
     """
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = m < M
+    row_mask = m < M
     hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
     slots = tl.arange(0, BLOCK_K)[None, :]
-    # Slots beyond k hold infinity, which nothing beats. Places below 0: nothing there yet.
+    # Slots beyond k hold infinity, so no score enters them. Negative columns mark empty slots.
     values = tl.zeros([BLOCK_M, BLOCK_K], tl.float32) + tl.where(slots < k, float("-inf"), float("inf"))
-    places = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
-    best = tl.full([BLOCK_M], PIVOT, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    columns = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
+    row_max = tl.full([BLOCK_M], PIVOT, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
-        sequence = tl.load(sequence_ptr + m, mask=real, other=0).to(tl.int64)
-        position = tl.load(position_ptr + m, mask=real, other=0).to(tl.int64)
+        sequence = tl.load(sequence_ptr + m, mask=row_mask, other=0).to(tl.int64)
+        position = tl.load(position_ptr + m, mask=row_mask, other=0).to(tl.int64)
         key = _mix64_kernel(_mix64_kernel((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
-    # Hopper's wide tensor-core instructions want 64 rows or more on the first side: few rows of hidden states go second.
-    # 32 of them stay first all the same: the other way the search for a tile's best spills registers on Blackwell.
+    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few hidden states go second.
+    # Tiles of 32 stay first: as second operand the search for a tile's best would spill registers on Blackwell.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
     tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
     for step in range(0, tiles * CHUNKS):
-        first = (program + step // CHUNKS * programs) * BLOCK_V
-        place = first + tl.arange(0, BLOCK_V)
-        token = tl.minimum(place, V - 1)
-        if rows_ptr is not None:
-            token = tl.load(rows_ptr + token)
+        tile_start = (program + step // CHUNKS * programs) * BLOCK_V
+        column = tile_start + tl.arange(0, BLOCK_V)
+        token = tl.minimum(column, V - 1)
+        if vocab_ids_ptr is not None:
+            token = tl.load(vocab_ids_ptr + token)
         channels = (step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         inside = (channels < C) | (C % BLOCK_C == 0)
         # [BLOCK_V, BLOCK_C]
@@ -532,79 +542,79 @@ def _project_kernel(
             acc = _dot(hidden, tl.trans(weight), acc)
         if step % CHUNKS == CHUNKS - 1:
             # [BLOCK_M, BLOCK_V]
-            scores = tl.where((place < V)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
+            scores = tl.where((column < V)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 scores = scores / temperature + _gumbel_kernel(low, high, token.to(tl.uint32))
             if lse_ptr is not None:
-                new_best = tl.maximum(best, tl.max(scores, 1))
-                total = total * tl.exp(best - new_best) + tl.sum(tl.exp(scores - new_best[:, None]), 1)
-                best = new_best
-            values, places = _take_best(scores, first, values, places, BLOCK_V)
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(scores - new_max[:, None]), 1)
+                row_max = new_max
+            values, columns = _take_best(scores, tile_start, values, columns, BLOCK_V)
 
     lists = m * programs + program
     entries = lists[:, None] * k + slots
-    tl.store(values_ptr + entries, values, mask=real[:, None] & (slots < k))
-    tl.store(places_ptr + entries, places, mask=real[:, None] & (slots < k))
+    tl.store(values_ptr + entries, values, mask=row_mask[:, None] & (slots < k))
+    tl.store(columns_ptr + entries, columns, mask=row_mask[:, None] & (slots < k))
     if lse_ptr is not None:
-        tl.store(lse_ptr + lists, best + tl.log(total), mask=real)
+        tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["V", "programs", "k"])
 def _merge_lists_kernel(
-    values_ptr, places_ptr, lse_ptr, rows_ptr, logprobs_ptr, tokens_ptr, V, programs, k, BLOCK_ENTRIES: tl.constexpr,
+    values_ptr, columns_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, V, programs, k,
+    BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program m: the k best of all lists for row m, of equals the lowest place."""
+    """Program m: the k best of all lists of row m, of equals the lowest column."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK_ENTRIES)
     # [BLOCK_ENTRIES]
     values = tl.load(values_ptr + row * programs * k + entry, mask=entry < programs * k, other=float("-inf"))
-    places = tl.load(places_ptr + row * programs * k + entry, mask=entry < programs * k, other=NOWHERE)
+    columns = tl.load(columns_ptr + row * programs * k + entry, mask=entry < programs * k, other=NO_COLUMN)
     if lse_ptr is not None:
-        # [BLOCK_ENTRIES], one for each program
+        # [BLOCK_ENTRIES], one per program
         lse = tl.load(lse_ptr + row * programs + entry, mask=entry < programs, other=float("-inf"))
-        most = tl.max(lse, 0)
-        lse = most + tl.log(tl.sum(tl.exp(lse - most), 0))
+        max_lse = tl.max(lse, 0)
+        lse = max_lse + tl.log(tl.sum(tl.exp(lse - max_lse), 0))
     for slot in range(0, k):
         value = tl.max(values, 0)
-        place = tl.min(tl.where(values == value, places, NOWHERE), 0)
-        values = tl.where(places == place, float("-inf"), values)
-        token = tl.minimum(tl.maximum(place, 0), V - 1)  # where all is NaN no list has a place: still name a token
-        if rows_ptr is not None:
-            token = tl.load(rows_ptr + token)
+        column = tl.min(tl.where(values == value, columns, NO_COLUMN), 0)
+        values = tl.where(columns == column, float("-inf"), values)
+        token = tl.minimum(tl.maximum(column, 0), V - 1)  # if all are NaN no list has a column: still a valid token
+        if vocab_ids_ptr is not None:
+            token = tl.load(vocab_ids_ptr + token)
         tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
         if lse_ptr is not None:
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_blocks(M, dtype, wide, gathered):
-    """Tile sizes and launch options by shape class, all compiled in the tests: nothing spills, and the shared memory of
-    small GPUs suffices.
+def _project_blocks(M, dtype, aligned, gathered):
+    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are.
 
-    A tile of weights is 16 kB, and two or three are in flight per program. The loads of gathered rows wait for their
-    indices: one stage more. Exact float32 and loads of single elements want smaller tiles.
+    A tile of weights is 16 kB, and each program keeps two or three in flight. Loads of gathered rows wait for their
+    indices, so they get one stage more. Exact float32 and loads of single elements need smaller tiles.
     """
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     num_warps = 8 if BLOCK_M == 64 else 4
-    if dtype == torch.float32 or not wide:
+    if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
-                    num_stages=3 if dtype == torch.float32 else 2, **_registers(168))
+                    num_stages=3 if dtype == torch.float32 else 2, **_max_registers(168))
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **(_registers(255) if BLOCK_M < 64 else {}))
+                num_stages=(3 if BLOCK_M == 64 else 4) + gathered, **(_max_registers(255) if BLOCK_M < 64 else {}))
 
 
-def _project_triton(hidden, weight, rows, k, noise=None):
-    """Both kernels. noise: None, or (temperature, seed_key, sequence, position) for samples, which need k = 1 and no
-    log-probabilities. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
+def _project_triton(hidden, weight, vocab_ids, k, noise=None):
+    """Launches both kernels. noise: None for log-probabilities, or (temperature, seed_key, sequence, position) for
+    samples, which need k = 1. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
     M, C = hidden.shape
-    rows = None if rows is None else rows.contiguous()
-    V = len(weight if rows is None else rows)
-    blocks = _project_blocks(M, hidden.dtype, _wide(hidden, weight), rows is not None)
+    vocab_ids = None if vocab_ids is None else vocab_ids.contiguous()
+    V = len(weight if vocab_ids is None else vocab_ids)
+    blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     row_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    # two programs per multiprocessor, and no more lists than one program of the second kernel can merge
+    # two programs per multiprocessor, and no more lists than one program of the merging kernel can hold
     programs = min(triton.cdiv(V, blocks["BLOCK_V"]), max(1, 2 * _multiprocessors(hidden.device) // row_tiles), 512)
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
-    places = hidden.new_empty((M, programs, k), dtype=torch.int32)
+    columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
     lse = logprobs = sequence = position = None
     temperature, seed_key = 0.0, 0
@@ -618,96 +628,97 @@ def _project_triton(hidden, weight, rows, k, noise=None):
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     with torch.cuda.device_of(hidden):
         _project_kernel[(row_tiles, programs)](
-            hidden, weight, rows, sequence, position, values, places, lse, *_strides(hidden), *_strides(weight),
+            hidden, weight, vocab_ids, sequence, position, values, columns, lse, *_strides(hidden), *_strides(weight),
             float(temperature), seed_key, M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
         _merge_lists_kernel[(M,)](
-            values, places, lse, rows, logprobs, tokens, V, programs, k,
+            values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
     return logprobs, tokens
 
 
-def _check_project(hidden, weight, rows):
+def _check_project(hidden, weight, vocab_ids):
     _check(hidden.dim() == 2 and len(hidden) > 0, "hidden of shape [M >= 1, C]", hidden)
     _check(weight.dim() == 2 and len(weight) > 0 and hidden.shape[1] == weight.shape[1] > 0,
            lambda: f"weight of shape [V >= 1, {hidden.shape[1]}], as hidden has it", weight)
     _check(hidden.dtype in FLOATS, "hidden of float32, float16 or bfloat16", hidden)
     _check(weight.dtype == hidden.dtype, lambda: f"weight of {hidden.dtype}, as hidden has it", weight)
     _check_device(hidden, weight=weight)
-    if rows is not None:
-        _check(rows.dim() == 1 and len(rows) > 0 and rows.dtype == torch.int32, "rows of shape [n >= 1], int32", rows)
-        _check_device(hidden, rows=rows)
-        if rows.device.type == "cpu":  # reading them back would stall a GPU
-            low, high = rows.aminmax()
-            _check(0 <= low and high < len(weight), lambda: f"rows of 0 to {len(weight) - 1}", int(low), int(high))
+    if vocab_ids is not None:
+        _check(vocab_ids.dim() == 1 and len(vocab_ids) > 0 and vocab_ids.dtype == torch.int32,
+               "vocab_ids of shape [n >= 1], int32", vocab_ids)
+        _check_device(hidden, vocab_ids=vocab_ids)
+        if vocab_ids.device.type == "cpu":  # reading values back would stall a GPU
+            low, high = vocab_ids.aminmax()
+            _check(0 <= low and high < len(weight), lambda: f"vocab_ids of 0 to {len(weight) - 1}", int(low), int(high))
 
 
-def _check_topk(hidden, weight, k, rows):
-    _check_project(hidden, weight, rows)
-    most = min(32, len(weight if rows is None else rows))
-    _check(isinstance(k, int) and 1 <= k <= most, lambda: f"k of 1 to {most}", k)
+def _check_topk(hidden, weight, k, vocab_ids):
+    _check_project(hidden, weight, vocab_ids)
+    max_k = min(32, len(weight if vocab_ids is None else vocab_ids))
+    _check(isinstance(k, int) and 1 <= k <= max_k, lambda: f"k of 1 to {max_k}", k)
 
 
-def project_topk_triton(hidden, weight, k, rows=None):
+def project_topk_triton(hidden, weight, k, vocab_ids=None):
     """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
-    _check_topk(hidden, weight, k, rows)
-    return _project_triton(hidden, weight, rows, k)
+    _check_topk(hidden, weight, k, vocab_ids)
+    return _project_triton(hidden, weight, vocab_ids, k)
 
 
-def float_logits(hidden, weight, rows=None):
-    """hidden [M, C], weight [V, C] -> [M, V] in float32: half precision would make ties. On a CPU few rows take half the
-    time with the weight first."""
-    weight = weight if rows is None else weight[rows]
+def float_logits(hidden, weight, vocab_ids=None):
+    """Logits of hidden [M, C] and weight [V, C], or its rows vocab_ids: float32 [M, V]. Rounding would make ties."""
+    weight = weight if vocab_ids is None else weight[vocab_ids]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return (weight.float() @ hidden.float().T).T.contiguous()
+    return (weight.float() @ hidden.float().T).T.contiguous()  # on a CPU twice as fast for small M as hidden first
 
 
 def topk_logits(logits, k):
-    """What `project_topk` makes of logits float32 [M, V] that are there already: (logprobs [M, k], columns int64 [M, k])."""
+    """`project_topk` of given logits float32 [M, V]: (logprobs float32 [M, k], columns int64 [M, k])."""
     values, columns = logits.topk(min(k + 1, logits.shape[1]))
-    # topk promises no order among equals, and the (k + 1)st shows whether the k-th has an equal left outside
+    # topk promises no order among equals; the (k + 1)st value shows whether one equal to the k-th was left out
     if (values[:, 1:] == values[:, :-1]).any():
         columns = logits.sort(dim=-1, descending=True, stable=True).indices
     columns = columns[:, :k]
-    return logits.log_softmax(-1).gather(1, columns), columns  # a quarter of the time of logsumexp
+    return logits.log_softmax(-1).gather(1, columns), columns  # takes a quarter of the time of logsumexp
 
 
-def project_topk_reference(hidden, weight, k, rows=None):
+def project_topk_reference(hidden, weight, k, vocab_ids=None):
     """`project_topk` by torch, through the [M, V] logits."""
-    _check_topk(hidden, weight, k, rows)
-    logprobs, tokens = topk_logits(float_logits(hidden, weight, rows), k)
-    return logprobs, tokens if rows is None else rows[tokens].long()
+    _check_topk(hidden, weight, k, vocab_ids)
+    logprobs, tokens = topk_logits(float_logits(hidden, weight, vocab_ids), k)
+    return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-def project_topk(hidden, weight, k, rows=None):
+def project_topk(hidden, weight, k, vocab_ids=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the lowest id first.
 
-    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides, k 1..min(32, V);
-    above 64 rows the weight is read once per 64. rows int32 [n]: only these rows of the weight take part, in the
-    normalisation too, and k is at most n; of equals the one that stands first in `rows` (FR-Spec, arXiv 2502.14856).
+    hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; k 1..min(32, V). The weight
+    is read once per 64 hidden states. vocab_ids int32 [n]: only these rows of the weight take part, in the
+    normalisation too; k is at most n, and of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
     Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes, devices, k and, on a CPU,
-    rows that the weight does not have.
+    vocab_ids outside the weight.
     """
     project = project_topk_triton if runs_triton(hidden) else project_topk_reference
-    return project(hidden, weight, k, rows)
+    return project(hidden, weight, k, vocab_ids)
 
 
-def _check_noise(M, temperature, sequence, position, device):
+def _check_noise(M, temperature, seed, sequence, position, device):
     _check(0 <= temperature < math.inf, "a finite temperature of at least 0", temperature)
+    _seed_key(seed)  # checks it
     for name, x in dict(sequence=sequence, position=position).items():
-        _check(x.shape == (M,) and x.dtype in INTEGERS, lambda: f"{name} of shape [{M}], int32 or int64", x)
+        _check_tensor(name, x, (M,), *INTEGERS)
         _check(x.device == device, lambda: f"{name} on {device}", x.device)
 
 
-def project_sample_triton(hidden, weight, temperature, seed, sequence, position, rows=None):
+def project_sample_triton(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
     """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
-    _check_project(hidden, weight, rows)
-    _check_noise(len(hidden), temperature, sequence, position, hidden.device)
-    return _project_triton(hidden, weight, rows, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
+    _check_project(hidden, weight, vocab_ids)
+    _check_noise(len(hidden), temperature, seed, sequence, position, hidden.device)
+    return _project_triton(hidden, weight, vocab_ids, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
 
 
 def _mix64(x):
-    """The splitmix64 finalizer on an int64 tensor. torch's >> keeps the sign, so the copied bits are masked off."""
+    """The splitmix64 finalizer on an int64 tensor. torch's >> copies the sign bit, so the copies are masked off."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -715,19 +726,19 @@ def _mix64(x):
 
 @lru_cache
 def _seed_key(seed):
-    """A 64-bit seed, mixed so that seed 1 of sequence 0 is not seed 0 of sequence 1; a signed 64-bit int."""
+    """The seed as a mixed, signed 64-bit int, so that seed 1 with sequence 0 differs from seed 0 with sequence 1."""
     _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
     seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
     return int(_mix64(torch.tensor(seed, device="cpu")))
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n] as a pure function of its arguments, the same on every machine up to the logarithm.
+    """Gumbel noise float32 [M, n]: a pure function of its arguments, the same on every machine up to the logarithm.
 
     seed int of at most 64 bits; sequence and position int tensors [M]; tokens int [n] or [M, n].
     """
     key = _mix64(_mix64(sequence.long() + _seed_key(seed)) + position.long())[:, None]  # (M, 1)
-    x = tokens.int() ^ key.int()  # (M, n) int32: twice as quick as int64, and its products wrap just the same
+    x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and its products wrap the same way
     x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
     x = _xor_shift(x, 15).mul_(-0x7B935975)
     x = _xor_shift(x, 16).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
@@ -739,38 +750,37 @@ def _xor_shift(x, bits):
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
-    """A sample of softmax(logits / temperature) per row: its column, int64 [M]. Temperature 0: argmax, the first of equals.
+    """Samples softmax(logits / temperature) of each row: columns int64 [M]. Temperature 0: argmax, the first of equals.
 
-    logits [M, V], -inf for tokens ruled out; sequence and position int [M]; tokens int [V]: the columns' token ids, where
-    they are not 0..V - 1. ValueError for shapes and temperature.
+    logits [M, V], -inf for excluded tokens; sequence and position int [M]; tokens int [V]: the token ids of the
+    columns, default 0..V - 1. ValueError for shapes, temperature and seed.
     """
     M, V = logits.shape
-    _check_noise(M, temperature, sequence, position, logits.device)
+    _check_noise(M, temperature, seed, sequence, position, logits.device)
     if temperature == 0:
         return logits.argmax(-1)
     noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device) if tokens is None else tokens)
     return noise.add_(logits.float() / temperature).argmax(-1)
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, rows=None):
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
     """`project_sample` by torch, through the [M, V] logits."""
-    _check_project(hidden, weight, rows)
-    _seed_key(seed)
-    tokens = gumbel_argmax(float_logits(hidden, weight, rows), temperature, seed, sequence, position, rows)
-    return tokens if rows is None else rows[tokens].long()
+    _check_project(hidden, weight, vocab_ids)
+    tokens = gumbel_argmax(float_logits(hidden, weight, vocab_ids), temperature, seed, sequence, position, vocab_ids)
+    return tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position, rows=None):
+def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
     """The model's own next token of each row: argmax at temperature 0, else a sample that depends on nothing drafted.
 
     hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; temperature float;
-    seed int of at most 64 bits; sequence and position int tensors [M]: whose token, and at which place of its text.
-    rows int32 [n]: only these rows of the weight take part; a token's noise is the same with and without.
-    Returns int64 [M]. Equal logits: the lowest token id, or the first of `rows`. ValueError for shapes, dtypes, devices,
-    temperature, seed and, on a CPU, rows that the weight does not have.
+    seed int of at most 64 bits; sequence and position int tensors [M]: the token's sequence and its position there.
+    vocab_ids int32 [n]: only these rows of the weight take part; a token's noise is the same with and without.
+    Returns int64 [M]. Of equal logits the lowest token id wins, or the first in vocab_ids. ValueError for shapes,
+    dtypes, devices, temperature, seed and, on a CPU, vocab_ids outside the weight.
     """
     project = project_sample_triton if runs_triton(hidden) else project_sample_reference
-    return project(hidden, weight, temperature, seed, sequence, position, rows)
+    return project(hidden, weight, temperature, seed, sequence, position, vocab_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -778,46 +788,46 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, rows=N
 #
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
-# Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers of 8 heads of 128 in bf16.
-# For a few sequences what costs is the launch, so one serves all layers. Nodes in place (path[j] == j) are not touched.
+# Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8 heads of 128, bf16.
+# With few sequences the launch dominates, so one launch serves all layers. Rows with path[j] == j are not touched.
 
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
     kv_ptr, lengths_ptr, path_ptr, count_ptr,
-    stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvn, stride_kvd, P, S, Hkv,
+    stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
     D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (layer, keys or values, and head; sequence): moves the path's rows of one [S, D] slice."""
+    """Program (layer, keys or values, kv head; sequence): moves the path's rows of one [S, D] slice."""
     b = tl.program_id(1).to(tl.int64)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
     side = (tl.program_id(0) // Hkv % 2).to(tl.int64)
     layer = (tl.program_id(0) // Hkv // 2).to(tl.int64)
-    places = tl.arange(0, BLOCK_P)
+    index = tl.arange(0, BLOCK_P)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    live = (places < P) & (places < tl.load(count_ptr + b))
+    valid = (index < P) & (index < tl.load(count_ptr + b))
     # [BLOCK_P]
-    nodes = tl.load(path_ptr + b * P + places, mask=live, other=0).to(tl.int64)
-    target = tl.load(lengths_ptr + b).to(tl.int64) + places
-    source = target - places + nodes
-    moved = live & (nodes != places) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
+    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)
+    target = tl.load(lengths_ptr + b).to(tl.int64) + index
+    source = target - index + nodes
+    moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
     moved = moved[:, None] & (dims < D)[None, :]
     slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside + b * stride_kvb + head * stride_kvh
     slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
     # [BLOCK_P, BLOCK_D]
-    tile = tl.load(slice_ptrs + source[:, None] * stride_kvn, mask=moved)
-    tl.debug_barrier()  # a row may be another's source: all warps have read before one writes
-    tl.store(slice_ptrs + target[:, None] * stride_kvn, tile, mask=moved)
+    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)
+    tl.debug_barrier()  # a target row may be another's source: all warps must have read before any writes
+    tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
 
 def _check_commit(kv, lengths, path, count):
     _check(kv.dim() == 6 and kv.shape[1] == 2, "kv of shape [L, 2, B, Hkv, S, D]", kv)
     _check(kv.dtype in FLOATS, "kv of float32, float16 or bfloat16", kv)
     B = kv.shape[2]
-    _check(lengths.shape == (B,) and lengths.dtype == torch.int32, lambda: f"lengths of shape [{B}], int32", lengths)
+    _check_tensor("lengths", lengths, (B,), torch.int32)
     _check(path.dim() == 2 and len(path) == B and 1 <= path.shape[1] <= 64 and path.dtype in INTEGERS,
            lambda: f"path of shape [{B}, 1 to 64], int32 or int64", path)
-    _check(count.shape == (B,) and count.dtype in INTEGERS, lambda: f"count of shape [{B}], int32 or int64", count)
+    _check_tensor("count", count, (B,), *INTEGERS)
     _check_device(kv, lengths=lengths, path=path, count=count)
 
 
@@ -834,27 +844,27 @@ def commit_path_triton(kv, lengths, path, count):
 
 
 def commit_path_reference(kv, lengths, path, count):
-    """`commit_path` by torch: one gather of the rows that move, then one scatter."""
+    """`commit_path` by torch: one gather of the moved rows, then one scatter."""
     _check_commit(kv, lengths, path, count)
     S, P = kv.shape[4], path.shape[1]
-    place = torch.arange(P, device=kv.device)
-    moved = (path != place) & (place < count[:, None])  # (B, P)
-    b, place = moved.nonzero(as_tuple=True)
+    index = torch.arange(P, device=kv.device)
+    moved = (path != index) & (index < count[:, None])  # (B, P)
+    b, index = moved.nonzero(as_tuple=True)
     if len(b) == 0:
         return
-    target = lengths[b] + place
-    source = lengths[b] + path[b, place]
+    target = lengths[b] + index
+    source = lengths[b] + path[b, index]
     _check(int(target.min()) >= 0 and int(source.max()) < S and bool((source > target).all()),
-           lambda: f"paths that rise from the root within the {S} rows of the cache", path.tolist(), lengths.tolist())
+           lambda: f"paths of rising node ids within the {S} rows of the cache", path.tolist(), lengths.tolist())
     kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)
 
 
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all layers at once.
 
-    kv [L, 2, B, Hkv, S, D] (float32, float16, bfloat16), any strides; lengths int32 [B]; path [B, P] node ids, root (0)
-    first and rising, entries from count on ignored; count [B]; both int32 or int64. For j < count[b], cache row
-    lengths[b] + j becomes what row lengths[b] + path[b, j] was; no other row changes, nor do the lengths.
+    kv [L, 2, B, Hkv, S, D] (float32, float16, bfloat16), any strides; lengths int32 [B]; path [B, P] node ids in rising
+    order, the root (0) first, entries from count on ignored; count [B]; both int32 or int64. For j < count[b], cache
+    row lengths[b] + j becomes what row lengths[b] + path[b, j] was; other rows and the lengths do not change.
     ValueError for shapes and dtypes and, in the reference, for paths that leave the cache.
     """
     commit = commit_path_triton if runs_triton(kv) else commit_path_reference

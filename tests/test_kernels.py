@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from bench.operations import Recorder, record
+from bench.static import Recorder, record
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = bool(kernels.INTERPRETED)
@@ -68,18 +68,19 @@ def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator):
 def attend_row_by_row(q, k, v, lengths, masks, scale, slopes=None):
     """The oracle where q is float64; else the same arithmetic in q's dtype, which measures torch's own error."""
     B, T, Hq, D = q.shape
+    kv_heads = torch.arange(Hq) * k.shape[1] // Hq
     out = torch.zeros_like(q)
     for b in range(B):
         length = int(lengths[b])
         position = torch.tensor([*range(length), *(length + bin(mask).count("1") - 1 for mask in masks[b])])
         for i in range(T):
             rows = visible_rows(length, masks[b][i], T)
-            for h in range(Hq if rows else 0):
-                head = h * k.shape[1] // Hq
-                scores = k[b, head, rows] @ q[b, i, h] * scale
+            if rows:
+                keys, values = k[b, :, rows][kv_heads], v[b, :, rows][kv_heads]  # (Hq, rows, D)
+                scores = (keys @ q[b, i, :, :, None])[:, :, 0] * scale  # (Hq, rows)
                 if slopes is not None:
-                    scores -= (slopes[h].double() * (position[length + i] - position[rows])).to(q.dtype)
-                out[b, i, h] = torch.softmax(scores, 0) @ v[b, head, rows]
+                    scores -= (slopes[:, None].double() * (position[length + i] - position[rows])).to(q.dtype)
+                out[b, i] = (torch.softmax(scores, -1)[:, None] @ values)[:, 0]
     return out
 
 
@@ -477,7 +478,7 @@ def attention_args(**changed):
 
 
 def mask_args(**changed):
-    args = dict(lengths=torch.tensor([0, 7], dtype=torch.int32), ancestors=torch.zeros(2, 3, dtype=torch.int64), rows=10)
+    args = dict(lengths=torch.tensor([0, 7], dtype=torch.int32), ancestors=torch.zeros(2, 3, dtype=torch.int64), max_len=10)
     return args | changed
 
 
@@ -534,7 +535,7 @@ WRONG = {  # what is wrong: (function, arguments, what the message has to name)
                                 attention_args(slopes=torch.zeros(4), mask=kernels.tree_mask(**mask_args())), "slopes"),
     "half-slopes-of-a-mask": (kernels.tree_mask, mask_args(slopes=half(4)), "slopes"),
     "slopes-of-a-mask-elsewhere": (kernels.tree_mask, mask_args(slopes=meta(torch.zeros(4))), "slopes"),
-    "too-few-mask-rows": (kernels.tree_mask, mask_args(rows=9), "lengths"),
+    "max-len-too-small": (kernels.tree_mask, mask_args(max_len=9), "lengths"),
     "hidden-of-3-dimensions": (kernels.project_topk, project_args(hidden=torch.zeros(1, 2, 8), k=2), "hidden"),
     "no-hidden": (kernels.project_topk, project_args(hidden=torch.zeros(0, 8), k=2), "hidden"),
     "integer-hidden": (kernels.project_topk, project_args(hidden=torch.zeros(2, 8).long(), k=1), "hidden"),
@@ -544,11 +545,11 @@ WRONG = {  # what is wrong: (function, arguments, what the message has to name)
     "k-zero": (kernels.project_topk, project_args(k=0), "k"),
     "k-above-V": (kernels.project_topk, project_args(k=10), "k"),
     "k-above-32": (kernels.project_topk, project_args(weight=torch.zeros(50, 8), k=33), "k"),
-    "k-above-rows": (kernels.project_topk, project_args(k=3, rows=torch.tensor([0, 5]).int()), "k"),
-    "int64-rows": (kernels.project_topk, project_args(k=1, rows=torch.tensor([0, 5])), "rows"),
-    "no-rows": (kernels.project_topk, project_args(k=1, rows=torch.zeros(0).int()), "rows"),
-    "rows-beyond-the-weight": (kernels.project_topk, project_args(k=1, rows=torch.tensor([0, 9]).int()), "rows"),
-    "rows-elsewhere": (kernels.project_sample, sample_args(rows=meta(torch.zeros(3).int())), "rows"),
+    "k-above-vocab-ids": (kernels.project_topk, project_args(k=3, vocab_ids=torch.tensor([0, 5]).int()), "k"),
+    "int64-vocab-ids": (kernels.project_topk, project_args(k=1, vocab_ids=torch.tensor([0, 5])), "vocab_ids"),
+    "no-vocab-ids": (kernels.project_topk, project_args(k=1, vocab_ids=torch.zeros(0).int()), "vocab_ids"),
+    "vocab-ids-beyond-the-weight": (kernels.project_topk, project_args(k=1, vocab_ids=torch.tensor([0, 9]).int()), "vocab_ids"),
+    "vocab-ids-elsewhere": (kernels.project_sample, sample_args(vocab_ids=meta(torch.zeros(3).int())), "vocab_ids"),
     "negative-temperature": (kernels.project_sample, sample_args(temperature=-0.1), "temperature"),
     "temperature-nan": (kernels.project_sample, sample_args(temperature=math.nan), "temperature"),
     "seed-of-65-bits": (kernels.project_sample, sample_args(seed=2**64), "seed"),
