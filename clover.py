@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import InputError, atomic_write, identity, read_json
-from model import Block, KVCache, Linear, Norm, Span, document_positions
+from model import (AttentionContext, Block, InputError, KVCache, Linear, Norm, atomic_write, document_positions, identity,
+                   read_json)
 
-MAX_TREE = 64  # nodes, root included: ancestors are one int64
+MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
+MAX_DRAFT, MAX_AUGMENT = 32, 64  # heads and augmenting layers that anyone would want
 
 
 @dataclass
@@ -27,8 +28,8 @@ class CloverConfig:
     preset: str = "clover"
     n_draft: int = 4            # K, draft heads
     augment_layers: int = 1     # transformer blocks between the model's hidden state and the heads
-    mix: str = "attention"      # how the token guessed before enters: "attention", "concat" or "none"
-    mix_before: bool = False    # the next token also enters before the augmenting block
+    mix: str = "attention"      # how a head reads the token guessed before it: "attention", "concat" or "none"
+    mix_before: bool = False    # the root is also mixed in before the augmenting block
     projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
     shared: bool = False        # head 1 has its own weights, the later heads share one set
     vocabulary: int = 0         # how many token ids the heads draft among (FR-Spec, arXiv 2502.14856); 0: all
@@ -50,7 +51,7 @@ def preset(name, **switches):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Modules. z, state [..., C]; e [..., C] is the embedding of a token: its row of the LM head.
+# Modules. z is a state [..., C]; e is the embedding of a token, its row of the LM head, [..., C].
 
 class AttentionDecoder(nn.Module):
     """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e), per attention head.
@@ -122,7 +123,7 @@ PROJECTORS = {"res": ResBlock, "linear": Projector}
 
 
 class Head(nn.Module):
-    """One draft head: takes in the token guessed before, hands out the next state and what the LM head reads."""
+    """One draft head. It reads the token guessed before it, and gives the next state and what the LM head reads."""
 
     def __init__(self, config, base):
         super().__init__()
@@ -136,8 +137,8 @@ class Head(nn.Module):
 
 
 class Tree(NamedTuple):
-    """Token trees of B sequences, parents before children; node 0 is the root.
-    tokens, parents, depths int64 [B, T]; ancestors int64 [B, T], 0 for a row that is not in use."""
+    """Token trees of B sequences, parents before children. Node 0 is the root.
+    tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a spare node."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
@@ -151,28 +152,31 @@ def root_tree(root):
 
 
 class CloverHeads(nn.Module):
-    """K draft heads on a frozen model (a `GPT`, which is not part of this module's own weights).
+    """K draft heads on a frozen model, a `GPT` whose weights are not part of this module's own.
 
-    States and embeddings are scaled to a root mean square of 1 before the heads see them. The norm in front of the LM head
-    undoes the scale of a state, and without it a model whose hidden states are large would hardly hear a small token.
+    States and embeddings are scaled to a root mean square of 1 before the heads read them. Otherwise a token's embedding
+    would be lost beside the hidden states of a model where these are large. The norm before the LM head undoes the scale.
     """
 
     def __init__(self, config, model):
         super().__init__()
-        object.__setattr__(self, "model", model)  # past nn.Module, which would count it among our weights
+        object.__setattr__(self, "model", model)  # nn.Module's own setattr would count its weights among ours
         self.config, self.info = config, {}
         self.embedding_scale = 1 / model.head.weight.float().pow(2).mean().sqrt().item()
         base = model.config
-        self.heads = nn.ModuleList(Head(config, base) for _ in range(min(config.n_draft, 2) if config.shared else config.n_draft))
+        n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
+        self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
         self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         for block in self.augment_blocks:
             block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
         # the token ids to draft among, int32, most frequent first; None: all
-        self.register_buffer("vocabulary", torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None)
+        vocabulary = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
+        self.register_buffer("vocabulary", vocabulary)
 
     def set_vocabulary(self, tokens):
-        """Token ids [n] to draft among, most frequent first; an empty list: all. InputError for ids the model does not have."""
+        """Drafts among these token ids [n] only, most frequent first; an empty list: among all. Raises InputError for ids
+        that the model does not have."""
         tokens, V = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device), self.model.config.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
             raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
@@ -183,7 +187,7 @@ class CloverHeads(nn.Module):
 
     @property
     def reads_tokens(self):
-        """Whether what a head says depends on the token before it; Medusa's do not, and run once for all beams."""
+        """Whether a head's guess depends on the token before it. Medusa's does not: its heads run once for all beams."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
     def head(self, i):
@@ -191,31 +195,31 @@ class CloverHeads(nn.Module):
         return self.heads[min(i, len(self.heads) - 1)]
 
     def embedding(self, tokens):
-        """tokens [...] -> their rows of the LM head [..., C], by one factor for all of them."""
+        """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all tokens."""
         return F.embedding(tokens, self.model.head.weight) * self.embedding_scale
 
-    def new_cache(self, batch, rows):
+    def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
-        c = self.model.config
-        return KVCache(self.config.augment_layers, batch, c.n_kv_head, rows, c.head_size, self.model.dtype, self.model.device)
+        c, model = self.model.config, self.model
+        return KVCache(self.config.augment_layers, batch, c.n_kv_head, capacity, c.head_size, model.dtype, model.device)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """hidden [B, T, C] of the model and the tokens [B, T] that follow each -> the states [B, T, C] that heads start from,
-        at a root mean square of 1. The rest as in `GPT.forward`. (arXiv 2405.00263, Augmenting Block.)"""
+        """The Augmenting Block (arXiv 2405.00263): hidden [B, T, C] of the model and the tokens [B, T] that follow each ->
+        the states [B, T, C] that heads start from, at a root mean square of 1. The rest as in `GPT.forward`."""
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
             positions = positions if documents is None else document_positions(documents)
         x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
-        table = self.model.rope(positions)
-        span = Span(positions, cache, ancestors, end, self.model.slopes, documents) if self.augment_blocks else None
+        if self.augment_blocks:
+            rope = self.model.rope(positions)
+            context = AttentionContext(positions, cache, ancestors, end, self.model.slopes, documents)
         for layer, block in enumerate(self.augment_blocks):
-            x = block(x, table, span, None if cache is None else cache.kv[layer])
+            x = block(x, rope, context, None if cache is None else cache.kv[layer])
         return F.rms_norm(x, x.shape[-1:])
 
     def forward(self, hidden, tokens, documents=None):
-        """Teacher forcing: hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents as in
-        `GPT.forward` at positions 0..T-1.
-        Returns a list of K outputs [B, T, C]; head i (from 0) at position t guesses the token at t + 2 + i."""
+        """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B, T] as in
+        `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0) at position t guesses the token at t + 2 + i."""
         T = hidden.shape[1]
         state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
         for i in range(self.config.n_draft):
@@ -227,87 +231,92 @@ class CloverHeads(nn.Module):
     def draft(self, state, root, tree_size, beams):
         """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the likeliest first.
 
-        At each depth the W best beams by joint log-probability propose their W best tokens, and of all proposals the
+        At each depth the W beams of highest joint log-probability propose their W best tokens, and of all proposals the
         best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's joint probability is never above its
-        parent's and ties go to the shallower node, so what is kept is a tree, its nodes stand behind their parents, and a
-        smaller tree is the front of a larger one of as many beams. Nothing is read back to the host.
+        parent's and ties go to the shallower node. So what is kept is a tree, parents stand before children, and a
+        smaller tree is the front of a larger one with as many beams. Nothing is read back to the host.
         """
-        (B, C), W, depths = state.shape, beams, min(self.config.n_draft, tree_size - 1)
-        states, tokens, joint = state[:, None], root[:, None], state.new_zeros(B, 1, dtype=torch.float32)
-        places = torch.zeros_like(tokens)
-        # all proposals, the root first: joint log-probability, token, parent's place in this list
-        found, first = [(joint, tokens, places)], 1
-        for depth in range(depths):
+        (B, C), W, K = state.shape, beams, min(self.config.n_draft, tree_size - 1)
+        states, tokens = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
+        joint = state.new_zeros(B, 1, dtype=torch.float32)
+        index = torch.zeros_like(tokens)  # where the beams stand in the list of all proposals, the root first
+        proposals, size = [(joint, tokens, index)], 1  # (joint log-probability, token, index of the parent), each [B, w * W]
+        for depth in range(K):
             states, out = self.head(depth)(states, self.embedding(tokens))
             w = tokens.shape[1]
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
-            if out.shape[1] < w:  # heads that do not look at the token say the same to all beams
+            if out.shape[1] < w:  # a head that does not read the token guesses the same for all beams
                 logprobs, guesses = (x.view(B, 1, W).expand(B, w, W) for x in (logprobs, guesses))
             # never above the parent, and broken heads (NaN) guess nothing
             logprobs = logprobs.view(B, w, W).clamp(max=0).nan_to_num(nan=-math.inf, neginf=-math.inf)
             joint = (joint[:, :, None] + logprobs).flatten(1)  # (B, w * W)
             guesses = guesses.reshape(B, w * W)
-            found.append((joint, guesses, places.repeat_interleave(W, dim=1)))
-            if depth < depths - 1:
+            proposals.append((joint, guesses, index.repeat_interleave(W, dim=1)))
+            if depth < K - 1:
                 best = best_of(joint, guesses, W)  # (B, W)
-                joint, tokens, places = joint.gather(1, best), guesses.gather(1, best), first + best
+                joint, tokens, index = joint.gather(1, best), guesses.gather(1, best), size + best
                 if self.reads_tokens:
                     states = states.gather(1, (best // W)[:, :, None].expand(B, W, C))
-            first += w * W
-        return self.tree_of(*(torch.cat(column, dim=1) for column in zip(*found)), [f[0].shape[1] for f in found], tree_size)
+            size += w * W
+        return self.best_tree(proposals, tree_size)
 
-    def tree_of(self, joint, tokens, parents, widths, tree_size):
-        """The tree_size best of all proposals [B, N] as a `Tree`; widths: how many of them there are of each depth."""
-        B, N = joint.shape
-        depths = torch.cat([torch.full((B, width), depth, device=joint.device) for depth, width in enumerate(widths)], dim=1)
-        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, min(tree_size, N))
-        nodes = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-        node_at = torch.zeros_like(tokens).scatter_(1, kept, nodes)
-        parents = node_at.gather(1, parents.gather(1, kept))
-        bits = torch.ones_like(nodes) << nodes
-        ancestors = bits
-        for _ in widths[1:]:
-            ancestors = bits | ancestors.gather(1, parents)
+    def best_tree(self, proposals, tree_size):
+        """The tree_size best of all proposals, given by depth as (joint log-probability, token, index of the parent), as a
+        `Tree`. Where there are fewer proposals, the last nodes are spare."""
+        depths = torch.cat([torch.full_like(tokens, depth) for depth, (_, tokens, _) in enumerate(proposals)], dim=1)
+        joint, tokens, parents = (torch.cat(column, dim=1) for column in zip(*proposals))  # (B, proposals)
+        T = min(tree_size, tokens.shape[1])
+        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, T)  # (B, T)
+        nodes = torch.arange(T, device=kept.device).expand_as(kept)
+        node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes)  # of each proposal that was kept
+        parents = node_of.gather(1, parents.gather(1, kept))
+        own_bit = torch.ones_like(nodes) << nodes
+        ancestors = own_bit
+        for _ in proposals[1:]:
+            ancestors = own_bit | ancestors.gather(1, parents)
         columns = (tokens.gather(1, kept), parents, depths.gather(1, kept), ancestors)
-        return Tree(*(F.pad(x, (0, tree_size - x.shape[1])) for x in columns)) if N < tree_size else Tree(*columns)
+        return Tree(*(F.pad(x, (0, tree_size - T)) for x in columns)) if T < tree_size else Tree(*columns)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's identity,
+        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's identity
         and `info` (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
-                   for name, value in self.state_dict().items()}
+        cast = lambda value: value.to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
+        tensors = {name: cast(value.detach()) for name, value in self.state_dict().items()}
         atomic_write(Path(path) / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
         self.save_record(path, tokenizer, **info)
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json alone, beside weights that are there."""
-        path = Path(path)
-        record = dict(config=asdict(self.config), base=dict(weights=model_identity(self.model), tokenizer=tokenizer), **info)
-        atomic_write(path / "heads.json", lambda tmp: Path(tmp).write_text(json.dumps(record, indent=2) + "\n"))
+        base = dict(weights=model_identity(self.model), tokenizer=tokenizer)
+        record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
+        atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
         """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the folder is missing or
-        broken, or when the heads were trained on another model (or, where `tokenizer` is given, with another tokenizer)."""
+        broken, and when the heads were trained on another model or, where `tokenizer` is given, with another tokenizer."""
         path = Path(path)
         if not path.is_dir():
             raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py writes them")
         config, record = read_record(path / "heads.json")
-        base, mine = record["base"], model_identity(model)
-        if base["weights"] != mine:
-            raise InputError(f"{path}: these heads belong to another model (theirs {base['weights']}, this one {mine}); "
-                             f"train heads for this one with train_heads.py")
-        if tokenizer and base["tokenizer"] not in ("", tokenizer):
+        theirs, ours = record["base"], model_identity(model)
+        if theirs["weights"] != ours:
+            raise InputError(f"{path}: these heads belong to another model (theirs {theirs['weights']}, this one {ours}); train "
+                             "heads for this one with train_heads.py")
+        if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
             raise InputError(f"{path}: these heads were trained with another tokenizer; use the model folder's own")
+        if config.vocabulary > model.config.vocab_size:
+            raise InputError(f"{path}: its draft vocabulary of {config.vocabulary} is larger than the model's of "
+                             f"{model.config.vocab_size}; train heads for this model with train_heads.py")
         heads = cls(config, model)
         try:
             heads.load_state_dict(load_file(path / "heads.safetensors"))
         except (OSError, SafetensorError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split())[:200]
             raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights ({reason})") from None
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
@@ -315,35 +324,34 @@ class CloverHeads(nn.Module):
 
 
 def read_record(path):
-    """heads.json -> (its CloverConfig, all of it). Raises InputError unless every key of both is there with its type."""
+    """heads.json -> (its CloverConfig, the whole record). Raises InputError unless every key is there with its type."""
     record = read_json(path)
-    config, base = record.get("config"), record.get("base")
-    kinds = {field.name: type(field.default) for field in fields(CloverConfig)}
+    base, config = record.get("base"), record.get("config")
+    types = {field.name: type(field.default) for field in fields(CloverConfig)}
     config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older heads have no such key
-    if "heads" in config:  # what older heads call it
-        config = {("n_draft" if key == "heads" else key): value for key, value in config.items()}
-    if not ({name: type(value) for name, value in config.items()} == kinds
+    config = {"n_draft" if key == "heads" else key: value for key, value in config.items()}  # and call this one heads
+    if not ({name: type(value) for name, value in config.items()} == types
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
-            and config["n_draft"] >= 1 and config["augment_layers"] >= 0 and config["vocabulary"] >= 0
-            and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
+            and 1 <= config["n_draft"] <= MAX_DRAFT and 0 <= config["augment_layers"] <= MAX_AUGMENT
+            and config["vocabulary"] >= 0 and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
     try:
-        fits = all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
-                   for t, table in record.get("acceptance", {}).items())
+        valid = all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
+                    for t, table in record.get("acceptance", {}).items())
     except (AttributeError, TypeError, ValueError):
-        fits = False
-    if not fits:
+        valid = False
+    if not valid:
         raise InputError(f"{path}: its acceptance is no table of shares by temperature, depth and node; "
                          "train_heads.py --evaluate writes it anew")
     return CloverConfig(**config), record
 
 
 def best_of(scores, keys, n):
-    """Places [B, n] of the n highest scores [B, N], best first; equal scores: lower key, then lower place."""
+    """Columns [B, n] of the n highest scores [B, N], best first. Equal scores: lower key first, then lower column."""
     order = keys.argsort(dim=1, stable=True)
     return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
 
 
 def model_identity(model):
-    """What heads remember of their model: see `identity`."""
+    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its weights. See `model.identity`."""
     return getattr(model, "identity", None) or identity(model.state_dict())

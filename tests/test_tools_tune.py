@@ -1,21 +1,20 @@
-"""fit.py: the tree of most tokens per second, from measured times and what heads were seen to find."""
+"""tools/tune.py: the tree of most tokens per second, from measured times and what heads were seen to find."""
 
 import json
 
 import pytest
 import torch
 
-from tools import tune as fit
 from clover import CloverHeads
 from conftest import random_prompts
-from training.data import load_tokens, prompts
-from generate import Engine, Sampling
-from tools.tune import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time
-from generate import generate
-from tools.cli import DEMO
-from model import GPT
-from test_clover import random_heads
+from generate import DEFAULT_TREE, Engine, Sampling, generate
 from hf.tokenizer import load_encoding
+from model import GPT, InputError
+from test_clover import random_heads
+from tools import tune
+from tools.cli import DEMO
+from tools.tune import acceptance, expected_tokens, fit_tree, seconds, stage_times, step_time, times_file
+from training.data import load_tokens, prompts
 
 TABLE = [[0.8, 0.1, 0.05] + [0.0] * 60, [0.0, 0.5, 0.1] + [0.0] * 60, [0.0] * 63, [0.0] * 63]
 
@@ -54,11 +53,11 @@ def test_the_best_tree_wins(toy, monkeypatch, times, want):
     def measure(model, heads, batch, size, *_):
         measured.append(size)
         return times(size)
-    monkeypatch.setattr(fit, "step_time", measure)
+    monkeypatch.setattr(tune, "step_time", measure)
     heads = random_heads(toy)
     heads.info = dict(acceptance={"0": TABLE})
     found = fit_tree(toy, heads, 1, 100, Sampling())
-    assert found.tree_size == want and [row[0] for row in found.table] * fit.ROUNDS == measured
+    assert found.tree_size == want and [row[0] for row in found.table] * tune.ROUNDS == measured
     rates = {size: tokens / seconds for size, seconds, tokens in found.table}
     assert rates[want] >= 0.97 * max(rates.values())
     first = len(measured)
@@ -69,38 +68,57 @@ def test_the_best_tree_wins(toy, monkeypatch, times, want):
     assert len(measured) == 4 * first  # another batch size or number of beams is another measurement
 
 
+def test_the_file_of_times_serves_the_next_process(toy, monkeypatch):
+    """Catches a library call that writes a file, and a command line that measures every time."""
+    heads, measured = random_heads(toy), []
+    heads.info = dict(acceptance={"0": TABLE})
+    monkeypatch.setattr(tune, "step_time", lambda *_: measured.append(1) or 1.0)
+    generate(toy, random_prompts([5]), 20, heads)
+    assert measured and not times_file().parent.exists()
+    tune.MEASURED.clear()
+    found = fit_tree(toy, heads, 1, 100, Sampling(), file=times_file())
+    tune.MEASURED.clear()
+    measured.clear()
+    assert fit_tree(toy, heads, 1, 100, Sampling(), file=times_file()) == found and not measured
+
+
 def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
     """Catches a crash over a file that another version wrote, and times that cannot be kept."""
-    heads = random_heads(toy)
+    heads, file = random_heads(toy), times_file()
     heads.info = dict(acceptance={"0": TABLE})
-    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
-    fit.times_file().parent.mkdir(parents=True)
-    key = fit.circumstances(toy, heads, 1, 100, Sampling(), None, True)
+    monkeypatch.setattr(tune, "step_time", lambda *_: 1.0)
+    file.parent.mkdir(parents=True)
+    key = tune.cache_key(toy, heads, 1, 100, Sampling(), None, True)
     for content in ("", "[]", "{", '{"a": 3}', *(json.dumps({key: value}) for value in (3, {"1": "x"}, {"1": 0}, {"1": -1}))):
-        fit.times_file().write_text(content)
-        assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 4
-        assert len(json.loads(fit.times_file().read_text())) >= 1
-    fit.times_file().unlink()
-    fit.times_file().mkdir()
-    assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 4
+        file.write_text(content)
+        tune.MEASURED.clear()
+        assert fit_tree(toy, heads, 1, 100, Sampling(), file=file).tree_size == 4
+        assert len(json.loads(file.read_text())) >= 1
+    file.unlink()
+    file.mkdir()
+    assert fit_tree(toy, heads, 1, 100, Sampling(), file=file, fresh=True).tree_size == 4
 
 
 def test_heads_without_a_table_get_a_small_tree(toy):
-    assert fit_tree(toy, random_heads(toy), 1, 100, Sampling()).tree_size == fit.UNKNOWN
+    assert fit_tree(toy, random_heads(toy), 1, 100, Sampling()).tree_size == DEFAULT_TREE
 
 
-def test_trees_that_do_not_fit_the_memory_are_not_chosen(toy, monkeypatch):
+@pytest.mark.parametrize("error", [InputError("no room"), torch.OutOfMemoryError("no room")], ids=["refused", "failed"])
+def test_trees_that_do_not_fit_the_memory_are_not_chosen(toy, monkeypatch, error):
+    def measure(model, heads, batch, size, *_):
+        if size > 2:
+            raise error
+        return 1.0
     heads = random_heads(toy)
     heads.info = dict(acceptance={"0": TABLE})
-    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
-    monkeypatch.setattr(fit, "free_memory", lambda device: sum(fit.memory_needed(toy, heads, 1, 100, 2, Sampling())))
+    monkeypatch.setattr(tune, "step_time", measure)
     assert fit_tree(toy, heads, 1, 100, Sampling()).tree_size == 2
 
 
 def test_auto_decodes_with_the_fitted_tree(toy, monkeypatch):
     heads = random_heads(toy)
     heads.info = dict(acceptance={"0": TABLE})
-    monkeypatch.setattr(fit, "step_time", lambda *_: 1.0)
+    monkeypatch.setattr(tune, "step_time", lambda *_: 1.0)
     out = generate(toy, random_prompts([5]), 20, heads)
     assert out.tree_size == 4 and out.tokens == generate(toy, random_prompts([5]), 20).tokens
 
@@ -108,20 +126,20 @@ def test_auto_decodes_with_the_fitted_tree(toy, monkeypatch):
 def test_seconds_takes_the_quickest_call(monkeypatch):
     """Catches a mean, which whatever else runs on the machine would spoil."""
     clock = iter([0.0, 0.0, 5.0, 5.0, 6.0, 6.0, 9.0, 9.0])
-    monkeypatch.setattr(fit.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: next(clock))
     assert seconds(lambda: None, torch.device("cpu")) == 1.0
 
 
 def test_stages_and_steps_are_timed(toy):
     times = stage_times(toy, random_heads(toy), 2, 9, Sampling(0.5, top_k=3))
-    assert list(times) == ["draft", "verify", "choose", "accept", "commit"] and all(value > 0 for value in times.values())
+    assert list(times) == ["draft", "verify", "sample", "accept", "commit"] and all(value > 0 for value in times.values())
     assert step_time(toy, None, 2, 1, Sampling()) > 0
 
 
 @torch.inference_mode()
 def test_timing_leaves_the_cache_as_long_as_it_was(toy):
     """Catches steps that run out of the cache while they are timed."""
-    made = fit.timing_engine(toy, random_heads(toy), 2, 9, Sampling())
+    made = tune.timing_engine(toy, random_heads(toy), 2, 9, Sampling())
     for _ in range(300):
         made.step()
-    assert made.cache.lengths.tolist() == [255, 255] and isinstance(made, Engine)
+    assert made.slots.cache.lengths.tolist() == [255, 255] and isinstance(made, Engine)

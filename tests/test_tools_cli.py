@@ -1,0 +1,264 @@
+"""generate.py's command line, with tools/cli.py, compare.py and repl.py: it says what it did, or what went wrong."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate as command_line
+from clover import PRESETS, CloverHeads
+from conftest import random_prompts, toy_model
+from generate import Sequence, generate
+from hf.tokenizer import load_encoding
+from model import GPT, InputError
+from tools import cli, tune
+from tools.compare import first_difference
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = random_prompts([7])
+FILTERED = dict(temperature=0.7, top_k=20, top_p=0.8, seed=2**40)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+def test_a_difference_is_a_bug_or_a_tie():
+    """Catches a --compare that excuses everything: only a gap within rounding is a tie."""
+    model = toy_model(tied=False)
+    text = generate(model, PROMPTS[:1], 10).tokens
+    assert first_difference(model, PROMPTS[:1], text, text) is None
+    wrong = [text[0][:4] + [(text[0][4] + 1) % 97] + text[0][5:]]
+    assert first_difference(model, PROMPTS[:1], text, wrong)[1::2] == (4, "bug")
+    best = text[0][4]
+    with torch.no_grad():
+        model.head.weight[(best + 1) % 97] = model.head.weight[best]
+    assert first_difference(model, PROMPTS[:1], text, wrong)[3] == "tie"
+    third = [text[0][:4] + [(best + 2) % 97]]  # the best two tie, but this is neither
+    assert first_difference(model, PROMPTS[:1], text, third)[1::2] == (4, "bug")
+    sampled = generate(model, PROMPTS[:1], 10, **FILTERED).tokens
+    assert first_difference(model, PROMPTS[:1], sampled, [sampled[0][:9]], **FILTERED) == (0, 9, None, "bug")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    """The checkpoint with Clover heads beside it."""
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    CloverHeads(PRESETS["clover"], model).save_pretrained(checkpoint / "clover")
+    return checkpoint
+
+
+def run(capsys, *flags):
+    command_line.main([str(flag) for flag in flags])
+    return capsys.readouterr().out
+
+
+def test_the_command_line_prints_text_and_statistics(folder, capsys):
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 0.8]
+    text = run(capsys, *flags, "--compare")
+    assert text.startswith("abc") and "tokens per step, " in text and "the text is identical" in text and "speed-up" in text
+    result = json.loads(run(capsys, *flags, "--json", "--compare"))
+    assert result["difference"] is None and result["plain"]["tokens"] == result["tokens"] and len(result["tokens"][0]) <= 20
+    assert run(capsys, *flags, "--heads", "none").split("\n\n")[0] == text.split("\n\n")[0]
+    two = run(capsys, *flags, "--prompt", "import", "--tree-size", 5)
+    assert "import" in two and two.count("-" * 40) == 2
+
+
+def test_stop_texts_end_what_is_printed(folder, capsys):
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30]
+    whole = json.loads(run(capsys, *flags, "--json"))
+    text = whole["texts"][0]
+    stop = next(c for c in text[5:] if c.isprintable() and c != "\ufffd")
+    cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
+    assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
+    printed = run(capsys, *flags, "--stop", stop)
+    assert printed.split("\n\ntree size")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
+    both = run(capsys, *flags, "--prompt", "abc", "--stop", stop)
+    assert both.count("-" * 40) == 2
+
+
+def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
+    """Catches a choice that is not the best of its own table, and one that is not what decodes."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 8, "--explain"]
+    said = run(capsys, *flags)
+    assert "no acceptance table, hence a tree of 5" in said and "tree size 5;" in said
+    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, size, *_: (1 + size / 10) / 1000)
+    record = json.loads((folder / "clover" / "heads.json").read_text())
+    table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
+    try:
+        (folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
+        said = run(capsys, *flags)
+        result = json.loads(run(capsys, *flags, "--json"))
+    finally:
+        (folder / "clover" / "heads.json").write_text(json.dumps(record))
+    rows = [line.split() for line in said.splitlines() if line.strip()[:1].isdigit() and len(line.split()) in (4, 6)]
+    chosen, = (row for row in rows if row[4:] == ["<-", "chosen"])
+    assert chosen[0] == "3" and "tree size 3;" in said
+    assert [row[1:4] for row in rows[:4]] == [["1.10", "1.00", "909"], ["1.20", "1.90", "1583"], ["1.30", "2.70", "2077"],
+                                             ["1.40", "2.70", "1929"]]
+    assert "ms per stage     draft    verify    sample    accept    commit" in said
+    assert any("<- chosen" in line for line in result["explained"])
+
+
+def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
+    """Catches an interrupt that loses what was generated."""
+    take = Sequence.take
+    calls = []
+
+    def interrupted(self, tokens):
+        calls.append(tokens)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return take(self, tokens)
+    monkeypatch.setattr(Sequence, "take", interrupted)
+    said = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1", "--explain")
+    assert said.startswith("abc") and len(said.split("\n\n")[0]) > 3
+    assert "1.00 tokens per step, " in said and "ms per stage" not in said
+
+
+TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+    """The folder with a chat template."""
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "chat"
+
+
+def typed(monkeypatch, *lines):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_chat_prompts_go_through_the_template(chat_folder, capsys):
+    """Catches a message that the model sees as plain text, and a reply that begins with the question."""
+    flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 20, "--json"]
+    asked = json.loads(run(capsys, *flags, "--chat", "--system", "be", "--prompt", "hi"))
+    plain = json.loads(run(capsys, *flags, "--prompt", "s:be\nu:hi\na:"))
+    assert asked["tokens"] == plain["tokens"] and asked["prompts"] == ["hi"]
+    shown = run(capsys, *flags[:-1], "--chat", "--system", "be", "--prompt", "hi")
+    assert shown.split("\n\ntree size")[0].strip("\n") == asked["texts"][0].strip("\n")
+
+
+def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):
+    """Catches turns that are forgotten, mixed up or read again, and a conversation that cannot be started anew."""
+    read, prefill = [], GPT.prefill
+    monkeypatch.setattr(GPT, "prefill", lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest))
+    flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 10, "--tree-size", 5, "--chat"]
+    def single(text):
+        result = json.loads(run(capsys, *flags[:-1], "--json", "--prompt", text))
+        return result["texts"][0], encoding.encode(text) + result["tokens"][0]
+    encoding = load_encoding(chat_folder)
+    first, tokens = single("u:hi\na:")
+    asked = f"u:hi\na:{first}\nu:you\na:"
+    second, _ = single(asked)
+    typed(monkeypatch, "hi", "", "you", "/clear", "hi")
+    read.clear()
+    said = run(capsys, *flags)
+    assert said == f"{first}\n{second}\n{first}\n"
+    asked = encoding.encode(asked)
+    same = next(i for i, (a, b) in enumerate(zip([*tokens, None], asked)) if a != b)
+    assert same > 8 and read == [6, len(asked) - same, 6 - 5]  # all but the last token; what differs; "u:hi\na:" again
+
+
+def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folder, capsys, monkeypatch):
+    """Catches a traceback, and a conversation that is lost to one long line."""
+    typed(monkeypatch, "hi", "x" * 200, "ok")
+    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "8", "--chat"])
+    said = capsys.readouterr()
+    assert "shorten the prompt; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
+
+
+def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
+    flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 10]
+    want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "  import")]
+    typed(monkeypatch, "abc", "  import")
+    assert run(capsys, *flags) == f"{want[0]}\n{want[1]}\n"
+
+
+def test_flags_that_cannot_be_end_a_conversation(chat_folder, monkeypatch):
+    """Catches a mistake that is repeated for each line and ends in exit code 0."""
+    for flags in (["--temperature", "-1"], ["--tree-size", "0"], ["--beams", "999"]):
+        typed(monkeypatch, "hi", "you")
+        with pytest.raises(InputError, match="must be"):
+            command_line.main(["--model", str(chat_folder), "--device", "cpu", "--chat", *flags])
+
+
+def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monkeypatch):
+    take, calls = Sequence.take, []
+
+    def interrupted(self, tokens):
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return take(self, tokens)
+    monkeypatch.setattr(Sequence, "take", interrupted)
+    typed(monkeypatch, "hi", "go on")
+    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "10", "--chat", "--heads", "none"])
+    assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
+
+
+def test_stop_tokens_are_the_folders_own(chat_folder, capsys):
+    """Catches a generation_config.json that nobody reads."""
+    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2, "--json"]
+    whole = json.loads(run(capsys, *flags))["tokens"][0]
+    (chat_folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[whole[9], 257])))
+    ended = json.loads(run(capsys, *flags))
+    assert ended["ended"] == ["stop"] and ended["tokens"][0] == whole[:whole.index(whole[9]) + 1]
+
+
+BAD_FLAGS = {
+    "empty stop": (["--prompt", "a", "--stop", ""], "--stop needs a text"),
+    "tree of half": (["--prompt", "a", "--tree-size", "half"], "half"),
+    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be"),
+    "no beams": (["--prompt", "a", "--beams", "0"], "beams must be"),
+    "no batch": (["--prompt", "a", "--batch-size", "0"], "batch size must be"),
+    "json without a prompt": (["--json"], "--json needs a --prompt"),
+    "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
+    "system without chat": (["--prompt", "a", "--system", "b"], "give --chat"),
+    "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),
+    "empty prompt": (["--prompt", ""], "empty"),
+    "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
+    "not a number": (["--prompt", "a", "--max-new-tokens", "many"], "many"),
+    "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
+    "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
+    "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
+    "device without memory": (["--prompt", "a", "--device", "meta"], "'meta' is not available"),
+    "missing device": (["--prompt", "a", "--device", "cuda:99"], "'cuda:99' is not available"),
+    "unknown dtype": (["--prompt", "a", "--dtype", "int3"], "int3"),
+    "nan": (["--prompt", "a", "--temperature", "nan"], "temperature must be"),
+    "long prompt": (["--prompt", "x" * 500], "shorten the prompt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags_are_refused_in_one_line(folder, case):
+    flags, says = BAD_FLAGS[case]
+    with pytest.raises(InputError) as caught:
+        command_line.main(["--model", str(folder), "--device", "cpu", *flags])
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bad_input_exits_with_2_and_one_line(folder):
+    """Catches a traceback: the whole command, in a process of its own, with a byte that is no UTF-8 on standard input."""
+    command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "-"]
+    done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe", capture_output=True)
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr.decode().count("\n") == 1 and done.stderr.startswith(b"generate.py: standard input is not UTF-8")
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
+    """Catches token ids beyond the embedding, which would end in an index error or garbage."""
+    toy_model().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(InputError, match="do not belong together"):
+        command_line.main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "a"])

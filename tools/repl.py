@@ -1,0 +1,70 @@
+"""generate.py without --prompt: a conversation by the chat template, or prompts line by line."""
+
+import contextlib
+import sys
+
+from generate import Interrupted, check_prompts
+from model import InputError
+from tools.cli import Printer
+
+SPARE = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
+
+
+def converse(session):
+    """Reads a line, prints the model's text, and so on to the end of the input. With a chat template the lines are turns
+    of a conversation, else each is a prompt by itself. The engine keeps its cache: what turns have in common is computed
+    once."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  lets lines be edited
+        print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+    messages, engine = [], None
+    while (line := read_line()) is not None:
+        if line.strip() == "/clear":
+            messages = []
+        elif line.strip():
+            turn = [*messages, dict(role="user", content=line)]
+            try:
+                prompt = session.encode(turn)
+                check_prompts(session.model, [prompt])
+            except InputError as error:  # such as a conversation that is too long
+                print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
+                continue
+            needed = min(len(prompt) + session.args.max_new_tokens, session.model.config.block_size)
+            if engine is None or needed > engine.capacity:
+                engine = None  # frees its memory for the next one
+                engine = roomy_engine(session, prompt)
+            output = reply(session, engine, prompt)
+            print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]",
+                  file=sys.stderr)
+            if session.template:
+                messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
+
+
+def read_line():
+    """The next line of standard input, None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def roomy_engine(session, prompt):
+    """An engine for a prompt and, where memory has room, for the turns after it."""
+    try:
+        return session.engine([prompt], session.args.max_new_tokens + SPARE)
+    except InputError:
+        return session.engine([prompt])
+
+
+def reply(session, engine, prompt):
+    """Prints what follows a prompt, as it comes -> Output."""
+    printer = Printer(session)
+    try:
+        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show, session.encoding, keep=True)
+    except Interrupted as interrupt:
+        output = interrupt.output
+    printer.finish(output)
+    return output
