@@ -1,6 +1,6 @@
-"""Every kernel test runs three ways: against the torch references in this process, against the Triton kernels under
-Triton's interpreter in a process of its own (`test_kernels_under_the_interpreter`), and on CUDA where there is one.
-The yardstick is a plain loop in float64."""
+"""Every kernel test runs three ways: with the torch references in this process, with the Triton kernels under Triton's
+interpreter in another (`test_kernels_under_the_interpreter`), and on CUDA where there is a device. The results are
+compared with a plain loop in float64. Under the interpreter most cases are marked slow."""
 
 import math
 import os
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = bool(kernels.INTERPRETED)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 plain = pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
+slow_to_interpret = [pytest.mark.slow] if INTERPRETED else []
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
+
+if INTERPRETED:  # patch Triton's language once: the interpreter does so at every call of a nested function
+    from triton.runtime import interpreter
+    interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=kernels.tl, core=kernels.tl.core)))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[
@@ -125,33 +132,46 @@ def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), slopes=None
     q, k, v, lengths, ancestors = (x.to(device) for x in (q, k, v, lengths, as_int64(masks)))
     q, k, v = prepare(q, k, v)
     slopes = slopes if slopes is None else slopes.to(device)
-    mask = kernels.tree_mask(lengths, ancestors, int(lengths.max()) + q.shape[1], slopes)
-    for got in (kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes=slopes),
-                kernels.tree_attention(q, k, v, lengths, ancestors, scale, mask, slopes)):
+    results = [kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes=slopes)]
+    if not INTERPRETED:  # the kernels do not read the mask
+        mask = kernels.tree_mask(lengths, ancestors, int(lengths.max()) + q.shape[1], slopes)
+        results.append(kernels.tree_attention(q, k, v, lengths, ancestors, scale, mask, slopes))
+    for got in results:
         assert got.dtype == dtype and got.shape == q.shape
         assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
 
 
-@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+def attention_cases(quick):
+    """Parameters of ATTENTION; under the interpreter those not in `quick` are slow."""
+    return [pytest.param(case, id=name, marks=[] if name in quick else slow_to_interpret) for name, case in ATTENTION.items()]
+
+
+WITH_BIAS = ("ragged-lengths", "bit-63-wide-head", "bfloat16-one-node", "bfloat16-narrow-head", "float16")
+WITHOUT_BIAS = ("one-node-empty-cache", "float32-12-heads-a-group", "bfloat16", "bfloat16-64-nodes", "bfloat16-wide-head",
+                "float16-128-rows", "float16-odd-head-size", "float16-many-row-tiles")
+
+
+@pytest.mark.parametrize("case", attention_cases(WITHOUT_BIAS))
 def test_tree_attention_matches_float64(case, device):
     """Bug: a row sees too much or too little, a row tile is lost, or NaN of an unused row gets through."""
     check_attention(case, device)
 
 
-@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+@pytest.mark.parametrize("case", attention_cases(WITH_BIAS))
 def test_alibi_matches_float64(case, device):
     """Bug: a head takes another's slope, a slope is scaled, or a node counts as far as its row and not as its depth."""
     check_attention(case, device, slopes=alibi_slopes(case[2]))
 
 
-@pytest.mark.parametrize("slopes", [None, alibi_slopes(3)], ids=["no-bias", "alibi"])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("slopes", [pytest.param(None, id="no-bias", marks=slow_to_interpret),
+                                    pytest.param(alibi_slopes(3), id="alibi")])
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, id="float32", marks=slow_to_interpret), pytest.param(BF16, id="bfloat16")])
 @pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["one-split", "many-splits"])
 def test_splits_are_weighed_rightly(dtype, multiprocessors, slopes, device, monkeypatch):
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, or the boundary rows count twice or never."""
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
-    assert kernels._splits(1200, 128, 4, multiprocessors) == (1 if multiprocessors == 1 else 10)
-    check_attention(([0, 255, 256, 1187], 13, 3, 1, 32, 1200, dtype, None), device, slopes=slopes)
+    assert kernels._splits(700, 128, 4, multiprocessors) == (1 if multiprocessors == 1 else 6)
+    check_attention(([0, 255, 256, 687], 13, 3, 1, 32, 700, dtype, None), device, slopes=slopes)
 
 
 def test_alibi_of_a_chain_is_that_of_a_text(device):
@@ -166,7 +186,8 @@ def test_alibi_of_a_chain_is_that_of_a_text(device):
     assert torch.allclose(got.transpose(1, 2).double(), want[:, :, 6:], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, id="float32", marks=slow_to_interpret),
+                                   pytest.param(FP16, id="float16", marks=slow_to_interpret), pytest.param(BF16, id="bfloat16")])
 def test_slopes_of_zero_are_no_slopes(dtype, device):
     """Bug: a bias where there is none, or a row seen that is not."""
     q, k, v, lengths, masks = attention_case([0, 255, 40], 5, 6, 2, 48, 300, dtype, torch.Generator().manual_seed(1))
@@ -289,7 +310,8 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["all-rows", "rows"])
+@pytest.mark.parametrize("gathered", [pytest.param(False, id="all-tokens", marks=slow_to_interpret),
+                                      pytest.param(True, id="vocab-ids")])
 @pytest.mark.parametrize("M, C, V, k, dtype", PROJECTIONS.values(), ids=PROJECTIONS.keys())
 def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, device):
     """Bug: a tile or a channel left out, the log-sum-exp of padding, a list merged wrongly, places taken for token ids."""
@@ -610,9 +632,10 @@ def run_python(arguments, folder, **environment):
 
 @plain
 @needs_triton
-def test_kernels_under_the_interpreter():
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_under_the_interpreter(cases):
     """Bug: any that the tests above catch, in the Triton kernels. Triton reads the variable when it is imported."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", cases, __file__]
     output = run_python(command, ROOT, TRITON_INTERPRET="1")
     assert int(re.search(r"(\d+) passed", output)[1]) > 30
 
