@@ -4,19 +4,20 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf import checkpoint as checkpoint
-from hf.checkpoint import read_config
+from hf import checkpoint
+from hf.checkpoint import check_headers, describe, read_config
 from model import GPTConfig, InputError, atomic_write
 from clover import CloverHeads, preset
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
-from model import GPT, alibi_slopes
+from model import GPT, alibi_slopes, identity
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -278,19 +279,17 @@ def test_save_and_load(shape, tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan-7b"])
-def test_casts_and_small_buffers_change_nothing(name, stored, tmp_path, monkeypatch):
-    """Catches a cast in the wrong order, rows lost between two fillings of the buffer, and an identity that a cast changes."""
+def test_casts_change_neither_values_nor_the_identity(name, stored, tmp_path):
+    """Catches a cast in the wrong order, and an identity that is computed after a cast."""
     path = save_theirs(name, theirs_of(name), tmp_path)
     tensors = {key: value.to(stored) for key, value in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
     want = GPT.from_pretrained(path, device="cpu", dtype=torch.float32)
-    for buffer in (2**26, 100, 1000):
-        monkeypatch.setattr(checkpoint, "BUFFER", buffer)
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            got = GPT.from_pretrained(path, device="cpu", dtype=dtype)
-            assert got.identity == want.identity
-            assert all(torch.equal(a.to(dtype), b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
-    assert checkpoint.identity(want.state_dict()) == want.identity
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        got = GPT.from_pretrained(path, device="cpu", dtype=dtype)
+        assert got.identity == want.identity
+        assert all(torch.equal(a.to(dtype), b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
+    assert identity(want.state_dict()) == want.identity
 
 
 def test_settings_that_are_null_are_not_there(tmp_path):
@@ -305,13 +304,11 @@ def test_settings_that_are_null_are_not_there(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan2-7b"])
-def test_weights_read_onto_a_gpu_are_the_same(name, tmp_path, monkeypatch):
+def test_weights_read_onto_a_gpu_are_the_same(name, tmp_path):
     path = save_theirs(name, theirs_of(name), tmp_path)
-    for buffer in (2**26, 1000):
-        monkeypatch.setattr(checkpoint, "BUFFER", buffer)
-        for dtype in (torch.float32, torch.bfloat16):
-            a, b = (GPT.from_pretrained(path, device=device, dtype=dtype).state_dict() for device in ("cpu", "cuda"))
-            assert all(torch.equal(a[key], b[key].cpu()) for key in a)
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (GPT.from_pretrained(path, device=device, dtype=dtype).state_dict() for device in ("cpu", "cuda"))
+        assert all(torch.equal(a[key], b[key].cpu()) for key in a)
 
 
 def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
@@ -413,8 +410,8 @@ BROKEN = {
     "weights are empty": (lambda p: (p / "model.safetensors").write_bytes(b""), "truncated or not a safetensors"),
     "header of another type": (lambda p: edit_header(p, lambda h: h.update(a=1)), "truncated or not a safetensors"),
     "tensor outside the file": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(data_offsets=[0, 2**40])),
-                                "model.norm.weight does not lie within the file"),
-    "tensor of an unknown type": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(dtype="F4")), "unknown type F4"),
+                                "truncated or not a safetensors"),
+    "tensor of an unknown type": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(dtype="X4")), "unknown variant `X4`"),
     "another family": (lambda p: edit_config(p, model_type="mamba"),
                        "not supported; supported: llama, mistral, qwen2, qwen3, phi3, baichuan, gpt2"),
     "key missing": (lambda p: edit_config(p, hidden_size=None), "'hidden_size' is missing"),
@@ -437,7 +434,7 @@ BROKEN = {
     "flag that is text": (lambda p: edit_config(p, tie_word_embeddings="false"), "expected true or false, found 'false'"),
     "size without end": (lambda p: edit_config(p, vocab_size=10**30), "below 2**31"),
     "config without end": (lambda p: (p / "config.json").write_text("[" * 100_000), "cannot be read as json"),
-    "tied head of length one": (lambda p: edit_config(p, model_type="baichuan", z_loss_weight=0), "rows are brought to length 1"),
+    "tied head of length one": (lambda p: edit_config(p, model_type="baichuan", z_loss_weight=0), "whose rows are normalised"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
         "version https://git-lfs.github.com/spec/v1"), "truncated or not a bin file (it is no pickle); fetch it again"),
     "no heads": (lambda p: edit_config(p, num_attention_heads=0, head_dim=None), "at least 1"),
@@ -446,18 +443,92 @@ BROKEN = {
     "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})),
                                "it looks quantised (GPTQ or AWQ)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "quantised (float8_e4m3fn)"),
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "quantised (F8_E4M3)"),
     "other shape": (lambda p: edit_config(p, intermediate_size=95), "should have shape"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lacks what norm.weight"),
     "tensor too many": (lambda p: edit_weights(p, lambda t: t.update(extra=torch.ones(1))), "extra"),
     "shard missing": (shard_missing, "model-2.safetensors: no such file, but model.safetensors.index.json names it"),
     "index of another type": (lambda p: (p / "model.safetensors").rename(p / "model.safetensors.index.json").write_text("{}"),
                               "expected a weight_map"),
-    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "it holds code"),
+    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "holds code"),
     "pickle of other things": (lambda p: pickled(p, [1, 2]), "does not hold tensors by name"),
     "pickle is cut": (lambda p: (pickled(p, dict(a=torch.ones(1000))), (p / "pytorch_model.bin").write_bytes(
         (p / "pytorch_model.bin").read_bytes()[:1000])), "truncated or not a bin"),
 }
+
+
+def raw_header(path, length, text):
+    (path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text)
+
+
+def one_shard(path, name, file=None):
+    """A shard index beside the weights, which names a file of another name."""
+    weights = path / "model.safetensors"
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        weights.rename(file)
+    weights.unlink(missing_ok=True)
+    (path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict(a=name))))
+
+
+def linked_outside(path):
+    one_shard(path, "a.safetensors", path.parent / "b.safetensors")
+    (path / "a.safetensors").symlink_to("../b.safetensors")
+
+
+HARMFUL = {  # written to do harm: to read other files, to take memory or time, to run code
+    "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "outside"),
+    "shard at an absolute path": (lambda p: one_shard(p, str(p / "../b.safetensors"), p.parent / "b.safetensors"), "outside"),
+    "shard behind a link": (linked_outside, "outside"),
+    "shard with a null byte": (lambda p: one_shard(p, "a\0.safetensors"), "outside"),
+    "shard that is a folder": (lambda p: one_shard(p, "."), "no such file"),
+    **{f"10^9 {key}": (lambda p, key=key: edit_config(p, **{key: 10**9}), says) for key, says in {
+        "num_hidden_layers": "says 1000000000 layers, but the files hold only 20 tensors",
+        "vocab_size": "should have shape (1000000000, 64)", "hidden_size": "should have shape (97, 1000000000)",
+        "intermediate_size": "should have shape (1000000000, 64)", "num_attention_heads": "do not fit a hidden size",
+        "num_key_value_heads": "multiple", "head_dim": "from 16 to 256"}.items()},
+    "all sizes of 2^31 - 1": (lambda p: edit_config(p, **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 2**31 - 1)), ""),
+    "header longer than the file": (lambda p: raw_header(p, 10**6, b"{}"), "truncated or not a safetensors"),
+    "header of 2^63 bytes": (lambda p: raw_header(p, 2**63, b"{}"), "truncated or not a safetensors"),
+    "header that is no JSON": (lambda p: raw_header(p, 4, b"{,}}"), "truncated or not a safetensors"),
+    "header of brackets": (lambda p: raw_header(p, 10**6, b"[" * 10**6), "truncated or not a safetensors"),
+    "negative offset": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(data_offsets=[-4, 60])),
+                        "truncated or not a safetensors"),
+    "negative size": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(shape=[-64])),
+                      "truncated or not a safetensors"),
+    "sizes that overflow": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(shape=[2**40, 2**40])),
+                            "truncated or not a safetensors"),
+    "overlapping tensors": (lambda p: edit_header(p, lambda h: h["model.norm.weight"].update(
+        data_offsets=h["model.layers.0.input_layernorm.weight"]["data_offsets"])), "truncated or not a safetensors"),
+    "pickle of a huge view": (lambda p: pickled(p, {"model.embed_tokens.weight": torch.ones(1).expand(10**9, 10**6)}),
+                              "the files hold only 1 tensors"),
+}
+
+
+@pytest.mark.parametrize("case", HARMFUL)
+def test_harmful_folders_are_refused_at_once(case, tmp_path, capsys):
+    """Catches a path outside the folder, sizes that are believed, and a header that is trusted."""
+    path = tmp_path / "folder"
+    toy_model().save_pretrained(path)
+    breaks, says = HARMFUL[case]
+    breaks(path)
+    start = time.perf_counter()
+    for call in (lambda: check_headers(path, read_config(path)), lambda: describe(path)):
+        with pytest.raises(InputError) as caught:
+            call()
+        assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert time.perf_counter() - start < 3
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
+    """Catches a cached snapshot, whose files are links to ../../blobs, that is refused."""
+    path = tmp_path / "snapshots" / "1234"
+    model = toy_model()
+    model.save_pretrained(path)
+    one_shard(path, "model-1.safetensors", tmp_path / "blobs" / "5678")
+    (path / "model-1.safetensors").symlink_to("../../blobs/5678")
+    assert GPT.from_pretrained(path, device="cpu").identity == identity(model.state_dict())
 
 
 @pytest.mark.parametrize("case", BROKEN)
