@@ -1,21 +1,19 @@
-"""bench.py: the tables say what a run of `generate` says."""
+"""bench/: the tables say what a run of `generate` says."""
 
-import importlib.util
 import json
 
 import pytest
 import torch
 
+import train_heads
 from bench import __main__ as bench
 from bench import decoding as bench_decode
 from bench import kinds as bench_heads
-import train_heads
-from model import GPTConfig, InputError
 from clover import PRESETS, CloverHeads
-from training.data import load_tokens, prompts
 from generate import generate
-from model import GPT
 from hf.tokenizer import load_encoding
+from model import GPT, GPTConfig, InputError
+from training.data import load_tokens, prompts
 
 
 def test_bench_heads_prints_tables_and_one_json_line(checkpoint, tmp_path, capsys):
@@ -66,8 +64,9 @@ def test_bench_heads_trains_every_kind_alike_and_once(checkpoint, tmp_path, caps
 
 
 @pytest.fixture
-def decode(checkpoint, tmp_path, capsys):
-    """Runs bench.py decode on the toy checkpoint: (its printed lines, the object of its last line)."""
+def decode(checkpoint, tmp_path, capsys, monkeypatch):
+    """Runs `bench decode` on the toy checkpoint: (its printed lines, the object of its last line)."""
+    monkeypatch.setattr("tools.tune.TREE_SIZES", (1, 2, 4))  # fewer trees to time
     model = GPT.from_pretrained(checkpoint, device="cpu")
     folders = [tmp_path / name for name in ("medusa", "clover")]
     table = [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
@@ -108,16 +107,6 @@ def test_bench_decode_sampled_with_a_given_tree(decode):
     assert all(row["identical"] == 1.0 for row in result["decoding"])
 
 
-def test_a_plot_is_drawn_or_says_what_it_needs(decode, tmp_path):
-    flags = ("--batch-sizes", "1", "2", "--tree-sizes", "2", "--plot", str(tmp_path / "plot.png"))
-    if importlib.util.find_spec("matplotlib"):
-        decode(*flags)
-        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    else:
-        with pytest.raises(InputError, match="pip install matplotlib"):
-            decode(*flags)
-
-
 def test_bench_decode_on_random_weights(monkeypatch, capsys):
     """Catches sizes that differ from the model's, and a floor that counts an embedding table which no step reads."""
     sizes = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
@@ -126,12 +115,12 @@ def test_bench_decode_on_random_weights(monkeypatch, capsys):
     *lines, last = capsys.readouterr().out.strip().splitlines()
     result = json.loads(last)
     assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5), (2, 1), (2, 5)]
-    assert all(list(row["stages_ms"]) == ["draft", "verify", "choose", "accept", "commit"] for row in result["steps"])
+    assert all(list(row["stages_ms"]) == ["draft", "verify", "sample", "accept", "commit"] for row in result["steps"])
     model = bench_decode.random_model("7b", "cpu", torch.float32)
     assert bench_decode.weight_bytes(model) == 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64)
     assert bench_decode.cache_bytes(model, 10) == 4 * 2 * 2 * 2 * 16 * 10
-    monkeypatch.setattr(bench_decode, "free_memory", lambda device: 1000)
-    with pytest.raises(InputError, match="random weights of 7b take .* GB in float32"):
+    monkeypatch.setattr("model.free_memory", lambda device: 1000)
+    with pytest.raises(InputError, match="random weights of 7b in float32 take .* GB"):
         bench_decode.random_model("7b", "cpu", torch.float32)
 
 
@@ -142,12 +131,34 @@ def test_real_sizes_are_those_of_the_models():
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
+def test_a_step_that_does_not_fit_the_memory_is_named(monkeypatch, capsys):
+    """Catches a table that ends at the first size without room."""
+    sizes = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+    monkeypatch.setitem(bench_decode.SIZES, "7b", (sizes, "a toy"))
+    measure = bench_decode.measure_step
+
+    def without_room(model, heads, batch_size, *rest):
+        if batch_size == 2:
+            raise torch.OutOfMemoryError
+        return measure(model, heads, batch_size, *rest)
+    monkeypatch.setattr(bench_decode, "measure_step", without_room)
+    bench.main(["decode", "--random-weights", "7b", "--device", "cpu", "--batch-sizes", "2", "1", "--tree-sizes", "1"])
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - |" in lines
+    assert [row["batch_size"] for row in json.loads(last)["steps"]] == [1]
+
+
 def test_bad_flags_are_refused():
     with pytest.raises(InputError, match="tree size must be"):
         bench.main(["decode", "--tree-size", "65"])
+    with pytest.raises(InputError, match="same name"):
+        bench.main(["decode", "--heads", "a/clover", "b/clover"])
     with pytest.raises(InputError, match="runs must be"):
         bench.main(["decode", "--runs", "0"])
     with pytest.raises(InputError, match="prompts must be"):
         bench.main(["heads", "--prompts", "0"])
     with pytest.raises(InputError, match="kernel"):
         bench.main(["kernel"])
+    for flags, message in ((["--tree-sizes", "65"], "tree size"), (["--prefixes", "-1"], "prefix"), (["--rows", "0"], "rows")):
+        with pytest.raises(InputError, match=message):
+            bench.main(["kernels", *flags])

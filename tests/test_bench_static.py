@@ -1,0 +1,115 @@
+"""bench/static.py: what every kernel passes without a GPU. `pytest` compiles a sample, `pytest -m static` every launch."""
+
+import re
+
+import pytest
+import torch
+
+import kernels
+from bench import static
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or bool(kernels.INTERPRETED),
+                                reason="needs triton, and not its interpreter")
+
+
+def check_figures(pairs, figures):
+    """Of (target, launch) pairs: no spills on NVIDIA, and no more shared memory than the small GPUs of a generation."""
+    wrong = []
+    for (target, launch), used in zip(pairs, figures):
+        assert 0 < used["registers"] <= 512
+        if used["shared"] > static.TARGETS[target] or target.startswith("cuda") and used["spilled"]:
+            wrong.append((target, *static.shape_class(launch), used))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.static
+def test_every_launch_compiles_without_spills_on_every_target():
+    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared memory."""
+    pairs = [(target, launch) for target in static.TARGETS for launch in static.all_launches()]
+    check_figures(pairs, static.compile_all(pairs))
+
+
+def test_a_launch_of_every_kernel_compiles_without_spills():
+    """Bug: as above, in a sample of seconds."""
+    launches = static.signatures([
+        *static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
+        *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
+        *static.commit_launches(5, 80, BF16)])
+    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.startswith("_")
+                                                  and name.endswith("_kernel") and name not in PARTS}
+    assert set(launches) <= set(static.all_launches())
+    check_figures([("cuda:90", launch) for launch in launches], (static.usage("cuda:90", launch) for launch in launches))
+
+
+PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
+
+
+def random_launches(generator):
+    """Launches of shapes and dtypes drawn at random from all that the host functions take."""
+    def draw(*choices):
+        return choices[int(torch.randint(0, len(choices), (), generator=generator))]
+    T, G = draw(1, 2, 5, 17, 33, 64), draw(1, 2, 3, 8, 12)
+    aligned, dtype = draw(True, True, False), draw(BF16, FP16, FP32)
+    launches = static.attention_launches(
+        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), dtype, aligned, draw(100, 4096, 50000),
+        draw(False, dtype != FP16))
+    k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
+    launches += static.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, aligned),
+                                        aligned, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
+    return launches + static.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
+
+
+def test_the_gate_knows_every_shape_class():
+    """Bug: a host function chooses a tile, a number of warps or of stages that the gate never compiled."""
+    def options(launch):
+        return static.shape_class(launch), launch[-1]
+
+    known = {options(launch) for launch in static.all_launches()}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        for name, _, args, named in random_launches(generator):
+            assert options(static.signature(name, args, named)) in known
+
+
+def test_figures_are_read_from_the_binary():
+    """Bug: a spill that the gate cannot see: 96 registers are too few for a tile of 64 rows."""
+    launch = static.attention_launches(16, 4, 128, BF16)[0]
+    signature = static.signature(launch[0], launch[2], launch[3] | dict(maxnreg=96))
+    used = static.usage("cuda:90", signature)
+    assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
+
+
+@pytest.mark.parametrize("launches, args, product", [
+    pytest.param(static.attention_launches, (2, 4, 128, BF16), "HMMA", id="attention-8-rows", marks=pytest.mark.static),
+    pytest.param(static.attention_launches, (16, 4, 128, BF16), "HGMMA", id="attention-64-rows"),
+    pytest.param(static.attention_launches, (16, 8, 128, BF16), "HGMMA", id="attention-128-rows", marks=pytest.mark.static),
+    pytest.param(static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA", id="alibi-64-rows",
+                 marks=pytest.mark.static),
+    pytest.param(static.project_launches, (8, 8, BF16), "HGMMA", id="project-8-rows"),
+    pytest.param(static.project_launches, (32, 8, BF16), "HMMA", id="project-32-rows", marks=pytest.mark.static),
+    pytest.param(static.project_launches, (64, 8, BF16), "HGMMA", id="project-64-rows", marks=pytest.mark.static),
+    pytest.param(static.project_launches, (8, 8, BF16, None, True), "HGMMA", id="gathered-rows", marks=pytest.mark.static),
+])
+def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
+    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand idle."""
+    name, _, values, named = launches(*args)[0]
+    compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
+    code = static.cuobjdump(compiled.asm["cubin"], "--dump-sass")
+    assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", code)) >= 12 and re.search(rf"\b{product}\.", code)
+    assert not re.search(r"\b(LDG|LDGSTS)\.E(\.BYPASS)?\.(U8|U16|S16)\b", code)
+
+
+def test_static_table_keeps_the_worst_of_a_row(monkeypatch, capsys):
+    """Bug: a spilling launch hidden behind a good one of the same tile, or a target's figures under another's name."""
+    launches = static.all_launches()[:2]
+    assert static.shape_class(launches[0])[0] == "tree_attention"
+    monkeypatch.setattr(static, "all_launches", lambda: [launches[0], launches[0]])
+    used = [dict(registers=n, spilled=8 * (n == 3), shared=100 - n) for n in range(8)]
+    monkeypatch.setattr(static, "compile_all", lambda pairs: used)
+    row, = static.static_table()
+    assert row["cuda:80"] == dict(launches=2, registers=4, spilled=0, shared=100)
+    assert row["hip:gfx942"] == dict(launches=2, registers=7, spilled=8, shared=97)
+    assert "| 4 / 0 / 100 |" in capsys.readouterr().out
+
+
