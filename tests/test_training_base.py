@@ -1,4 +1,4 @@
-"""train_base.py: a run learns, is resumed to the same weights, and leaves a folder that everything else reads."""
+"""training/base.py: a run learns, is resumed to the same weights, and leaves a folder that everything else reads."""
 
 import math
 import os
@@ -7,10 +7,9 @@ import signal
 import pytest
 import torch
 
-from training import base as train_base
-from model import InputError
-from model import GPT
 from hf.tokenizer import load_encoding
+from model import GPT, InputError
+from training import base
 
 pytest.importorskip("tokenizers", reason="learning a tokenizer needs the tokenizers package")
 TINY = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 1 --head-size 16 --n-embd 32 --n-inner 48 --device cpu " \
@@ -27,7 +26,7 @@ def texts(tmp_path_factory):
 
 
 def run(texts, out, *flags):
-    train_base.main([*TINY, "--data", str(texts), "--out", str(out), *flags])
+    base.main([*TINY, "--data", str(texts), "--out", str(out), *flags])
     return GPT.from_pretrained(out, dtype=torch.float32, device="cpu")
 
 
@@ -39,13 +38,13 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
     assert loss < math.log(300) - 1.5 and "tokens/s" in report and "left" in report
     assert load_encoding(tmp_path / "whole").n_vocab == 300
 
-    train_step = train_base.Optimizer.step
+    train_step = base.Optimizer.step
 
     def interrupted(self, step):
         if step == 15:
             os.kill(os.getpid(), signal.SIGTERM)  # in the middle of a step, which is then done to its end
         train_step(self, step)
-    monkeypatch.setattr(train_base.Optimizer, "step", interrupted)
+    monkeypatch.setattr(base.Optimizer, "step", interrupted)
     run(texts, tmp_path / "parts", "--steps", "40")
     assert "interrupted at step 16" in capsys.readouterr().out
     monkeypatch.undo()
@@ -95,6 +94,6 @@ BAD = {
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(texts, tmp_path, case):
     flags, says = BAD[case]
     with pytest.raises(InputError) as caught:
-        train_base.main([*TINY, "--data", str(texts), "--out", str(tmp_path / "out"), *flags])
+        base.main([*TINY, "--data", str(texts), "--out", str(tmp_path / "out"), *flags])
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,4 @@
-"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and what heads are trained to
-guess is exact."""
+"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and the loss mask is exact."""
 
 import gzip
 import json
@@ -10,11 +9,53 @@ import numpy as np
 import pytest
 import torch
 
-from training import corpus as corpus
-from training import data as data
 from hf.chat import ChatTemplate
+from hf.tokenizer import load_encoding
 from model import InputError
-from test_hf_tokenizer import EOT, refusal, save, tiny, tiny_spec, write  # noqa: F401, tiny is a fixture
+from training import corpus, data
+
+EOT = "<|endoftext|>"
+
+
+def tiny_spec():
+    """A tokenizer of the 256 bytes under GPT-2's ids, five merges, and one special token after a gap."""
+    symbols = map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)))
+    vocab = {symbol: i for i, symbol in enumerate([*symbols, "he", "ll", "hell", "Ġw", "ĠĠ"])}
+    return {
+        "added_tokens": [{"id": 300, "content": EOT, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel"},
+        "model": {"type": "BPE", "vocab": vocab, "merges": ["h e", "l l", "he ll", "Ġ w", "Ġ Ġ"]},
+    }
+
+
+def save(folder, spec):
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return load_encoding(save(tmp_path, tiny_spec()))
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def refusal(call, *names):
+    """The message of the InputError that `call` raises: one line that contains all of `names`."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and "expected" in message and ";" in message
+    assert all(str(name) in message for name in names), message
+    return message
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # documents and splits
@@ -82,7 +123,7 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
 
 
 def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_once(tmp_path):
-    """Would catch: train_base.py learning completions without their prompts, or skipping conversations in silence."""
+    """Would catch: training.base learning completions without their prompts, or skipping conversations in silence."""
     write(tmp_path, {"a.jsonl": jsonl([PAIR, {"text": "t"}]), "b.jsonl": jsonl([PAIR] * 500 + [CHAT])})
     assert list(corpus.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
     refusal(lambda: list(corpus.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501", "chat template")
@@ -198,7 +239,7 @@ def chatty(tmp_path):
     spec = tiny_spec()
     added = {"<|im_start|>": 301, "<|im_end|>": 302}
     spec["added_tokens"] += [dict(id=index, content=text, special=True) for text, index in added.items()]
-    return data.load_encoding(save(tmp_path, spec))
+    return load_encoding(save(tmp_path, spec))
 
 
 def messages(turns):
@@ -300,7 +341,7 @@ def test_token_array_widens_for_ids_beyond_16_bits(tmp_path):
     for last, dtype in ((2**16 - 1, np.uint16), (2**16, np.uint32)):
         spec = tiny_spec()
         spec["added_tokens"][0]["id"] = last
-        encoding = data.load_encoding(save(tmp_path, spec))
+        encoding = load_encoding(save(tmp_path, spec))
         tokens = data.token_array(["a"], encoding, last)
         assert tokens.dtype == dtype and tokens.tolist() == [64, last]
 
@@ -344,29 +385,29 @@ def test_stored_tokens_are_those_that_load_tokens_gives(chunk, paths, chatty, tm
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", chunk)
     monkeypatch.setattr(data, "PROGRESS_CHARACTERS", 2000)
     said = []
-    stored = data.store_tokens(tmp_path / "out" / "tokens", paths, chatty, CHATML, said.append)
-    kinds = json.loads((tmp_path / "out" / "tokens" / "tokens.json").read_text())["kinds"]
-    assert kinds == {"text": 200, "completion": 60, "chat": 60}
+    stored, meta = data.store_tokens(tmp_path / "out" / "tokens", paths, chatty, CHATML, said.append)
+    assert meta["kinds"] == {"text": 200, "completion": 60, "chat": 60}
     assert said[0].startswith("tokenised ") and said[0].endswith("M tokens") and len(said) < 10
     for split in ("train", "heldout"):
         assert same(stored[split], data.load_tokens(paths, chatty, split, CHATML)), split
-        assert isinstance(stored[split].ids, np.memmap) and stored[split].ids.dtype == np.uint16
+        assert all(isinstance(array, np.memmap) for array in stored[split]) and stored[split].ids.dtype == np.uint16
     expected = [data.encode_record(record, chatty) for split, record in corpus.split_records(paths, ["train"], CHATML)]
     assert stored["train"].ids.tolist() == [token for ids, _ in expected for token in ids]
-    flags = [2 * (i == 0) + counted for _, counts in expected for i, counted in enumerate(counts)]
-    assert stored["train"].flags.tolist() == flags and {0, 1, 2, 3} == set(flags)
+    assert stored["train"].loss_mask.tolist() == [in_loss for _, mask in expected for in_loss in mask]
+    assert stored["train"].starts.tolist() == np.cumsum([0, *(len(ids) for ids, _ in expected[:-1])]).tolist()
     assert sorted(file.name for file in (tmp_path / "out" / "tokens").iterdir()) == [
-        "heldout.flags", "heldout.ids", "tokens.json", "train.flags", "train.ids"]
+        "heldout.ids", "heldout.loss_mask", "heldout.starts", "meta.json", "train.ids", "train.loss_mask", "train.starts"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokens"]
 
 
 def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(paths, chatty, tmp_path, monkeypatch):
     """Would catch: hours of tokenising for each --resume, and tokens of yesterday's text."""
     out = tmp_path / "out"
-    first = data.store_tokens(out, paths, chatty, CHATML)
+    first, _ = data.store_tokens(out, paths, chatty, CHATML)
     with monkeypatch.context() as patch:
-        for where, name in ((data, "encode_record"), (corpus, "read_records"), (corpus, "_read")):
+        for where, name in ((data, "encode_record"), (corpus, "read_records"), (corpus, "read_utf8")):
             patch.setattr(where, name, stop)
-        again = data.store_tokens(out, [str(path) for path in paths], chatty, CHATML)
+        again, _ = data.store_tokens(out, [str(path) for path in paths], chatty, CHATML)
         assert all(same(first[split], again[split]) for split in first)
         os.utime(paths[0] / "001.txt", ns=(0, 0))
         for call in (lambda: data.store_tokens(out, paths, chatty, CHATML),
@@ -388,104 +429,125 @@ def test_text_is_taken_a_chunk_at_a_time(monkeypatch):
     """Would catch: a corpus larger than memory, all of it in lists."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", 3)
     taken = iter(["ab"] * 5)
-    chunks = data._chunks(taken)
+    chunks = data.chunks(taken, len)
     assert next(chunks) == ["ab", "ab"] and len(list(taken)) == 3
 
 
-@pytest.mark.parametrize("name", ["train.ids", "train.flags", "train.*", "heldout.ids", "heldout.flags", "tokens.json"])
-@pytest.mark.parametrize("damage", ["gone", "short", "longer"])
+def copied(tokens):
+    return {split: data.Tokens(*(array.copy() for array in arrays)) for split, arrays in tokens.items()}
+
+
+@pytest.mark.parametrize("name", ["train.ids", "train.loss_mask", "train.starts", "train.*", "heldout.ids", "meta.json"])
+@pytest.mark.parametrize("damage", ["gone", "short", "longer", "empty"])
 def test_stored_files_that_are_damaged_are_made_anew(name, damage, library, tiny, tmp_path):
     """Would catch: files that do not fit each other, mapped because the key is right."""
-    first = {split: [array.copy() for array in tokens] for split, tokens in data.store_tokens(tmp_path, [library], tiny).items()}
-    for file in list(tmp_path.glob(name)):
+    out = tmp_path / "out"
+    first = copied(data.store_tokens(out, [library], tiny)[0])
+    for file in list(out.glob(name)):
         content = file.read_bytes()
         file.unlink()
         if damage != "gone":
-            file.write_bytes(content[: len(content) // 4 * 2] if damage == "short" else content + content)
-    stored = data.store_tokens(tmp_path, [library], tiny)
+            file.write_bytes({"short": content[:len(content) // 8 * 4], "longer": content + content, "empty": b""}[damage])
+    if damage == "gone" or name != "meta.json":
+        refusal(lambda: data.open_tokens(out))
+    stored, _ = data.store_tokens(out, [library], tiny)
     assert all(same(first[split], stored[split]) for split in first)
 
 
-@pytest.mark.parametrize("moment", ["encode", "rename 1", "rename 3", "json"])
+@pytest.mark.parametrize("meta", [[], {}, {"lengths": {"train": 3}}, {"lengths": {"train": ["3", 1, 1]}, "dtype": "uint16"},
+                                  {"lengths": {"train": [3, 3, 1]}, "dtype": "hope"}, {"lengths": {"train": [3]}, "dtype": "u2"}])
+def test_a_meta_json_of_another_shape_is_refused_in_one_line(meta, tmp_path):
+    write(tmp_path, {"meta.json": json.dumps(meta), "train.ids": b"123456", "train.loss_mask": b"111", "train.starts": bytes(8)})
+    with pytest.raises(InputError) as caught:
+        data.open_tokens(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("moment", ["encode", "remove", "rename"])
 def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, library, tiny, tmp_path, monkeypatch):
-    """Would catch: half a corpus, or new ids beside the flags of an older one, under a key that says all is well."""
+    """Would catch: half a corpus, or an old file beside a new one, with a key that says all is well."""
     out = tmp_path / "out"
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", 100)
-    old = {split: [array.copy() for array in tokens] for split, tokens in data.store_tokens(out, [library], tiny).items()}
-    calls, encode, replace = [], data.encode_record, os.replace
+    old = copied(data.store_tokens(out, [library], tiny)[0])
+    calls, encode, rmtree = [], data.encode_record, data.shutil.rmtree
 
-    def sometimes(call, last):
-        def counted(*args):
-            calls.append(args)
-            return call(*args) if len(calls) < last else stop()
-        return counted
+    def encode_some(*args):
+        calls.append(args)
+        return encode(*args) if len(calls) < 70 else stop()
 
-    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(corpus.read_documents([library]))})  # all longer by one
+    def remove_some(folder, *args, **kwargs):
+        if folder != out:
+            return rmtree(folder, *args, **kwargs)
+        (out / "train.loss_mask").unlink()
+        stop()
+
+    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(corpus.read_documents([library]))})  # all are longer
     with monkeypatch.context() as patch:
-        if moment == "encode":
-            patch.setattr(data, "encode_record", sometimes(encode, 70))
-        elif moment == "json":
-            patch.setattr(data, "atomic_write", stop)
-        else:
-            patch.setattr(os, "replace", sometimes(replace, int(moment[-1])))
+        where, name, by = {"encode": (data, "encode_record", encode_some), "remove": (data.shutil, "rmtree", remove_some),
+                           "rename": (os, "replace", stop)}[moment]
+        patch.setattr(where, name, by)
         with pytest.raises(KeyboardInterrupt):
             data.store_tokens(out, [library], tiny)
-    assert not list(out.glob("*.tmp*")) and (out / "tokens.json").exists() == (moment == "encode")
+    assert not list(tmp_path.glob("out.tmp*")) and out.exists() == (moment != "rename")
     if moment == "encode":  # what was there before is there still
-        for split, tokens in old.items():
-            assert same(tokens, data.open_tokens(out, split, np.uint16))
-    write(out, {"train.ids.tmp1": "left by a run that was killed outright"})
-    stored = data.store_tokens(out, [library], tiny)
+        assert all(same(tokens, data.open_tokens(out)[0][split]) for split, tokens in old.items())
+    if moment == "remove":
+        refusal(lambda: data.open_tokens(out))
+    write(tmp_path / "out.tmp1", {"train.ids": "left by a run that was killed outright"})
+    stored, _ = data.store_tokens(out, [library], tiny)
     for split in old:
         assert same(stored[split], data.load_tokens([library], tiny, split)) and not same(stored[split], old[split])
-    assert not list(out.glob("*.tmp*"))
+    assert not list(tmp_path.glob("out.tmp*"))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line_and_no_files(library, tiny, tmp_path, monkeypatch):
     """Would catch: a traceback, and gigabytes of half-written files on a disk that is full."""
-    fake = lambda file, mode: open("/dev/full" if "heldout.ids" in file else file, mode)  # noqa: E731
+    fake = lambda file, mode: open("/dev/full" if "heldout.ids" in str(file) else file, mode)  # noqa: E731
     monkeypatch.setattr(data, "open", fake, raising=False)
-    refusal(lambda: data.store_tokens(tmp_path / "out", [library], tiny), tmp_path / "out", "No space left")
-    assert list((tmp_path / "out").iterdir()) == []
+    refusal(lambda: data.store_tokens(tmp_path / "new" / "out", [library], tiny), tmp_path / "new" / "out", "No space left")
+    assert list((tmp_path / "new").iterdir()) == []
     write(tmp_path, {"file": "x"})
     refusal(lambda: data.store_tokens(tmp_path / "file" / "out", [library], tiny), tmp_path / "file")
 
 
-def test_a_training_split_in_which_nothing_counts_is_refused(chatty, tmp_path):
+def test_a_training_split_in_which_nothing_is_in_the_loss_is_refused(chatty, tmp_path):
     """Would catch: a run of hours that trains on nothing."""
     silent = ChatTemplate("silent", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", {})
     write(tmp_path, {"a.jsonl": jsonl(messages([("user", f"q{i}"), ("assistant", "a")]) for i in range(100))})
     for call in (lambda: data.load_tokens([tmp_path / "a.jsonl"], chatty, "train", silent),
                  lambda: data.store_tokens(tmp_path / "out", [tmp_path / "a.jsonl"], chatty, silent)):
         refusal(call, "no usable tokens", tmp_path / "a.jsonl")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not list(tmp_path.glob("out*"))
 
 
-def test_saved_documents_come_back_flagged_and_an_error_on_the_way_saves_none(tmp_path, monkeypatch):
-    """Would catch: ids cut to 16 bits, an empty document whose start swallows the next one's, half a file after an error."""
+def write_own(folder, documents):
+    with data.write_tokens(folder, np.uint32, ["own"]) as (add, meta):
+        for ids, loss_mask in documents:
+            add("own", ids, loss_mask)
+        meta.update(mine=7)
+    return data.open_tokens(folder)[0]["own"]
+
+
+def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_path):
+    """Would catch: ids cut to 16 bits, an empty document whose start is the next one's, half a file after an error."""
     documents = [([70_000, 2, 3], [False, True, True]), ([], []), (np.array([4]), np.array([True]))]
-    tokens = data.save_tokens(tmp_path / "new", "own", iter(documents))
-    assert tokens.ids.tolist() == [70_000, 2, 3, 4] and tokens.flags.tolist() == [2, 1, 1, 3]
-    assert same(tokens, data.open_tokens(tmp_path / "new", "own", np.uint32))
+    tokens = write_own(tmp_path / "new", iter(documents))
+    assert tokens.ids.tolist() == [70_000, 2, 3, 4] and tokens.loss_mask.tolist() == [False, True, True, True]
+    assert tokens.starts.tolist() == [0, 3] and data.open_tokens(tmp_path / "new")[1]["mine"] == 7
 
     def broken():
         yield [5], [True]
         raise InputError("no more")
 
     with pytest.raises(InputError, match="no more"):
-        data.save_tokens(tmp_path / "new", "own", broken())
-    assert data.open_tokens(tmp_path / "new", "own").ids.tolist() == [70_000, 2, 3, 4]
-    assert len(list((tmp_path / "new").iterdir())) == 2
-    replace = os.replace
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", lambda old, new: replace(old, new) if str(new).endswith("ids") else stop())
-        data.save_tokens(tmp_path / "new", "own", [([5, 6, 7, 8], [True] * 4)])
-    refusal(lambda: data.open_tokens(tmp_path / "new", "own"), tmp_path / "new")  # not new ids with old flags
-    data.save_tokens(tmp_path / "new", "own", documents)
-    assert data.save_tokens(tmp_path, "none", []).ids.shape == (0,)
-    refusal(lambda: data.open_tokens(tmp_path, "missing"), tmp_path / "missing")
-    refusal(lambda: data.open_tokens(tmp_path / "new", "own", np.uint16), tmp_path / "new")
+        write_own(tmp_path / "new", broken())
+    assert data.open_tokens(tmp_path / "new")[0]["own"].ids.tolist() == [70_000, 2, 3, 4]
+    assert [file.name for file in tmp_path.iterdir()] == ["new"]
+    assert write_own(tmp_path / "none", []).ids.shape == (0,)
+    refusal(lambda: data.open_tokens(tmp_path / "missing"), tmp_path / "missing")
+    twice = data.concatenate([tokens, write_own(tmp_path / "none", []), tokens])
+    assert twice.ids.tolist() == [70_000, 2, 3, 4] * 2 and twice.starts.tolist() == [0, 3, 4, 7]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,22 +569,25 @@ def test_windows_are_batches_with_their_marks_and_the_numbers_of_their_documents
     """Would catch: windows from elsewhere than batch's, and guesses across the border of two documents."""
     rng = np.random.default_rng(0)
     starts = np.append(True, rng.random(299) < 0.2)
-    tokens = data.Tokens(np.arange(300).astype(np.uint16), (rng.random(300) < 0.5) * np.uint8(1) + starts * np.uint8(2))
-    ids, counts, numbers = data.windows(tokens, 50, 17, torch.Generator().manual_seed(3))
+    tokens = data.Tokens(np.arange(300).astype(np.uint16), rng.random(300) < 0.5, np.flatnonzero(starts))
+    ids, loss_mask, numbers = data.windows(tokens, 50, 17, torch.Generator().manual_seed(3))
     assert torch.equal(ids, data.batch(tokens.ids, 50, 17, torch.Generator().manual_seed(3)))
-    assert (ids.dtype, counts.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
-    for window, counted, documents in zip(ids.tolist(), counts.tolist(), numbers.tolist()):
-        assert counted == [bool(tokens.flags[i] & 1) for i in window]
+    assert (ids.dtype, loss_mask.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
+    for window, mask, documents in zip(ids.tolist(), loss_mask.tolist(), numbers.tolist()):
+        assert mask == tokens.loss_mask[window].tolist()
         assert documents == [sum(starts[window[0] + 1 : i + 1].tolist()) for i in window]
     assert {bool(starts[window[0]]) for window in ids.tolist()} == {True, False}
     refusal(lambda: data.windows(tokens, 1, 301, torch.Generator()), 301, 300)
+    assert all(map(torch.equal, data.window_batch(tokens, 50, 17, 3, "cpu"), (ids, loss_mask, numbers)))
+    one = tokens._replace(starts=np.zeros(1, np.int64))
+    assert data.window_batch(one, 50, 17, 3, "cpu")[2] is None
 
 
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):
     """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
     tiny.prefix = [7]
     tokens = data.load_tokens([library], tiny, "heldout")
-    texts = [[7, *tiny.encode_ordinary(text)] for text in corpus.documents([library], "heldout")]
+    texts = [[7, *tiny.encode_ordinary(record.text)] for _, record in corpus.split_records([library], ["heldout"])]
     n = sum(len(text) >= 33 for text in texts)
     assert 2 < n < len(texts)
     found = data.prompts(tokens, 2 * n, 33)
@@ -552,8 +617,8 @@ def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(cha
     allowed = {opening.format(c) for c in "abcdefgh"} | set(both) | {4 * c for c in "stuvwxyz"} | {100 * c for c in "ijk"}
     assert found <= allowed and len(found) > 15 and any(text in found for text in both)
     assert {len(prompt) for prompt in data.prompts(tokens, 40, 1)} == {4}
-    assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, most=1)} <= {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
-    answered = data.Tokens(np.arange(5, dtype=np.uint16), np.array([3, 1, 0, 0, 1], np.uint8))
+    assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, max_len=1)} <= {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
+    tokens_of = lambda *loss_mask: data.Tokens(np.arange(5, dtype=np.uint16), np.array(loss_mask) > 0, np.array([0]))  # noqa: E731
+    answered = tokens_of(1, 1, 0, 0, 1)
     assert data.prompts(answered, 20, 2) == [[0, 1, 2, 3]] * 20
-    nothing = data.Tokens(np.arange(5, dtype=np.uint16), np.array([2, 0, 0, 0, 0], np.uint8))
-    refusal(lambda: data.prompts(nothing, 1, 1))
+    refusal(lambda: data.prompts(tokens_of(0, 0, 0, 0, 0), 1, 1))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_prompts, toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import random_prompts, toy_model
-from training.loss import guessed_places, head_losses, state_losses, top_hits
+from training.loss import guess_masks, head_losses, state_losses, top_hits
 
 K, B, T = 3, 3, 11
 CHUNKS = [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9]
@@ -16,58 +16,58 @@ def inputs(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor(random_prompts([T + K + 1] * B, seed=seed))
     outputs = [torch.randn(B, T, 64, generator=generator, requires_grad=True) for _ in range(K)]
-    places = torch.rand(K, B, T, generator=generator) < 0.7
-    return outputs, model(tokens[:, :-1]), tokens, places
+    guess_mask = torch.rand(K, B, T, generator=generator) < 0.7
+    return outputs, model(tokens[:, :-1]), tokens, guess_mask
 
 
-def plain(model, outputs, hidden, tokens, places, objective, reach=0):
+def plain(model, outputs, hidden, tokens, guess_mask, objective, top_n=0):
     """Written out: all logits at once."""
-    teacher, sums, hits, counts = model.lm_head(hidden), [], [], []
+    teacher, sums, hits, reached_masks = model.lm_head(hidden), [], [], []
     reached = torch.ones(B, T, dtype=torch.bool)
     for i, out in enumerate(outputs):
         logits, ahead, said = model.lm_head(out), teacher[:, i + 1:i + 1 + T], tokens[:, i + 2:i + 2 + T]
         target = ahead.softmax(-1).flatten(0, 1) if objective == "distill" else said.flatten()
-        reached = reached & places[i]
-        here = reached if reach else places[i]
+        reached = reached & guess_mask[i]
+        here = reached if top_n else guess_mask[i]
         losses = F.cross_entropy(logits.flatten(0, 1), target, reduction="none").view(B, T)
         sums.append(losses[here].sum())
-        hits.append((logits.argmax(-1) == ahead.argmax(-1))[places[i]].sum().float())
-        counts.append(here)
+        hits.append((logits.argmax(-1) == ahead.argmax(-1))[guess_mask[i]].sum().float())
+        reached_masks.append(here)
         rank = (logits.argsort(-1, descending=True) == said[..., None]).int().argmax(-1)
-        reached = reached & (rank < reach)
-    return torch.stack(sums), torch.stack(hits), torch.stack(counts)
+        reached = reached & (rank < top_n)
+    return torch.stack(sums), torch.stack(hits), torch.stack(reached_masks)
 
 
-@pytest.mark.parametrize("reach", [0, 30])
+@pytest.mark.parametrize("top_n", [0, 30])
 @pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, reach):
+def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, top_n):
     """Catches a border between chunks that is off by one, a guess that should not count, and a gradient of the wrong scale."""
     model = toy_model()
-    outputs, hidden, tokens, places = inputs(model)
-    kept = places.clone()
+    outputs, hidden, tokens, guess_mask = inputs(model)
+    kept = guess_mask.clone()
     weights = torch.tensor([1.0, 0.7, 0.49])
-    want, *others = plain(model, outputs, hidden, tokens, places, objective, reach)
+    want, *others = plain(model, outputs, hidden, tokens, guess_mask, objective, top_n)
     (weights * want).sum().backward()
     wanted = [out.grad.clone() for out in outputs]
     for out in outputs:
         out.grad = None
-    got, *counted = head_losses(model, outputs, hidden, tokens, places, objective, reach, chunk)
+    got, *counted = head_losses(model, outputs, hidden, tokens, guess_mask, objective, top_n, chunk)
     (weights * got).sum().backward()
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
-    assert torch.equal(counted[0], others[0]) and torch.equal(counted[1], others[1]) and torch.equal(places, kept)
+    assert torch.equal(counted[0], others[0]) and torch.equal(counted[1], others[1]) and torch.equal(guess_mask, kept)
     for out, grad in zip(outputs, wanted):
         torch.testing.assert_close(out.grad, grad, atol=1e-5, rtol=1e-5)
     sizes = counted[1].sum(dim=(1, 2)).tolist()
-    assert not reach or 0 < sizes[2] < sizes[1] < sizes[0] == places[0].sum()
+    assert not top_n or 0 < sizes[2] < sizes[1] < sizes[0] == guess_mask[0].sum()
 
 
 def test_gradient_by_finite_differences():
     model = toy_model().double()
-    outputs, hidden, tokens, places = inputs(model)
+    outputs, hidden, tokens, guess_mask = inputs(model)
     outputs = [out.detach().double().requires_grad_() for out in outputs]
     for objective in ("distill", "data"):
-        loss = lambda *outs: head_losses(model, outs, hidden, tokens, places, objective, 0, 97 * 5)[0]
+        loss = lambda *outs: head_losses(model, outs, hidden, tokens, guess_mask, objective, 0, 97 * 5)[0]
         assert torch.autograd.gradcheck(loss, outputs, eps=1e-5, atol=1e-4, fast_mode=True)
 
 
@@ -87,41 +87,41 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
     """Catches a head that is trained to guess another document's first words, or what the user says."""
     tokens = torch.arange(2 * 9).view(2, 9)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2], [0] * 9])
-    counts = torch.tensor([[True] * 9, [False] * 5 + [True] * 4])
-    places = guessed_places(tokens, 3, counts, documents)
+    loss_mask = torch.tensor([[True] * 9, [False] * 5 + [True] * 4])
+    guess_mask = guess_masks(tokens, 3, loss_mask, documents)
     for i in range(3):
         for b in range(2):
-            want = [bool(documents[b, t] == documents[b, t + 2 + i] and counts[b, t + 2 + i]) for t in range(5)]
-            assert places[i, b].tolist() == want
-    assert guessed_places(tokens, 3).all() and guessed_places(tokens, 3).shape == (3, 2, 5)
+            want = [bool(documents[b, t] == documents[b, t + 2 + i] and loss_mask[b, t + 2 + i]) for t in range(5)]
+            assert guess_mask[i, b].tolist() == want
+    assert guess_masks(tokens, 3).all() and guess_masks(tokens, 3).shape == (3, 2, 5)
 
 
 def test_state_losses_equal_the_plain_computation():
     model = toy_model()
-    outputs, hidden, _, places = inputs(model)
-    got = state_losses(model, outputs, hidden, places)
+    outputs, hidden, _, guess_mask = inputs(model)
+    got = state_losses(model, outputs, hidden, guess_mask)
     for i, out in enumerate(outputs):
-        ahead = model.norm(hidden)[:, i + 1:i + 1 + T][places[i]]
-        want = F.smooth_l1_loss(model.norm(out)[places[i]], ahead) * places[i].sum()
+        ahead = model.norm(hidden)[:, i + 1:i + 1 + T][guess_mask[i]]
+        want = F.smooth_l1_loss(model.norm(out)[guess_mask[i]], ahead) * guess_mask[i].sum()
         torch.testing.assert_close(got[i], want)
     got.sum().backward()
-    assert all(out.grad.abs().sum() > 0 and not out.grad[~places[i]].any() for i, out in enumerate(outputs))
+    assert all(out.grad.abs().sum() > 0 and not out.grad[~guess_mask[i]].any() for i, out in enumerate(outputs))
 
 
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
 def test_top_hits_count_ranks(chunk):
     """Catches a rank that is off by one, and ties that count for more than one token."""
     model = toy_model()
-    outputs, hidden, _, places = inputs(model)
+    outputs, hidden, _, guess_mask = inputs(model)
     with torch.no_grad():
         model.head.weight[50:60] = model.head.weight[50]
     teacher = model.lm_head(hidden).argmax(-1)
-    got = top_hits(model, outputs, hidden, places, (1, 2, 40, 97), chunk)
+    got = top_hits(model, outputs, hidden, guess_mask, (1, 2, 40, 97), chunk)
     for i, out in enumerate(outputs):
         order = model.lm_head(out).sort(dim=-1, descending=True, stable=True).indices
         for n, hits in zip((1, 2, 40, 97), got[:, i].tolist()):
-            assert hits == (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1)[places[i]].sum()
-    assert got[0].max() < got[2].min() and torch.equal(got[3], places.sum(dim=(1, 2)).float())
+            assert hits == (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1)[guess_mask[i]].sum()
+    assert got[0].max() < got[2].min() and torch.equal(got[3], guess_mask.sum(dim=(1, 2)).float())
 
 
 class Peak(TorchDispatchMode):
@@ -157,14 +157,14 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary():
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]
         tokens = torch.empty(1, N + heads + 1, dtype=torch.int64)
-        places = torch.empty(heads, 1, N, dtype=torch.bool)
+        guess_mask = torch.empty(heads, 1, N, dtype=torch.bool)
 
     class Model:
         norm = staticmethod(lambda x: x * 1.0)
         head = type("Head", (), dict(weight=weight))
     chunk = 2**24
     with Peak() as peak:
-        losses, *_ = head_losses(Model, outputs, hidden, tokens, places, "distill", 4, chunk)
+        losses, *_ = head_losses(Model, outputs, hidden, tokens, guess_mask, "distill", 4, chunk)
         losses.sum().backward()
     kept = 4 * C * (3 * heads + 1) * (N + heads)  # what the norm gives, its gradient, and that of the outputs, per head
     assert peak.peak < kept + 6 * 4 * chunk < 4 * V * N

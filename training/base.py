@@ -1,10 +1,10 @@
 """Trains the small base model of demo/ from scratch and writes it as a Hugging Face folder.
 
-    python train_base.py --out out/base                 # the built-in corpus: this machine's Python standard library
-    python train_base.py --out out/base --resume        # go on where an earlier run stopped
+    python -m training.base --out out/base                 # the built-in corpus: this machine's Python standard library
+    python -m training.base --out out/base --resume        # continue an earlier run
 
-Matrices learn by Muon (torch.optim has it), which needs far fewer tokens here than AdamW does, the rest by AdamW. The
-tokenizer is a byte-level BPE learned from the same text.
+Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW does; the rest by AdamW. The tokenizer is a
+byte-level BPE learned from the same text.
 """
 
 import json
@@ -13,27 +13,26 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from model import GPTConfig, InputError, atomic_write
-from training.corpus import documents
-from training.data import batch, token_array
 from generate import check
-from tools.cli import Parser, command, pick_device
-from model import GPT
 from hf.tokenizer import end_of_text, load_encoding
-from training.run import Progress, Signals, add_training_flags, check_training_flags, load_state, make_folder, set_learning_rate
+from model import GPT, GPTConfig, InputError, atomic_write
+from tools.cli import Parser, command, pick_device
+from training.corpus import split_records
+from training.data import batch, token_array
+from training.run import Progress, Signals, add_flags, check_flags, load_state, make_folder, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
-# words with the one character before them, up to three digits, punctuation with its line end, line ends, other space
+# a word with one character before it, up to three digits, punctuation with its line end, line ends, other space
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_size", "n_embd", "n_inner")  # of GPTConfig, as flags
-SAVE_EVERY = 250  # steps
+SHOW_EVERY, SAVE_EVERY = 20, 250  # steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizer
 
 def train_tokenizer(documents, vocab_size, out):
-    """Learns a byte-level BPE of vocab_size tokens, the end-of-text token last, and writes it for transformers to read."""
+    """Learns a byte-level BPE of vocab_size tokens, the last being END_OF_TEXT, and writes it as transformers does."""
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -56,7 +55,8 @@ def train_tokenizer(documents, vocab_size, out):
 # Training
 
 class Optimizer:
-    """Muon for the matrices inside the blocks, AdamW for the rest (embedding, norms, biases), under one learning rate."""
+    """Muon for the matrices inside the blocks, AdamW for the rest (embedding, norms, biases), with one learning
+    rate."""
 
     def __init__(self, model, lr, steps):
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
@@ -98,20 +98,20 @@ def heldout_loss(loss_fn, tokens, args, device, batches=16):
 
 
 class Run:
-    """One training run: what is trained, and how it is saved and resumed."""
+    """One training run: the model, its optimiser, the step it is at."""
 
-    def __init__(self, args, config, device):
+    def __init__(self, args, config, device, state=None):
         self.args, self.out, self.device, self.step = args, Path(args.out), device, 0
         self.model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
         self.optimizer = Optimizer(self.model, args.lr, args.steps)
         loss_fn = lambda tokens: loss_of(self.model, tokens)
         self.loss_fn = torch.compile(loss_fn) if args.compile else loss_fn
-        if args.resume:
-            state = load_state(self.out / "train_state.pt", device)
+        if state:
             try:
                 self.model.load_state_dict(state["model"])
             except RuntimeError:
-                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or choose another --out") from None
+                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or choose another "
+                                 "--out") from None
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
 
@@ -121,8 +121,8 @@ class Run:
         self.model.save_pretrained(self.out, torch.bfloat16)
 
     def train(self, tokens):
-        """Trains to the last step, or until Ctrl-C or SIGTERM, which end the step that is going on first. Batches are seeded by the
-        step, so a resumed run sees the same ones."""
+        """Trains to the last step, or until Ctrl-C or SIGTERM, which let the current step finish. Windows are seeded by
+        the step, so that a resumed run sees the same ones."""
         a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         with Signals() as signals:
             while self.step < a.steps and not signals.came:
@@ -131,7 +131,7 @@ class Run:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step(self.step)
                 self.step += 1
-                if self.step % 20 == 0 or self.step == a.steps:
+                if self.step % SHOW_EVERY == 0 or self.step == a.steps:
                     progress.show(self.step, f"loss {loss.item():.3f}")
                 if self.step % SAVE_EVERY == 0:
                     self.save()
@@ -140,40 +140,40 @@ class Run:
             print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
 def parse(argv):
     parser = Parser("Trains a small base model from scratch.")
-    add_training_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
+    add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
     parser.add_argument("--out", default="out/base")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(GPTConfig, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss; needs a C++ compiler on a CPU")
     args = parser.parse_args(argv)
-    check_training_flags(args)
+    check_flags(args)
     for name in SIZES:
         check(name, getattr(args, name), 1, 2**20, whole=True)
     if args.vocab_size < 257 or args.n_head % args.n_kv_head or args.head_size % 2 or not 16 <= args.head_size <= 256:
-        raise InputError("vocab_size must be at least 257, n_head a multiple of n_kv_head, head_size even, from 16 to 256; "
-                         f"got {args.vocab_size}, {args.n_head} and {args.n_kv_head}, {args.head_size}")
+        raise InputError("vocab_size must be at least 257, n_head a multiple of n_kv_head, head_size even, from 16 to "
+                         f"256; got {args.vocab_size}, {args.n_head} and {args.n_kv_head}, {args.head_size}")
     return args
 
 
 def main(argv=None):
     args = parse(argv)
     device, out = pick_device(args.device), Path(args.out)
-    texts = {split: list(documents(args.data, split)) for split in ("train", "heldout")}
-    if args.resume:
-        load_state(out / "train_state.pt", device)
-    elif (out / "train_state.pt").exists():
-        raise InputError(f"{out} holds a run already; --resume goes on with it, another --out starts a new one")
-    else:  # only now: bad data leaves nothing behind
+    texts = {split: [record.text for _, record in split_records(args.data, [split])] for split in ("train", "heldout")}
+    state = load_state(out, args.resume, ("model", "optimizer", "step"), device)
+    if not args.resume:  # only now: bad data leaves nothing behind
         make_folder(out)
         train_tokenizer(texts["train"], args.vocab_size, out)
     encoding = load_encoding(out)
     train_tokens, heldout = (token_array(texts[split], encoding, end_of_text(encoding)) for split in texts)
-    window(heldout, args, 0, device)  # what the evaluation needs is here, or we say so before training
+    window(heldout, args, 0, device)  # raises before training where the evaluation has too few tokens
     config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
-    run = Run(args, config, device)
+    run = Run(args, config, device, state)
     size = sum(p.numel() for p in run.model.parameters())
     print(f"{size / 1e6:.2f}M parameters; {len(train_tokens) / 1e6:.1f}M training tokens, "
           f"{len(heldout) / 1e6:.2f}M held out", flush=True)

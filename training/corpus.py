@@ -1,6 +1,6 @@
-"""Corpora: files of text and of conversations into documents, and documents into splits.
+"""Files of text and of conversations into documents, and documents into a training and a held-out split.
 
-The built-in corpus is the Python standard library's own source, so that every command runs with nothing downloaded.
+The built-in corpus is the source of Python's standard library, so every command runs without a download.
 """
 
 import glob
@@ -17,92 +17,80 @@ from typing import NamedTuple
 
 from model import InputError
 
-LINES = (".jsonl", ".jsonl.gz")  # a document on each line
+LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", *LINES)
 SPLITS = ("train", "heldout")
-PIECE = 4096  # characters of a long document that are held out, or not, together
+PIECE = 4096  # characters; a longer text is split into pieces of this size before each is assigned to a split
 
 
 class Record(NamedTuple):
-    """A document: (text, counts) pairs, where counts says that heads are trained to guess these tokens, and its kind."""
+    """A document as (text, in_loss) pairs. in_loss: heads are trained to guess the tokens of this text."""
 
     parts: tuple
-    kind: str  # "text", "completion" (of a prompt, which does not count) or "chat" (what the assistant says counts)
+    kind: str  # "text", "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)
 
     @property
     def text(self):
         return "".join(text for text, _ in self.parts)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
+class BrokenLine(Exception):
+    """The reason why a line of a .jsonl file holds no document."""
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 def builtin_corpus(split):
-    """The Python standard library's own .py files on this machine: a sorted list of Path, fit for read_documents.
-
-    split: "train", or "heldout" for the 1 file in 20 that a hash of its path inside the library picks.
-    Raises InputError where Python came without its sources.
-    """
-    _check_split(split)
-    root, names = _library()
-    files = [root / name for name in names if _split_of(name.as_posix()) == split]
-    files = [file for file in files if _read(file)]
+    """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20, picked by a hash of
+    its path inside the library, is in the split "heldout", the others in "train". InputError where there are no
+    sources."""
+    check_split(split)
+    root, names = library_files()
+    files = [root / name for name in names if split_of(name.as_posix()) == split]
+    files = [file for file in files if read_utf8(file)]
     if not files:
         raise InputError(f"{root}: expected the sources of Python's library, but there are none; name files of text")
     return files
 
 
-def _library():
-    """(root of the library, names of its files inside it)."""
+def library_files():
+    """(root of the standard library, the paths of its .py files relative to the root, sorted)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [file.relative_to(root) for file in sorted(root.rglob("*.py"))]
-    return root, [name for name in names if not _foreign(name)]
-
-
-def _foreign(name):
-    # _sysconfigdata describes the machine that Python was built on, so it would differ between two of the same version.
-    return {"site-packages", "dist-packages", "__pycache__"} & set(name.parts) or name.stem.startswith("_sysconfigdata")
-
-
-def _check_split(split):
-    if split not in SPLITS:
-        raise InputError(f"expected the split train or heldout, but got {split!r}; name one of the two")
-
-
-def _split_of(text):
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
+    others = {"site-packages", "dist-packages", "__pycache__"}
+    # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
+    return root, [name for name in names if not others & set(name.parts) and not name.stem.startswith("_sysconfigdata")]
 
 
 def find_files(path):
-    """The files that a path stands for, a list of Path: a file; a folder's of TEXT_SUFFIXES, however deep; or, where
-    there is no such path and it has a *, ? or [, what fits this pattern, folders again searched through. Sorted. Folders
-    that hold a training run are left out.
-    Raises InputError where there is none to read, but for a folder without files, which gives []."""
+    """The files that a path names, a sorted list of Path: the file itself, or all files of TEXT_SUFFIXES below a
+    folder. A path that does not exist and contains *, ? or [ is a pattern; folders that match it are searched as well.
+    Folders that hold a training run are left out. InputError where nothing can be read, except for an empty folder:
+    []."""
     if not os.path.exists(path) and set("*?[") & set(str(path)):
         files = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in find_files(match)]
         if not files:
             raise InputError(f"{path}: expected files that fit this pattern, but there are none; check the pattern")
-        return list(dict.fromkeys(files))  # ** fits a folder and, once more, what is in it
+        return list(dict.fromkeys(files))  # ** matches a folder and also the files in it
     if not os.access(path, os.R_OK):
         raise InputError(f"{path}: expected a file or folder of text, but there is none to read; check the path")
     if not os.path.isdir(path):
         return [Path(path)]
-    runs = {state.parent for state in Path(path).rglob("train_state.pt")}  # what trainings wrote there is no data
+    runs = {state.parent for state in Path(path).rglob("train_state.pt")}
     return [file for file in sorted(Path(path).rglob("*"))
             if file.name.endswith(TEXT_SUFFIXES) and file.is_file() and not runs & set(file.parents)]
 
 
 def source_files(paths):
-    """The files of paths, or None, for the built-in corpus: a list of Path. Errors as for find_files."""
+    """All files of `paths`, or of the built-in corpus if None: a list of Path. Errors as in `find_files`."""
     if paths is None:
-        root, names = _library()
+        root, names = library_files()
         return [root / name for name in names]
     return [file for path in paths for file in find_files(path)]
 
 
-def _read(file):
+def read_utf8(file):
     """A file's text, or None where it cannot be read as UTF-8."""
     try:
         return file.read_bytes().decode()
@@ -110,8 +98,8 @@ def _read(file):
         return None
 
 
-def _lines(file):
-    """Yield (number from 1, line as bytes) of a .jsonl or .jsonl.gz file. Raises InputError for one that is damaged."""
+def read_lines(file):
+    """Yields (number from 1, line as bytes) of a .jsonl or .jsonl.gz file. InputError for a damaged one."""
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             yield from enumerate(lines, start=1)
@@ -120,176 +108,176 @@ def _lines(file):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# documents
+# Documents
 
-
-def _warn(line):
+def warn(line):
     print(line, file=sys.stderr, flush=True)
 
 
-def read_documents(paths, log=_warn):
-    """Yield each document's text, a str that is not empty; of a prompt with its completion, both as one.
-
-    paths, log and errors as for `read_records`; a conversation, which needs a template, raises InputError.
-    """
+def read_documents(paths, log=warn):
+    """Yields the text of each document, not empty; a prompt and its completion are one text. As `read_records`, but
+    conversations are refused, since they need a template."""
     for record in read_records(paths, log=log):
         yield record.text
 
 
-def read_records(paths, template=None, log=_warn):
-    """Yield each document as a Record of some text.
+def read_records(paths, template=None, log=warn):
+    """Yields each document that is not empty as a `Record`.
 
-    paths: files, read whatever their suffix, folders, and patterns, see find_files. A file is a document; of a .jsonl or
-    .jsonl.gz file each line is one, see _record. template: the chat.ChatTemplate that makes text of messages. log is
-    called with a line of text for each file of which up to 1 line in 100 is broken: these are skipped.
-    Raises InputError for a path that is missing or has nothing to read, for a named file that is not UTF-8, for a .jsonl
-    file that has more broken lines, and for messages without a template. Elsewhere, files that are no UTF-8 are left out.
+    paths: files of any suffix, folders and patterns, see `find_files`. A file is one document, except that each line of
+    a .jsonl or .jsonl.gz file is one, see `parse_line`. template: the `ChatTemplate` that turns messages into text.
+    log: called with one line of text per file in which lines were skipped: broken ones, if they are at most 1 in 100.
+    InputError for a path without anything to read, a named file that is not UTF-8, a .jsonl file with more broken
+    lines, and messages without a template. Inside folders, files that are not UTF-8 are left out.
     """
     for path in paths:
-        count = 0
-        records = (record for file in find_files(path) for record in _records(file, template, log) if record.text)
-        for count, record in enumerate(records, start=1):
-            yield record
-        if not count:
+        empty = True
+        for file in find_files(path):
+            for record in file_records(file, template, log):
+                if record.text:
+                    empty = False
+                    yield record
+        if empty:
             wanted = f"{' '.join(TEXT_SUFFIXES)} files" if os.path.isdir(path) else "text"
             raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not UTF-8; name another")
 
 
-def _records(file, template, log):
-    """The Records of one file: none for what is not UTF-8."""
+def file_records(file, template, log):
+    """Yields the Records of one file; an empty one for a file that is not UTF-8."""
     if not file.name.endswith(LINES):
-        yield _plain(_read(file) or "")
+        yield text_record(read_utf8(file) or "")
         return
-    total, count, broken = 0, 0, []  # lines that are not blank, those broken, the first three of those as text
-    for number, line in _lines(file):
+    total, broken, examples = 0, 0, []
+    for number, line in read_lines(file):
         if not line.strip():
             continue
         total += 1
         try:
-            record = _record(line, template, f"{file}: line {number}")
-        except _Broken as error:
-            count += 1
-            broken += [f"line {number}" + ("" if broken else f" ({error})")] if count <= 3 else []
+            record = parse_line(line, template, f"{file}: line {number}")
+        except BrokenLine as error:
+            broken += 1
+            examples += [f"line {number}" + ("" if examples else f" ({error})")] if len(examples) < 3 else []
         else:
             yield record
-    if 100 * count > total:
-        raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages on each line, but {count} '
-                         f"of {total} are broken: {', '.join(broken)}; mend them")
-    if count:
-        log(f"{file}: skipped {count} of {total} lines, which are broken, the first {broken[0]}")
+    if 100 * broken > total:
+        raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages on each line, but '
+                         f"{broken} of {total} are broken: {', '.join(examples)}; mend them")
+    if broken:
+        log(f"{file}: skipped {broken} of {total} lines, which are broken, the first {examples[0]}")
 
 
-class _Broken(Exception):
-    """Why a line of a .jsonl file gives no document."""
-
-
-def _plain(text):
+def text_record(text):
     return Record(((text, True),), "text")
 
 
-def _record(line, template, place):
-    """The Record on a line: of "text", of "prompt" and "completion", or of "messages", where the line has several of
-    them the first. Raises _Broken for any other, and InputError, naming the place, for messages without a template."""
+def parse_line(line, template, where):
+    """The Record of a line of JSON with "text", with "prompt" and "completion", or with "messages"; if it has several
+    of them, the first. BrokenLine for anything else; InputError, which begins with `where`, for messages without a
+    template."""
     try:
         value = json.loads(line)
     except (RecursionError, ValueError):
-        raise _Broken("not JSON in UTF-8") from None
+        raise BrokenLine("not JSON in UTF-8") from None
     if not isinstance(value, dict):
-        raise _Broken("not a JSON object")
-    fields = [value.get(name) for name in ("text", "prompt", "completion", "messages")]
-    text, prompt, completion, messages = fields
+        raise BrokenLine("not a JSON object")
+    text, prompt, completion, messages = (value.get(name) for name in ("text", "prompt", "completion", "messages"))
     if text is not None:
-        record = _plain(text)
+        record = text_record(text)
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     elif messages is None:
-        raise _Broken('neither "text", nor "prompt" and "completion", nor "messages"')
+        raise BrokenLine('neither "text", nor "prompt" and "completion", nor "messages"')
     elif template is None:
-        raise InputError(f"{place}: expected text, but these are messages; they need a model folder with a chat template")
+        raise InputError(f"{where}: expected text, but these are messages; they need a model folder with a chat "
+                         "template")
     else:
-        return Record(_chat_parts(messages, template), "chat")
+        return Record(chat_parts(messages, template), "chat")
     if not all(isinstance(text, str) for text, _ in record.parts):
-        raise _Broken(f"a {record.kind} that is no string")
+        raise BrokenLine(f"a {record.kind} that is no string")
     return record
 
 
-def _chat_parts(messages, template):
-    """The parts of a conversation up to the assistant's last turn: what a prompt for a turn and the conversation with it
-    have in common does not count, the rest of the turn does. Raises _Broken."""
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in messages
-    ):
-        raise _Broken("messages that are not a list of objects with a role and a content, both strings")
-    # What opens a conversation answers nothing, and many templates take no conversation of no messages.
+def chat_parts(messages, template):
+    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. An assistant's turn is in the loss:
+    what the conversation with it has beyond the prompt for it. Raises BrokenLine."""
+    is_message = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
+        raise BrokenLine("messages that are not a list of objects with a role and a content, both strings")
+    # a first message answers nothing, and many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if not turns:
-        raise _Broken("messages without an answer of the assistant's")
+        raise BrokenLine("messages without an answer of the assistant's")
     try:
-        # Some templates leave the reasoning out of all turns but the last one: then only that turn is as it was said.
-        parts = _turns(messages, turns, template) or _turns(messages, turns[-1:], template)
+        # some templates drop the reasoning from all turns but the last; then only the last turn is as it was generated
+        parts = render_turns(messages, turns, template) or render_turns(messages, turns[-1:], template)
     except InputError as error:
-        raise _Broken(error) from None
+        raise BrokenLine(error) from None
     if not parts:
-        raise _Broken("the chat template does not render a prefix")
+        raise BrokenLine("the chat template does not render a prefix")
     return parts
 
 
-def _turns(messages, turns, template):
-    """The parts of a conversation in which these turns count; () where its text up to one does not go on to the next."""
+def render_turns(messages, turns, template):
+    """The parts of a conversation with these turns in the loss; () where the text up to one turn is not a prefix of the
+    text up to the next."""
     parts, before = [], ""
     for i in turns:
         prompt = template.render(messages[:i], add_generation_prompt=True)
-        after = template.render(messages[: i + 1], add_generation_prompt=False)
+        after = template.render(messages[:i + 1], add_generation_prompt=False)
         if not prompt.startswith(before) or not after.startswith(prompt):
             return ()
-        parts += [(prompt[len(before) :], False), (after[len(prompt) :], True)]
+        parts += [(prompt[len(before):], False), (after[len(prompt):], True)]
         before = after
     return tuple(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# splits
+# Splits
+
+def split_of(text):
+    """The split that a text belongs to, by its hash: the same on every machine and in every run."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
 
-def documents(paths, split):
-    """Yield the documents of a split, "train" or "heldout", as text. paths and errors as for split_records."""
-    for _, record in split_records(paths, [split]):
-        yield record.text
+def check_split(split):
+    if split not in SPLITS:
+        raise InputError(f"expected the split train or heldout, but got {split!r}; name one of the two")
 
 
-def split_records(paths, splits, template=None, log=_warn):
-    """Yield (split, Record) for the documents of `splits`, of "train" and "heldout". paths None is the built-in corpus.
+def split_records(paths, splits, template=None, log=warn):
+    """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the built-in corpus.
 
-    Of what read_records gives 1 piece in 20 is held out, by a hash of its text; a piece is a document, or PIECE characters
-    of a longer text, so that a single file has both splits. Neighbours in one split stay together. Raises InputError as
-    read_records does, and where a split is empty.
+    1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so that a single file
+    fills both splits; neighbouring pieces of one split stay one document. InputError as in `read_records`, for a split
+    that does not exist, and for one that stays empty.
     """
     for split in splits:
-        _check_split(split)
+        check_split(split)
     if paths is None:
         for split in splits:
             yield from ((split, record) for record in read_records(builtin_corpus(split), log=log))
         return
     missing = set(splits)
     for record in read_records(paths, template, log):
-        for split, part in _divided(record):
+        for split, part in divide(record):
             if split in splits:
                 missing.discard(split)
                 yield split, part
     for split in sorted(missing):
-        raise InputError(f"{names_of(paths)}: expected documents for the {split} split, but it is empty; give more text")
+        raise InputError(f"{corpus_name(paths)}: expected documents for the {split} split, but it is empty; give more "
+                         "text")
 
 
-def _divided(record):
-    """Yield (split, Record) for what falls into one split after the other: of a prompt's or a conversation's, all of it."""
+def divide(record):
+    """Yields (split, Record) for a document's parts; prompts with completions and conversations stay whole."""
     if record.kind != "text":
-        yield _split_of(record.text), record
+        yield split_of(record.text), record
         return
-    pieces = (record.text[i : i + PIECE] for i in range(0, len(record.text), PIECE))
-    for split, run in itertools.groupby(pieces, _split_of):
-        yield split, _plain("".join(run))
+    pieces = (record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE))
+    for split, run in itertools.groupby(pieces, split_of):
+        yield split, text_record("".join(run))
 
 
-def names_of(paths):
+def corpus_name(paths):
     return "the built-in corpus" if paths is None else " ".join(map(str, paths))

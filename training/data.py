@@ -1,10 +1,15 @@
-"""Documents into token ids: arrays of them, in memory or in files that are mapped, training windows, prompts."""
+"""Documents into tokens: files of token ids that are mapped into memory, training windows, and prompts.
+
+A folder of tokens holds three arrays per split, see `Tokens`, and meta.json, which says what the tokens were made from.
+It is written under a temporary name and renamed at the end: a folder is complete or not there.
+"""
 
 import contextlib
 import hashlib
 import itertools
 import json
 import os
+import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,301 +18,283 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model import InputError, atomic_write, read_json
-from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, names_of, source_files, split_records
-from hf.tokenizer import end_of_text, load_encoding, tokenizer_hash  # noqa: F401, load_encoding for who imports it from here
+from hf.tokenizer import end_of_text, tokenizer_hash
+from model import InputError, read_json
+from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, corpus_name, source_files, split_records
 
-CHUNK_CHARACTERS = 4_000_000  # documents encoded at once: bounds the memory that lists of ids take
-PROGRESS_CHARACTERS = 20_000_000  # tokenised between two lines that say so
-COUNTS, START = 1, 2  # bits of a token's flags: heads are trained to guess it; it is the first of a document
-LEAD = 2  # tokens before the counted ones that a tokenizer may have put there; a longer lead is a prompt
+CHUNK_CHARACTERS = 4_000_000      # of text are tokenised at a time, which bounds the memory for lists of ids
+PROGRESS_CHARACTERS = 20_000_000  # of text between two lines of progress
+MAX_PREFIX = 2  # a tokenizer puts at most this many tokens before a text; where more precede the loss, it is a prompt
 
 
 class Tokens(NamedTuple):
-    """The documents of a split, one after the other: in memory, or mapped from files."""
+    """The documents of a split, one after the other, in memory or mapped from files."""
 
-    ids: np.ndarray  # [N], uint16 or uint32
-    flags: np.ndarray  # [N], uint8: COUNTS and START
+    ids: np.ndarray        # [N], uint16 or uint32
+    loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
+    starts: np.ndarray     # int64, ascending: the offset of each document's first token
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tokens
+# Text into tokens
 
-
-def _encode(documents, encoding):
-    """Each document's ids as an array of uint32, a few MB of text at a time, so that memory stays bounded."""
-    for chunk in _chunks(documents):
-        for tokens in encoding.encode_ordinary_batch(chunk, num_threads=os.cpu_count() or 1):
-            yield np.array(tokens, dtype=np.uint32)
-
-
-def _chunks(documents, size=len):
-    chunk, total = [], 0
-    for document in documents:
-        chunk.append(document)
-        total += size(document)
-        if total >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, total = [], 0
-    if chunk:
-        yield chunk
-
-
-def _id_type(last):
+def id_dtype(last):
     return np.uint16 if last < 2**16 else np.uint32
 
 
-def token_array(documents, encoding, separator):
-    """The ids of all documents (an iterable of str) as one array [N], the id `separator` after each document.
+def chunks(items, size):
+    """Yields lists of items, each of about CHUNK_CHARACTERS characters; size: the characters of an item."""
+    chunk, total = [], 0
+    for item in items:
+        chunk.append(item)
+        total += size(item)
+        if total >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, total = [], 0
+    yield chunk
 
-    uint16 where all the vocabulary's ids fit, else uint32. Text that spells a special token is encoded as plain text.
-    Bytes that the vocabulary lacks are dropped, as Hugging Face's tokenizers do.
-    """
-    dtype = _id_type(max(encoding.max_token_value, separator))
-    arrays = [np.append(tokens, separator).astype(dtype) for tokens in _encode(documents, encoding)]
+
+def encode_all(items, encode, size=len):
+    """Yields (item, encode(item)) in order, computed by all cores and a chunk at a time."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for chunk in chunks(items, size):
+            yield from zip(chunk, pool.map(encode, chunk))
+
+
+def token_array(texts, encoding, separator):
+    """The ids of all texts (an iterable of str) as one array [N], uint16 or uint32, with the id `separator` after each
+    text. Text that spells a special token is encoded as plain text."""
+    dtype = id_dtype(max(encoding.max_token_value, separator))
+    arrays = [np.array([*ids, separator], dtype) for _, ids in encode_all(texts, encoding.encode_ordinary)]
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def encode_record(record, encoding):
-    """(ids, uint32 [n]; counts, bool [n]) of a Record.
+    """A Record -> (ids, uint32 [n]; loss_mask, bool [n]).
 
-    A text has the tokenizer's prefix before it and end_of_text behind it, and what spells a special token in it is text.
-    So has a prompt with its completion, but there it is that token; likewise in a conversation, whose template writes all
-    that belongs around it. Prompt and answer are encoded apart, as when decoding. Raises InputError as end_of_text does.
+    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it; a chat
+    template writes both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
+    separately, as in decoding. InputError as in `end_of_text`.
     """
     if record.kind == "text":
-        parts = [(encoding.encode_ordinary(text), counts) for text, counts in record.parts]
+        parts = [(encoding.encode_ordinary(text), in_loss) for text, in_loss in record.parts]
     else:
-        parts = [(encoding.encode(text, allowed_special="all"), counts) for text, counts in record.parts]
+        parts = [(encoding.encode(text, allowed_special="all"), in_loss) for text, in_loss in record.parts]
     if record.kind != "chat":
         parts = [(encoding.prefix, False), *parts, ([end_of_text(encoding)], True)]
     ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.uint32)
-    return ids, np.repeat([counts for _, counts in parts], [len(tokens) for tokens, _ in parts])
+    return ids, np.repeat([in_loss for _, in_loss in parts], [len(tokens) for tokens, _ in parts])
 
 
-def _encode_records(records, encoding):
-    """Yield (split, record, ids, counts) for (split, Record) pairs, encoded a few MB of text at a time by all cores."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for chunk in _chunks(records, lambda pair: len(pair[1].text)):
-            encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
-            yield from ((*pair, *arrays) for pair, arrays in zip(chunk, encoded))
+def encode_records(records, encoding):
+    """Yields ((split, Record), (ids, loss_mask)) for (split, Record) pairs."""
+    return encode_all(records, lambda pair: encode_record(pair[1], encoding), lambda pair: len(pair[1].text))
 
 
-def _flags(counts):
-    """The flags, uint8 [n], of a document's tokens of which `counts`, n bools, says which count."""
-    flags = np.asarray(counts, dtype=bool) * np.uint8(COUNTS)
-    flags[:1] |= START
-    return flags
+def document_tokens(ids, loss_mask, dtype):
+    """One document as Tokens; an empty one has no start."""
+    return Tokens(np.asarray(ids, dtype), np.asarray(loss_mask, bool), np.zeros(min(len(ids), 1), np.int64))
+
+
+def concatenate(parts):
+    """Several Tokens as one, in memory."""
+    offsets = itertools.accumulate((len(part.ids) for part in parts), initial=0)
+    shifted = (part._replace(starts=part.starts + offset) for part, offset in zip(parts, offsets))
+    return Tokens(*map(np.concatenate, zip(*shifted)))
 
 
 def load_tokens(paths, encoding, split, template=None):
-    """The Tokens of a split, "train" or "heldout", in memory. paths, template and errors as for split_records; besides,
-    InputError where no token of the training split counts."""
-    dtype, ids, flags = _id_type(encoding.max_token_value), [], []
-    for _, _, tokens, counts in _encode_records(split_records(paths, [split], template), encoding):
-        ids.append(tokens.astype(dtype))
-        flags.append(_flags(counts))
-    tokens = Tokens(np.concatenate(ids), np.concatenate(flags))
-    if split == "train" and not (tokens.flags & COUNTS).any():
-        raise _unusable(paths)
+    """The Tokens of a split, "train" or "heldout", in memory. Arguments and errors as in `split_records`; InputError
+    also where the training split has no token to guess."""
+    records, dtype = split_records(paths, [split], template), id_dtype(encoding.max_token_value)
+    tokens = concatenate([document_tokens(*arrays, dtype) for _, arrays in encode_records(records, encoding)])
+    if split == "train" and not tokens.loss_mask.any():
+        raise nothing_to_guess(paths)
     return tokens
 
 
-def _unusable(paths):
-    return InputError(f"{names_of(paths)}: expected tokens for heads to guess, but the train split has no usable tokens; give more")
+def nothing_to_guess(paths):
+    return InputError(f"{corpus_name(paths)}: expected tokens for heads to guess, but the train split has no usable "
+                      "tokens; give more")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tokens in files
+# Token folders
+
+@contextlib.contextmanager
+def new_folder(folder):
+    """Gives a temporary folder, which replaces `folder` at the end; an error removes it and leaves the older one as it
+    is. InputError where it cannot be written."""
+    temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    try:
+        for leftover in folder.parent.glob(f"{folder.name}.tmp*"):  # of a killed run
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    except OSError as error:
+        raise InputError(f"{folder}: expected to write tokens there, but: {error.strerror or error}; make room, or "
+                         "name another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def store_tokens(folder, paths, encoding, template=None, log=print):
-    """Both splits' Tokens, {"train": Tokens, "heldout": Tokens}, mapped from files in a folder, which is made.
+@contextlib.contextmanager
+def write_tokens(folder, dtype, splits=SPLITS):
+    """Gives add(split, ids, loss_mask), which appends a document, and a dict to put into meta.json. The folder appears
+    at the end, in place of an older one. InputError where it cannot be written."""
+    meta, lengths = {}, {split: [0] * len(Tokens._fields) for split in splits}
+    with new_folder(Path(folder)) as temporary, contextlib.ExitStack() as stack:
+        files = {split: [stack.enter_context(open(temporary / f"{split}.{name}", "wb")) for name in Tokens._fields]
+                 for split in splits}
 
-    Documents are read once and encoded a few MB at a time; where the folder has the tokens of this very text, tokenizer and template
-    already, it is not read at all. log is called with a line of text for each 20 million characters, and for each file of
-    which broken lines are skipped. Nothing that a run leaves when it fails or is killed is taken for tokens.
-    Raises InputError as load_tokens does for either split, and where the files cannot be written.
-    """
-    folder, key, dtype = Path(folder), tokens_key(paths, encoding, template), _id_type(encoding.max_token_value)
-    with contextlib.suppress(InputError):
-        tokens, record = stored_tokens(folder)
-        if record["key"] == key:
-            return tokens
-    kinds, tokens, counted, characters = Counter(), Counter(), Counter(), 0
-    with _disk(folder):
-        with _writing(folder, SPLITS, dtype) as add:
-            records = split_records(paths, SPLITS, template, log)
-            for split, record, ids, counts in _encode_records(records, encoding):
-                add(split, ids, counts)
-                kinds[record.kind] += 1
-                tokens[split] += len(ids)
-                counted[split] += int(counts.sum())
-                before, characters = characters, characters + len(record.text)
-                if characters // PROGRESS_CHARACTERS > before // PROGRESS_CHARACTERS:
-                    log(f"tokenised {characters / 1e6:.1f}M characters, {tokens.total() / 1e6:.1f}M tokens")
-            if not counted["train"]:
-                raise _unusable(paths)
-            (folder / "tokens.json").unlink(missing_ok=True)
-        info = dict(key=key, dtype=np.dtype(dtype).name, tokens=tokens, counted=counted, kinds=kinds)
-        atomic_write(folder / "tokens.json", lambda tmp: Path(tmp).write_text(json.dumps(info, indent=2) + "\n"))
-    return stored_tokens(folder)[0]
+        def add(split, ids, loss_mask):
+            document = document_tokens(ids, loss_mask, dtype)
+            document.starts[:] = lengths[split][0]
+            for i, array in enumerate(document):
+                files[split][i].write(array.tobytes())
+                lengths[split][i] += len(array)
+        yield add, meta
+        meta.update(dtype=np.dtype(dtype).name, lengths=lengths)
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def open_tokens(folder):
+    """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json). InputError where it is
+    missing or damaged."""
+    meta, tokens = read_json(Path(folder) / "meta.json"), {}
+    try:
+        for split, lengths in meta["lengths"].items():
+            dtypes = Tokens(np.dtype(meta["dtype"]), np.dtype(bool), np.dtype(np.int64))
+            files = [Path(folder) / f"{split}.{name}" for name in Tokens._fields]
+            if any(file.stat().st_size != n * of.itemsize for file, n, of in zip(files, lengths, dtypes, strict=True)):
+                raise ValueError("a file is of another size than meta.json says")
+            # an empty file cannot be mapped
+            tokens[split] = Tokens(*(np.memmap(file, of, "r") if n else np.empty(0, of)
+                                     for file, n, of in zip(files, lengths, dtypes)))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise InputError(f"{folder}: expected a folder of tokens, but it is damaged ({error}); remove it") from None
+    return tokens, meta
 
 
 def tokens_key(paths, encoding, template=None):
-    """16 hex digits of what tokens depend on: tokenizer, template, and the files' paths, sizes and times."""
+    """16 hex digits over what tokens depend on: the tokenizer, the template, and each file's path, size and time."""
     stats = [(str(file.absolute()), file.stat()) for file in source_files(paths)]
-    seen = sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
-    whole = tokenizer_hash(encoding), encoding.prefix, template and (template.source, template.tokens), seen, TEXT_SUFFIXES, PIECE
-    return hashlib.sha256(repr(whole).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    files = sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    template = template and (template.source, template.tokens)
+    parts = tokenizer_hash(encoding), encoding.prefix, template, files, TEXT_SUFFIXES, PIECE
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def stored_tokens(folder):
-    """What store_tokens left in a folder: ({"train": Tokens, "heldout": Tokens}, its record: their key, dtype, and numbers of
-    tokens, of those that count, and of documents by kind). Raises InputError where that is not there or not whole."""
-    record = read_json(Path(folder) / "tokens.json")
-    try:
-        tokens = {split: open_tokens(folder, split, np.dtype(record["dtype"])) for split in SPLITS}
-        if all(len(tokens[split].ids) == record["tokens"][split] for split in SPLITS) and {"key", "kinds"} <= set(record):
-            return tokens, record
-    except (KeyError, TypeError):
-        pass
-    raise InputError(f"{folder}: expected tokens and tokens.json, which tells of them, but they do not fit each other; make them anew")
+def store_tokens(folder, paths, encoding, template=None, log=print):
+    """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder does not yet hold
+    the tokens of these files, tokenizer and template, and is then read once and encoded a chunk at a time.
+
+    log: called with a line of text for every 20 million characters, and as in `read_records`. InputError as in
+    `load_tokens`, for either split, and where the folder cannot be written.
+    """
+    key = tokens_key(paths, encoding, template)
+    with contextlib.suppress(InputError):
+        tokens, meta = open_tokens(folder)
+        if meta.get("key") == key:
+            return tokens, meta
+    kinds, tokens, guessed, characters = Counter(), 0, Counter(), 0
+    with write_tokens(folder, id_dtype(encoding.max_token_value)) as (add, meta):
+        records = split_records(paths, SPLITS, template, log)
+        for (split, record), (ids, loss_mask) in encode_records(records, encoding):
+            add(split, ids, loss_mask)
+            kinds[record.kind] += 1
+            guessed[split] += int(loss_mask.sum())
+            tokens += len(ids)
+            before, characters = characters, characters + len(record.text)
+            if characters // PROGRESS_CHARACTERS > before // PROGRESS_CHARACTERS:
+                log(f"tokenised {characters / 1e6:.1f}M characters, {tokens / 1e6:.1f}M tokens")
+        if not guessed["train"]:
+            raise nothing_to_guess(paths)
+        meta.update(key=key, kinds=kinds)
+    return open_tokens(folder)
 
 
-@contextlib.contextmanager
-def _disk(folder):
-    """Within it files of tokens are written to the folder, which is made. Raises InputError where that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise InputError(f"{folder}: expected to write tokens there, but: {error.strerror or error}; make room, or name "
-                         "another folder") from None
-
-
-@contextlib.contextmanager
-def _writing(folder, names, dtype):
-    """Gives add(name, ids, counts), which appends a document to a name's files. They get their names at the end, after the
-    files that had them are gone, so that new ids never stand beside old flags; where an error ends it, none is left."""
-    files = [folder / f"{name}.{part}" for name in names for part in ("ids", "flags")]
-    for file in files:
-        for leftover in folder.glob(f"{file.name}.tmp*"):  # of a run that was killed
-            leftover.unlink(missing_ok=True)
-    unfinished = [f"{file}.tmp{os.getpid()}" for file in files]
-    try:
-        with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(open(file, "wb")) for file in unfinished]
-            of = dict(zip(names, zip(opened[::2], opened[1::2])))
-
-            def add(name, ids, counts):
-                for file, array in zip(of[name], (np.asarray(ids, dtype=dtype), _flags(counts))):
-                    file.write(array.tobytes())
-
-            yield add
-        for file in files:
-            file.unlink(missing_ok=True)
-        for file, whole in zip(unfinished, files):
-            os.replace(file, whole)
-    finally:
-        for file in unfinished:
-            Path(file).unlink(missing_ok=True)
-
-
-def save_tokens(folder, name, documents, dtype=np.uint32):
-    """Writes documents, an iterable of (ids, counts) pairs of n ints and n bools each, as {name}.ids and {name}.flags in a
-    folder, which is made -> Tokens, as open_tokens gives them. The files are whole or not there. Raises InputError where
-    they cannot be written."""
-    folder = Path(folder)
-    with _disk(folder), _writing(folder, [name], dtype) as add:
-        for ids, counts in documents:
-            add(name, ids, counts)
-    return open_tokens(folder, name, dtype)
-
-
-def open_tokens(folder, name, dtype=np.uint32):
-    """The Tokens in {name}.ids, of dtype, and {name}.flags, mapped into memory. Raises InputError where they are missing
-    or do not fit each other."""
-    files = {Path(folder) / f"{name}.ids": np.dtype(dtype), Path(folder) / f"{name}.flags": np.dtype(np.uint8)}
-    try:
-        sizes = [file.stat().st_size / of.itemsize for file, of in files.items()]
-        if sizes[0] != sizes[1]:
-            raise OSError("they are of different lengths")
-        # mmap has no place for a file of nothing
-        return Tokens(*(np.memmap(file, of, "r") if sizes[0] else np.empty(0, of) for file, of in files.items()))
-    except OSError as error:
-        raise InputError(f"{Path(folder) / name}.ids: expected tokens and their flags, but: {error.strerror or error}; make "
-                         "them anew") from None
+def most_frequent(ids, n, vocab_size):
+    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones the lowest."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
+        counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
+    return np.argsort(-counts, kind="stable")[:n].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# windows and prompts
+# Windows and prompts
+
+def window_columns(n, batch_size, length, generator):
+    """The offsets [batch_size, length] of random windows in an array of n tokens. InputError if n < length."""
+    if n < length:
+        raise InputError(f"expected at least {length} tokens, one block, but got {n}; give more text")
+    return torch.randint(n - length + 1, (batch_size, 1), generator=generator).numpy() + np.arange(length)
 
 
-def batch(tokens, batch_size, block_size, generator):
-    """Random windows of tokens [N], as torch.int64 [batch_size, block_size]. Raises InputError if N < block_size."""
-    return _cut(tokens, _starts(tokens, batch_size, block_size, generator), block_size)
+def batch(ids, batch_size, length, generator):
+    """Random windows of an array of ids [N], as int64 [batch_size, length]. InputError if N < length."""
+    return torch.from_numpy(ids[window_columns(len(ids), batch_size, length, generator)].astype(np.int64))
 
 
 def windows(tokens, batch_size, length, generator):
-    """Random windows of Tokens, where `batch` would take them of their ids: (ids, torch.int64; counts, torch.bool;
-    documents, torch.int64), each [batch_size, length]. documents numbers those of a window, from 0. Errors as for batch."""
-    starts = _starts(tokens.ids, batch_size, length, generator)
-    ids, flags = (_cut(array, starts, length) for array in tokens)
-    numbers = ((flags & START) > 0).cumsum(dim=1)
-    return ids, (flags & COUNTS) > 0, numbers - numbers[:, :1]
+    """Random windows of Tokens, the same as `batch` takes -> (ids, int64; loss_mask, bool; documents, int64: the number
+    of each token's document in its window, from 0), each [batch_size, length]."""
+    columns = window_columns(len(tokens.ids), batch_size, length, generator)
+    documents = np.searchsorted(tokens.starts, columns, side="right")
+    arrays = tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents - documents[:, :1]
+    return tuple(map(torch.from_numpy, arrays))
 
 
-def _starts(array, batch_size, length, generator):
-    places = len(array) - length + 1
-    if places < 1:
-        raise InputError(f"expected at least {length} tokens, one block, but got {len(array)}; give more text")
-    return torch.randint(places, (batch_size,), generator=generator).tolist()
+def window_batch(tokens, batch_size, length, seed, device):
+    """The `windows` of a seed, on a device; documents is None where every window lies within one document."""
+    ids, loss_mask, documents = windows(tokens, batch_size, length, torch.Generator().manual_seed(seed))
+    return ids.to(device), loss_mask.to(device), documents.to(device) if documents.any() else None
 
 
-def _cut(array, starts, length):
-    return torch.from_numpy(np.stack([array[i : i + length] for i in starts]).astype(np.int64))
+def prompts(tokens, n, length, seed=0, max_len=None):
+    """n prompts, lists of ids, from random documents: the same for the same seed.
 
-
-def prompts(tokens, n, length, seed=0, most=None):
-    """n prompts, lists of ids, from random documents of Tokens: the same for the same seed.
-
-    Of a text, `length` ids from a random place, with at least one more behind them; of a completion or a conversation, what
-    is before one of the runs that count, the last `most` ids of it (default: 4 * length). A document gives a second prompt
-    only when all that can give one have; where none can, texts being short, `length` is halved. Raises InputError if none can.
+    From a text: `length` ids from a random offset, with at least one more after them. From a completion or a
+    conversation: what precedes an answer, its last max_len ids (default: 4 * length). A document gives a second prompt
+    only after all that can have given one. Where all texts are too short, `length` is halved. InputError where no
+    document has two tokens.
     """
     if length < 1:
         raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask for more")
-    rng, most = np.random.default_rng(seed), most or 4 * length
-    starts = np.flatnonzero(tokens.flags & START)
-    ends = np.append(starts[1:], len(tokens.flags))
+    rng, max_len = np.random.default_rng(seed), max_len or 4 * length
+    ends = np.append(tokens.starts[1:], len(tokens.ids))
     usable, found = [], []
-    for i in rng.permutation(len(starts)):
+    for i in rng.permutation(len(tokens.starts)):
         if len(found) == n:
             break
-        prompt = _prompt(tokens, starts[i], ends[i], length, most, rng)
+        prompt = prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
         if prompt:
             usable.append(i)
             found.append(prompt)
     if not usable and n > 0:
         if length > 1:
-            return prompts(tokens, n, length // 2, seed, most)
-        raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more text")
+            return prompts(tokens, n, length // 2, seed, max_len)
+        raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more "
+                         "text")
     again = itertools.islice(itertools.cycle(usable), n - len(found))
-    return found + [_prompt(tokens, starts[i], ends[i], length, most, rng) for i in again]
+    return found + [prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng) for i in again]
 
 
-def _prompt(tokens, start, end, length, most, rng):
-    """A prompt from the document at start to end, None where it can give none."""
-    counts = (tokens.flags[start:end] & COUNTS) > 0
-    runs = np.flatnonzero(counts & ~np.append(False, counts[:-1]))  # where one that counts begins
-    if len(runs) == 1 and runs[0] <= LEAD and counts[-1]:
-        if len(counts) <= length:
+def prompt_from(tokens, start, end, length, max_len, rng):
+    """A prompt from the document at offsets start..end; None if it has none."""
+    mask = tokens.loss_mask[start:end]
+    answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where a run of tokens in the loss begins
+    if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
+        if len(mask) <= length:
             return None
-        first = start + rng.integers(len(counts) - length)
-        return tokens.ids[first : first + length].tolist()
-    runs = runs[runs > 0]
-    if not len(runs):
+        first = start + rng.integers(len(mask) - length)
+        return tokens.ids[first:first + length].tolist()
+    answers = answers[answers > 0]
+    if not len(answers):
         return None
-    last = rng.choice(runs)
-    return tokens.ids[start + max(last - most, 0) : start + last].tolist()
+    answer = rng.choice(answers)
+    return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()

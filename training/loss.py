@@ -1,137 +1,166 @@
-"""The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
+"""The loss of draft heads, in memory that does not grow with the number of heads, tokens or vocabulary.
 
-K heads over N tokens and a vocabulary of V make K * N * V logits, and their gradient as many again: with K = 5, N = 4096 and
-V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so the gradient with respect to what it reads is
-known as soon as the logits are. Both are made here chunk by chunk in the forward pass, and only [N, C] is kept.
+K heads over N tokens and a vocabulary of V make K * N * V logits, and their gradient as many again: with K = 5, N =
+4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so the gradient with respect to its input
+is known as soon as the logits are. Both are computed chunk by chunk in the forward pass, and only [N, C] is kept.
 
-Letters: B sequences, T positions, K heads, C hidden size, V vocabulary. Head i (from 0) at position t guesses token t + 2 + i,
-which the model itself chooses at position t + 1 + i. Sums are handed out rather than means, so that several processes, each
-with a part of the batch, can add theirs up.
+Letters: B sequences, T positions, K draft heads, C hidden size, V vocabulary. Head i (from 0) at position t guesses
+token t + 2 + i, which the model itself predicts at position t + 1 + i. Losses are sums, not means: several processes,
+each with a part of the batch, add theirs up.
 """
 
 import torch
 import torch.nn.functional as F
 
-CHUNK = 2**24       # logits at a time, 64 MB in float32; beside them stand the model's own probabilities, as many
-CUDA_CHUNK = 2**26  # on a GPU, where a product of few rows would read the LM head again and again
+CHUNK = 2**24       # logits at a time, 64 MB in float32; the model's own probabilities take as much again
+CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long to read the LM head as one of many
 
 
 def chunk_size(device):
     return CUDA_CHUNK if torch.device(device).type == "cuda" else CHUNK
 
 
-def guessed_places(tokens, K, counts=None, documents=None):
-    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. counts: bool, of the same shape, which tokens are to be
-    guessed at all (default: all); documents: int64, likewise, numbers; a guess across a border does not count."""
+def teacher_forced(heads, ids, documents=None, wrapped=None):
+    """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]).
+    wrapped: DistributedDataParallel around the heads, called in their place."""
+    K = heads.config.n_draft
+    with torch.no_grad():
+        hidden = heads.model(ids[:, :-1], documents=None if documents is None else documents[:, :-1])
+    return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], None if documents is None else documents[:, :-K - 1])
+
+
+def guess_masks(tokens, K, loss_mask=None, documents=None):
+    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. loss_mask: bool, of that shape, the tokens to be
+    guessed (default: all); documents: int64, likewise, the number of each token's document: guesses across a border do
+    not count."""
     T = tokens.shape[1] - K - 1
-    places = torch.ones(K, tokens.shape[0], T, dtype=torch.bool, device=tokens.device)
+    masks = torch.ones(K, tokens.shape[0], T, dtype=torch.bool, device=tokens.device)
     for i in range(K):
-        if counts is not None:
-            places[i] &= counts[:, i + 2:i + 2 + T]
+        if loss_mask is not None:
+            masks[i] &= loss_mask[:, i + 2:i + 2 + T]
         if documents is not None:
-            places[i] &= documents[:, i + 2:i + 2 + T] == documents[:, :T]
-    return places
+            masks[i] &= documents[:, i + 2:i + 2 + T] == documents[:, :T]
+    return masks
 
 
-def head_losses(model, outputs, hidden, tokens, places, objective="distill", reach=0, chunk=None):
-    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the places they were summed over, bool [K, B, T]).
+def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0, chunk=None):
+    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the guesses summed over, bool [K, B,
+    T]).
 
-    outputs: K tensors [B, T, C], what the heads hand to the LM head. hidden [B, T + K, C]: the model's at positions
-    0..T + K - 1; tokens int64 [B, T + K + 1]; places bool [K, B, T], see `guessed_places`. objective: "distill", against what
-    the model would say, or "data", against what the text says. A hit is a first guess, at any of the given places, that is the
-    model's own greedy token.
-    reach n > 0: training on the heads' own drafts. A head then reads what the heads before it draft, their n likeliest tokens each,
-    instead of what the text says; and as it is known only of the text's own tokens how the model would go on, the places
-    left are those where each head before had the text's token among its n likeliest.
-    Products are in autocast's dtype where it is on, sums in float32. The cross-entropies are differentiable with respect to the
-    outputs. Logits exist for at most `chunk` numbers (or one position) at a time; with the model's probabilities, the gradient,
-    and copies in both dtypes that is up to six times so many numbers.
+    outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the model's, at positions 0..T
+    + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T], see `guess_masks`. objective: "distill", against
+    the model's next-token distribution, or "data", against the tokens. A hit is a guess in guess_mask whose top-1 is
+    the model's greedy token.
+
+    top_n > 0 trains on policy: on guesses that drafting would reach. Drafting goes on from the n likeliest tokens of
+    each head. The model's distribution is known only after the text's own tokens, so a guess counts only where every
+    head before it had the text's token among its top_n.
+
+    Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable with respect to the
+    outputs. At most `chunk` logits (or those of one position) exist at a time; with the model's probabilities, the
+    gradient, and copies in both dtypes that is up to six times as many numbers.
     """
     teacher = model.norm(hidden).detach()
     kind = hidden.device.type
-    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if cast else model.head.weight.dtype
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype
     chunk = chunk or chunk_size(hidden.device)
-    return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, places, objective, reach, chunk,
+    return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, guess_mask, objective, top_n, chunk,
                             *(model.norm(out).to(dtype) for out in outputs))
 
 
 class HeadLosses(torch.autograd.Function):
-    """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], rows K times [B, T, C], all of one dtype."""
+    """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], outputs K times [B, T, C], of one
+    dtype."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, places, objective, reach, chunk, *rows):
-        (B, T, _), K, V = rows[0].shape, len(rows), weight.shape[0]
+    def forward(ctx, weight, teacher, tokens, guess_mask, objective, top_n, chunk, *outputs):
+        (B, T, _), K, V = outputs[0].shape, len(outputs), weight.shape[0]
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        grads = [torch.empty_like(row) if needed else None for row, needed in zip(rows, ctx.needs_input_grad[7:])]
-        given, places = places, places.clone() if reach else places
-        sequences = min(B, max(1, chunk // V))
-        positions = max(1, chunk // (V * sequences))
-        for b in range(0, B, sequences):
-            part = slice(b, b + sequences)
-            for start in range(1, T + K, positions):  # of the positions whose next token is guessed
-                end = min(start + positions, T + K)
-                probs = (teacher[part, start:end] @ weight.T).to(exact)  # logits, as yet: (sequences, end - start, V)
-                best = probs.argmax(dim=-1)
-                probs = probs.softmax(dim=-1) if objective == "distill" else None
-                for i, row in enumerate(rows):  # in this order: where a head counts may depend on the one before
-                    first, last = max(start - 1 - i, 0), min(end - 1 - i, T)  # the places from which head i guesses them
-                    if first >= last:
-                        continue
-                    seen, here = slice(first + 1 + i - start, last + 1 + i - start), places[i, part, first:last]
-                    logits = (row[part, first:last] @ weight.T).to(exact)
-                    top, guess = logits.max(dim=-1, keepdim=True)
-                    hits[i] += (given[i, part, first:last] & (guess[..., 0] == best[:, seen])).sum()
-                    said = tokens[part, first + 2 + i:last + 2 + i, None]
-                    if reach and i + 1 < K:
-                        places[i + 1, part, first:last] &= here & ((logits > logits.gather(-1, said)).sum(dim=-1) < reach)
-                    logits -= top  # from here on in place, up to the gradient
-                    agreed = (probs[:, seen] * logits).sum(dim=-1) if objective == "distill" else logits.gather(-1, said)[..., 0]
-                    mass = logits.exp_().sum(dim=-1)
-                    sums[i] += ((mass.log() - agreed) * here).sum()
-                    if grads[i] is not None:
-                        gradient = logits.div_(mass[..., None])
-                        if objective == "distill":
-                            gradient -= probs[:, seen]
-                        else:
-                            gradient.scatter_add_(-1, said, gradient.new_full((), -1.0).expand(said.shape))
-                        grads[i][part, first:last] = (gradient.to(weight.dtype) @ weight) * here[..., None]
+        grads = [torch.empty_like(x) if needed else None for x, needed in zip(outputs, ctx.needs_input_grad[7:])]
+        reached = guess_mask.clone()
+        for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
+            logits = (teacher[rows, start:end] @ weight.T).to(exact)  # (rows, end - start, V)
+            best = logits.argmax(dim=-1)
+            probs = logits.softmax(dim=-1) if objective == "distill" else None
+            del logits
+            for i, output in enumerate(outputs):  # in this order, since `reached` of a head depends on the head before
+                first, last = max(start - 1 - i, 0), min(end - 1 - i, T)  # positions from which head i guesses the same
+                if first >= last:
+                    continue
+                at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
+                here, text = (rows, slice(first, last)), tokens[rows, first + 2 + i:last + 2 + i, None]
+                logits = (output[here] @ weight.T).to(exact)
+                top, guess = logits.max(dim=-1, keepdim=True)
+                hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
+                if top_n and i + 1 < K:
+                    ranks = (logits > logits.gather(-1, text)).sum(dim=-1)
+                    reached[i + 1][here] &= reached[i][here] & (ranks < top_n)
+                target = text if objective == "data" else probs[:, at]
+                losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
+                sums[i] += (losses * reached[i][here]).sum()
+                if grads[i] is not None:
+                    grads[i][here] = (gradient.to(weight.dtype) @ weight) * reached[i][here][..., None]
         ctx.grads = grads
-        places = places if reach else places.clone()  # an input handed out would count as changed in place
-        ctx.mark_non_differentiable(hits, places)
-        return sums, hits, places
+        ctx.mark_non_differentiable(hits, reached)
+        return sums, hits, reached
 
     @staticmethod
     def backward(ctx, d_sums, *_):
         return (None,) * 7 + tuple(None if g is None else g * d.to(g.dtype) for g, d in zip(ctx.grads, d_sums.unbind()))
 
 
-def state_losses(model, outputs, hidden, places):
-    """Per head, float32 [K]: the sum, over the guesses that count, of the mean SmoothL1 distance between what the LM head would
-    read of it and of the model, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077).
-    Arguments as for `head_losses`; differentiable with respect to the outputs."""
-    T, teacher = outputs[0].shape[1], model.norm(hidden).detach().float()
-    far = lambda i, out: F.smooth_l1_loss(model.norm(out).float(), teacher[:, i + 1:i + 1 + T], reduction="none").mean(dim=-1)
-    return torch.stack([(far(i, out) * places[i]).sum() for i, out in enumerate(outputs)])
+def chunk_ranges(B, length, V, chunk):
+    """Yields (slice of the B sequences, start, end) that cover positions 1..length - 1 with about `chunk` logits
+    each."""
+    sequences = min(B, max(1, chunk // V))
+    positions = max(1, chunk // (V * sequences))
+    for b in range(0, B, sequences):
+        for start in range(1, length, positions):
+            yield slice(b, b + sequences), start, min(start + positions, length)
+
+
+def cross_entropy_(logits, target, is_token):
+    """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits. target: token ids [...,
+    1] if is_token, else probabilities [..., V]."""
+    agreed = logits.gather(-1, target)[..., 0] if is_token else (target * logits).sum(dim=-1)
+    mass = logits.exp_().sum(dim=-1)
+    gradient = logits.div_(mass[..., None])
+    if is_token:
+        gradient.scatter_add_(-1, target, gradient.new_full((), -1.0).expand(target.shape))
+    else:
+        gradient -= target
+    return mass.log() - agreed, gradient
+
+
+def state_losses(model, outputs, hidden, guess_mask):
+    """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance between the head's
+    and the model's states, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077). Arguments
+    as in `head_losses`; differentiable with respect to the outputs."""
+    T, teacher, sums = outputs[0].shape[1], model.norm(hidden).detach().float(), []
+    for i, out in enumerate(outputs):
+        distances = F.smooth_l1_loss(model.norm(out).float(), teacher[:, i + 1:i + 1 + T], reduction="none")
+        sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
+    return torch.stack(sums)
 
 
 @torch.no_grad()
-def top_hits(model, outputs, hidden, places, tops, chunk=None):
-    """float32 [len(tops), K]: for each n of tops, how many of the guesses that count have the model's own greedy token among the n
-    likeliest of a head; of equals the lower id counts as likelier. Logits are float32, as in decoding. Arguments as for
-    `head_losses`; `chunk` logits at a time."""
+def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None):
+    """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask the model's greedy
+    token is among the head's n likeliest; of equally likely tokens the lower id comes first. Logits are float32, as in
+    decoding. Arguments as in `head_losses`."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
     rows = max(1, (chunk or chunk_size(hidden.device)) // weight.shape[0])
-    logits_of = lambda part: model.head.logits(model.norm(part))
+    logits_of = lambda states: model.head.logits(model.norm(states))
     best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
-    ids, found = torch.arange(weight.shape[0], device=weight.device), []
+    ids, hits = torch.arange(weight.shape[0], device=weight.device), []
     for i, out in enumerate(outputs):
-        wanted, ranks = best[:, i + 1:i + 1 + T].flatten(), []
-        for part, ids_wanted in zip(out.flatten(0, 1).split(rows), wanted.split(rows)):
-            logits, ids_wanted = logits_of(part), ids_wanted[:, None]
-            score = logits.gather(1, ids_wanted)
-            ranks.append(((logits > score) | (logits == score) & (ids < ids_wanted)).sum(dim=-1))
+        ranks, targets = [], best[:, i + 1:i + 1 + T].flatten()
+        for states, target in zip(out.flatten(0, 1).split(rows), targets[:, None].split(rows)):
+            logits = logits_of(states)
+            score = logits.gather(1, target)
+            ranks.append(((logits > score) | (logits == score) & (ids < target)).sum(dim=-1))
         ranks = torch.cat(ranks)
-        found.append(torch.stack([((ranks < n) & places[i].flatten()).sum().float() for n in tops]))
-    return torch.stack(found, dim=1)
+        hits.append(torch.stack([((ranks < n) & guess_mask[i].flatten()).sum().float() for n in tops]))
+    return torch.stack(hits, dim=1)

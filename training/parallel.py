@@ -1,0 +1,130 @@
+"""Several processes that train together, started by torchrun, and a frozen model that is divided among them."""
+
+import argparse
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from clover import CloverHeads
+from hf.checkpoint import read_config
+from model import GPT, InputError, free_memory
+from tools.cli import load_model, pick_device
+
+
+class World:
+    """The processes that torchrun started, or this one alone. Process 0 prints and writes files, which all must see."""
+
+    def __init__(self, args):
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK") if dist.is_torchelastic_launched() else ()
+        self.size, self.rank, self.local_rank = [int(os.environ[name]) for name in names] or (1, 0, 0)
+        if self.size > 1:
+            check_divides(args.batch_size, self.size)
+            if args.device.startswith("cuda:"):
+                raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, "
+                                 f"not {args.device}")
+            args.device = f"cuda:{self.local_rank}" if args.device == "cuda" else args.device
+            self.device = pick_device(args.device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(hours=24))
+
+    def print(self, text):
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def sum(self, tensor):
+        """The tensor, summed in place over all processes."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag):
+        """Whether the flag is true in any process. With several processes this waits for the device."""
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)))
+
+    def barrier(self):
+        if self.size > 1:
+            dist.barrier()
+
+    def run_first(self, action):
+        """Runs action() in process 0, while the others wait. If it raises InputError, all processes raise one."""
+        failed = None
+        if self.rank == 0:
+            try:
+                action()
+            except InputError as error:
+                failed = error
+        if self.any(failed is not None):
+            raise failed or InputError("the first process cannot go on, see its message")
+
+    @contextlib.contextmanager
+    def one_by_one(self):
+        """Runs the body in one process of each machine at a time, so that a machine's memory holds one whole model at a
+        time. All machines must have the same number of processes."""
+        for _ in range(self.local_rank):
+            self.barrier()
+        yield
+        for _ in range(self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
+            self.barrier()
+
+    def close(self):
+        """Ends the group: no process waits for another from here on."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def check_divides(batch_size, processes):
+    if batch_size % processes:
+        raise InputError("the batch size is that of all processes together and must divide by their number, but "
+                         f"{batch_size} does not by {processes}; take "
+                         f"{batch_size // processes * processes or processes}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that is too large for one device
+
+def too_large(args):
+    """Whether the frozen model takes more than 60% of its device's free memory."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(read_config(args.model)).parameters())
+    size = 4 if args.dtype == "float32" else 2
+    return args.device.startswith("cuda") and size * parameters > 0.6 * free_memory(args.device)
+
+
+def shard(model, mesh):
+    """Leaves each process its part of the blocks' weights (FSDP2); embedding, norm and LM head stay whole. The model
+    comes in the host's memory and goes to the device block by block, so the device need never hold all of it."""
+    from torch.distributed.fsdp import fully_shard
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    unsharded = [m for m in (model.embed, model.embed_positions, model.norm, model.head) if m is not None]
+    for module in unsharded:
+        module.to(mesh.device_type)
+    model.tie_and_place()
+    # one root above the blocks: otherwise each block is a root, and a root's weights stay gathered after a pass
+    fully_shard(model, mesh=mesh, ignored_params={p for module in unsharded for p in module.parameters()})
+
+
+def load_for_training(args, world):
+    """--model for this process, and new heads on it -> (heads, encoding)."""
+    if args.shard_base and world.size == 1:
+        raise InputError("--shard-base divides the model among processes; start them with torchrun --nproc-per-node N "
+                         "train_heads.py")
+    args.shard_base = world.size > 1 and world.any(args.shard_base or too_large(args))
+    if not args.shard_base:
+        model, encoding = load_model(args)
+        torch.manual_seed(args.seed)
+        return CloverHeads(args.config, model), encoding
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    dtype = args.dtype or ("bfloat16" if world.device.type == "cuda" else None)
+    with world.one_by_one():  # each loads the model into the host's memory
+        model, encoding = load_model(argparse.Namespace(**vars(args) | dict(device="cpu", dtype=dtype)))
+        torch.manual_seed(args.seed)
+        heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
+        shard(model, mesh)
+    return heads, encoding
