@@ -34,11 +34,7 @@ def stop_tokens(path, encoding):
 
 
 def _is_token(encoding, index):
-    try:
-        encoding.decode_single_token_bytes(index)
-    except (KeyError, OverflowError, TypeError):
-        return False
-    return type(index) is int and index <= encoding.max_token_value
+    return type(index) is int and 0 <= index <= encoding.max_token_value
 
 
 def load_chat_template(path):

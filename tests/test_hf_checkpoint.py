@@ -485,7 +485,7 @@ HARMFUL = {  # written to do harm: to read other files, to take memory or time, 
     **{f"10^9 {key}": (lambda p, key=key: edit_config(p, **{key: 10**9}), says) for key, says in {
         "num_hidden_layers": "says 1000000000 layers, but the files hold only 20 tensors",
         "vocab_size": "should have shape (1000000000, 64)", "hidden_size": "should have shape (97, 1000000000)",
-        "intermediate_size": "should have shape (1000000000, 64)", "num_attention_heads": "do not fit a hidden size",
+        "intermediate_size": "should have shape (64, 1000000000)", "num_attention_heads": "do not fit a hidden size",
         "num_key_value_heads": "multiple", "head_dim": "from 16 to 256"}.items()},
     "all sizes of 2^31 - 1": (lambda p: edit_config(p, **dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 2**31 - 1)), ""),
