@@ -238,18 +238,29 @@ def _from_spec(file, spec):
     spec["added_tokens"] = [_flags(token) | token for token in added]
     package = _package_tokenizer(file, spec)
     encoding = _through_tiktoken(file, spec, package) or _through_tokenizers(file, spec, package)
-    start = package.encode("a")
-    length = len(list(itertools.takewhile(bool, start.special_tokens_mask)))
-    encoding.prefix = start.ids[:length]
+    encoding.prefix = _call_package(file, lambda: _prefix(package))
     if max(encoding.prefix, default=0) > encoding.max_token_value:
         _refuse(file, f"the ids {encoding.prefix} before a text, which are no tokens")
     return encoding
 
 
+def _prefix(package):
+    """The ids that the post_processor puts before a text."""
+    encoded = package.encode("a")
+    return [pair[0] for pair in itertools.takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask))]
+
+
 def _package_tokenizer(file, spec):
+    return _call_package(file, lambda: Tokenizer.from_str(json.dumps(spec)))
+
+
+def _call_package(file, call):
+    """Calls the tokenizers package. Its errors are plain Exceptions, and its panics are not even that."""
     try:
-        return Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # the package raises nothing narrower
+        return call()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{file}: expected a tokenizer that the package tokenizers reads, but: {reason}; fetch it "
                          "again") from error
@@ -317,9 +328,8 @@ def _byte_level(use_regex):
 
 def _pattern(pre_tokenizer):
     """tiktoken's pattern for a pre_tokenizer, or None."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    *splits, byte_level = [(_byte_level(True) | step if step["type"] == "ByteLevel" else step) for step in steps if step]
-    byte_level = byte_level | {"trim_offsets": True}  # which changes no id
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else [{}]
+    splits, byte_level = steps[:-1], {"use_regex": True} | steps[-1] | {"trim_offsets": True}  # which changes no id
     if not splits and byte_level == _byte_level(True):
         return GPT2_PATTERN
     for pattern in SPLITS:
