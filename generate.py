@@ -586,7 +586,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, tree_size=None, beams
     if tree_size is None and heads:
         tree_size = DEFAULT_TREE
         if heads.info.get("acceptance"):
-            with needs_folder("tools", "or give a tree_size"):
+            with needs_folder("tools", ", or give a tree_size"):
                 from tools.tune import fit_tree
             fit = fit_tree(model, heads, batch_size, capacity, sampling, beams, graph, times_file, fresh)
             tree_size = fit.tree_size

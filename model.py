@@ -442,15 +442,15 @@ class GPT(nn.Module):
         dtype: torch dtype, default float32 on a CPU and bfloat16 on CUDA. Raises InputError for whatever is amiss.
         """
         with needs_folder("hf"):
-            from hf.checkpoint import read_config, read_state
+            from hf.checkpoint import check_headers, read_config, read_state
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         config = read_config(path)
-        with torch.device("meta"):
-            model = cls(config)
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
         smaller = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
         check_memory(f"{path}: its weights take", dtype.itemsize * sum(map(math.prod, shapes.values())), device, smaller)
+        with torch.device("meta"):
+            model = cls(config)
         state, model.identity = read_state(path, config, shapes, dtype, device)
         if config.tied:
             state["head.weight"] = state["embed.weight"]
@@ -515,7 +515,7 @@ def needs_folder(name, otherwise=""):
     except ModuleNotFoundError as error:
         if str(error.name).split(".")[0] != name:
             raise
-        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too {otherwise}".rstrip()) from None
+        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too{otherwise}") from None
 
 
 def atomic_write(path, write):

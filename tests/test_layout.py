@@ -1,0 +1,106 @@
+"""The layout: what imports what, and what runs when it is copied elsewhere."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
+FOLDERS = ["hf", "training", "tools", "bench"]
+MODULES = [*(f"{name}.py" for name in FILES), *sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))]
+
+
+def imports(file):
+    """{project module: whether it is imported when the file is} of a file; "hf" stands for all of hf/."""
+    found = {}
+
+    def visit(node, at_import):
+        for child in ast.iter_child_nodes(node):
+            names = [alias.name for alias in child.names] if isinstance(child, ast.Import) else []
+            names += [child.module] if isinstance(child, ast.ImportFrom) else []
+            for name in (name.split(".")[0] for name in names):
+                if name in FILES + FOLDERS:
+                    found[name] = found.get(name, False) or at_import
+            runs_now = not isinstance(child, (ast.FunctionDef, ast.Lambda)) and not is_main(child)
+            visit(child, at_import and runs_now)
+    visit(ast.parse((ROOT / file).read_text()), True)
+    return found
+
+
+def is_main(node):
+    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+
+
+def test_the_root_holds_the_five_files():
+    assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(FILES)
+    assert {p.parent.name for p in ROOT.glob("*/__init__.py")} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_imports_keep_the_order(file):
+    """Catches an arrow that points the wrong way: the first four files reach into folders only inside functions."""
+    found, name = imports(file), Path(file).stem
+    if file.count("/"):
+        assert "train_heads" not in found or file.startswith("bench/")
+        assert name not in FILES, "a folder's module must not shadow a file of the root"
+        return
+    before = FILES[:FILES.index(name)]
+    at_import = {module for module, now in found.items() if now}
+    assert at_import <= set(before) | (set(FOLDERS) - {"bench"} if name == "train_heads" else set())
+    assert set(found) - set(FOLDERS) <= set(before) | {name}
+    assert name != "kernels" or not found
+
+
+FOUR = """
+import torch
+from clover import CloverHeads, preset
+from generate import generate
+from model import GPT, GPTConfig, InputError
+model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16)).init_weights()
+model = model.requires_grad_(False).eval()
+heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
+plain = generate(model, [[1, 2, 3], [4]], 20).tokens
+assert generate(model, [[1, 2, 3], [4]], 20, heads).tokens == plain
+assert generate(model, [[1, 2, 3], [4]], 20, heads, tree_size=9, temperature=0.8, batch_size=1).emitted == 40
+heads.save_pretrained("heads")
+heads = CloverHeads.from_pretrained("heads", model)
+for call in (lambda: GPT.from_pretrained("."), lambda: model.save_pretrained("saved")):
+    try:
+        call()
+    except InputError as error:
+        print(error)
+heads.info["acceptance"] = {"0": [[0.5] * 63] * 4}
+try:
+    generate(model, [[1]], 5, heads)
+except InputError as error:
+    print(error)
+"""
+
+
+def run_alone(code, folder):
+    for name in FILES[:4]:
+        shutil.copy(ROOT / f"{name}.py", folder)
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_four_files_decode_alone(tmp_path):
+    """Catches an import of a folder where none is needed, and a missing folder that is not named where it is."""
+    said = run_alone(FOUR, tmp_path).splitlines()
+    assert said == ["this needs the folder hf/, which is not beside model.py: copy it here too"] * 2 + [
+        "this needs the folder tools/, which is not beside model.py: copy it here too, or give a tree_size"]
+
+
+def test_a_command_line_without_its_folders_says_so(tmp_path):
+    for name in FILES[:4]:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    done = subprocess.run([sys.executable, "generate.py", "--prompt", "a"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == (
+        "generate.py: the command line needs tools, which is not here; copy the folders tools/ and hf/ too\n")
