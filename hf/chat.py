@@ -1,47 +1,54 @@
-"""What a folder says of conversations: its chat template, in Jinja, and the tokens that end a generation."""
+"""What a folder says about conversations: its chat template, in Jinja, and the tokens that end a generation."""
 
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 
-import jinja2  # torch brings it
+import jinja2
 import jinja2.ext
-import jinja2.sandbox
+from jinja2.compiler import CodeGenerator
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from model import InputError
 from hf.tokenizer import end_of_text, optional_json, read_text, token_text
+from model import InputError
 
+MAX_SECONDS = 5      # that a template may take; milliseconds are usual
+MAX_LENGTH = 10**7   # characters that it may give
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A folder's files
 
 def _folder(path):
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def stop_tokens(path, encoding):
-    """The ids that end a generation: eos_token_id of generation_config.json, else of config.json, else end_of_text; for a
-    chat model, which has a chat template, tokenizer_config.json's eos_token besides. Raises InputError for broken files
-    and for ids that are no token's."""
+    """The ids that end a generation: eos_token_id of generation_config.json, else of config.json, else end_of_text.
+
+    With a chat template, tokenizer_config.json's eos_token is one more. Raises InputError for broken files and for ids
+    that the tokenizer does not have."""
     folder = _folder(path)
     ids, file = None, None
     for name in ("generation_config.json", "config.json"):
         if ids is None:
             file, ids = folder / name, optional_json(folder / name).get("eos_token_id")
     ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not ids or not all(_is_token(encoding, index) for index in ids):
-        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; mend the file")
-    config = optional_json(folder / "tokenizer_config.json")
-    eos = encoding._special_tokens.get(token_text(config.get("eos_token"))) if _template_source(folder)[1] else None
-    return list(dict.fromkeys([*ids, *([] if eos is None else [eos])]))
-
-
-def _is_token(encoding, index):
-    return type(index) is int and 0 <= index <= encoding.max_token_value
+    if not ids or not all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids):
+        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; correct the file")
+    text = token_text(optional_json(folder / "tokenizer_config.json").get("eos_token"))
+    if _template_source(folder)[1] and text in encoding.special_tokens:
+        ids = [*ids, encoding.special_tokens[text]]
+    return list(dict.fromkeys(ids))
 
 
 def load_chat_template(path):
-    """A folder's chat template: chat_template.jinja's, else tokenizer_config.json's (the "default" of several), else None.
+    """A folder's ChatTemplate: from chat_template.jinja, else from tokenizer_config.json, else None.
 
-    Raises InputError for files that are broken and a template that does not parse.
-    """
+    Of several templates the one named "default" is taken. Raises InputError for broken files and for a template that
+    does not parse."""
     folder = _folder(path)
     file, source = _template_source(folder)
     if source is None:
@@ -66,42 +73,93 @@ def _template_source(folder):
             raise TypeError(type(source).__name__)
     except (KeyError, TypeError) as error:
         raise InputError(f"{file}: expected a chat_template that is a text, or a list with one named default, but: "
-                         f"{error}; mend the file") from error
+                         f"{error}; correct the file") from error
     return file, source
 
 
-class ChatTemplate:
-    """Messages in, the text of the prompt out, as transformers' apply_chat_template renders it.
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates
 
-    Its ids are `encoding.encode(text, allowed_special="all")`, without the prefix: a template writes its own BOS.
-    """
+class ChatTemplate:
+    """Turns messages into the text of a prompt, as transformers' apply_chat_template does.
+
+    The prompt's ids are `encoding.encode(text, allowed_special="all")`, without `encoding.prefix`: a template writes
+    its own BOS token."""
 
     def __init__(self, file, source, tokens):
         self.file, self.source, self.tokens = file, source, tokens
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        extensions = [Generation, jinja2.ext.loopcontrols]
+        self.environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         try:
-            self.template = environment.from_string(source)
-        except Exception as error:
-            raise InputError(f"{file}: expected a chat template, but: {_reason(error)}; mend the template") from error
+            self.template = self.environment.from_string(source)
+        except Exception as error:  # a template can raise anything
+            raise InputError(f"{file}: expected a chat template, but: {_reason(error)}; correct it") from error
 
     def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the template asks for,
-        such as tools. Raises InputError, with the reason, when the template raises or leaves its sandbox."""
+        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the template uses, such
+        as tools. Raises InputError, with the reason, if the template raises, leaves its sandbox or does not end."""
         given = dict(messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
+        self.environment.deadline = time.monotonic() + MAX_SECONDS
         try:
-            return self.template.render(**self.tokens | given | variables)
-        except Exception as error:
+            parts, length = [], 0
+            for part in self.template.generate(**self.tokens | given | variables):
+                parts.append(part)
+                length += len(part)
+                if length > MAX_LENGTH:
+                    raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
+            return "".join(parts)
+        except Exception as error:  # a template can raise anything
             raise InputError(f"{self.file}: expected messages that the chat template takes, but: {_reason(error)}; "
-                             "mend the messages or the template") from error
+                             "correct the messages or the template") from error
+
+
+class TimedLoops(CodeGenerator):
+    """Compiles every `for` loop to ask `Sandbox.timed` for its items."""
+
+    def visit_For(self, node, frame):
+        timed = jinja2.nodes.EnvironmentAttribute("timed")
+        node.iter = jinja2.nodes.Call(timed, [node.iter], [], None, None, lineno=node.lineno)
+        super().visit_For(node, frame)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a limit on time: every step of a loop and every call of a macro checks the clock."""
+
+    code_generator_class = TimedLoops
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.deadline = 0.0  # by time.monotonic()
+        self.filters["tojson"] = _to_json
+        self.globals |= dict(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
+        del self.globals["lipsum"]  # it makes texts of any length
+
+    def check_time(self):
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"it takes more than {MAX_SECONDS} seconds")
+
+    def timed(self, items):
+        for item in items:
+            self.check_time()
+            yield item
+
+    def call(self, context, function, /, *args, **kwargs):
+        self.check_time()
+        if isinstance(function, LoopContext):  # a recursive loop's next level
+            args = [self.timed(args[0]), *args[1:]]
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context, operator, left, right):
+        """Refuses what a single multiplication could spend hours or gigabytes on."""
+        sizes = [abs(x) if isinstance(x, (int, float)) else len(x) for x in (left, right)]
+        if operator == "**" or sizes[0] * sizes[1] > 10**9:
+            raise OverflowError(f"{operator} of numbers this large")
+        return super().call_binop(context, operator, left, right)
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: marks what the assistant wrote, for training; rendered as it stands."""
+    """{% generation %} ... {% endgeneration %} marks what the assistant wrote, for training. The marks give no text."""
 
     tags = {"generation"}
 
@@ -111,7 +169,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """json, without jinja's escapes for HTML."""
+    """JSON without Jinja's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -121,4 +179,4 @@ def _raise(message):
 
 def _reason(error):
     line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return f"{line}{' '.join(str(error).split()) or type(error).__name__}"
+    return f"{line}{' '.join(str(error).split())[:300] or type(error).__name__}"

@@ -94,8 +94,8 @@ def read_gpt2(raw):
 
 
 def read_baichuan(raw):
-    """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM head's rows are normalised,
-    is recognised by its key z_loss_weight or by its vocabulary."""
+    """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM head's rows are
+    normalised, is recognised by its key z_loss_weight or by its vocabulary."""
     alibi = "max_position_embeddings" not in raw or raw["hidden_size"] == 5120
     unit = "z_loss_weight" in raw or raw["vocab_size"] == 125696
     return dict(unit_head=unit) | (dict(positions="alibi", block_size=whole(raw, "model_max_length")) if alibi else {})

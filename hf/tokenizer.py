@@ -35,8 +35,8 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: fal
 class Encoding(tiktoken.Encoding):
     """tiktoken's encoding of a plain byte-level BPE, with these additions.
 
-    special_tokens: {text: id} of all added tokens. prefix: the ids before a prompt. always: the added tokens that are not
-    special; they are found in every text, as the tokenizers package finds them. nfc: texts are normalised first.
+    special_tokens: {text: id} of all added tokens. prefix: the ids before a prompt. always: the added tokens that are
+    not special; they are found in every text, as the tokenizers package finds them. nfc: texts are normalised first.
     exact: the package's tokenizer without added tokens, which encodes texts that are too long for tiktoken.
     """
 
@@ -102,7 +102,7 @@ def _well_formed(text):
 
 
 def _splitter(tokens):
-    """A function: text -> [plain, token, plain, token, ..., plain]. Where several tokens begin, the longest is taken."""
+    """A function: text -> [plain, token, plain, ..., plain]. Where several tokens begin, it takes the longest."""
     if not tokens:
         return lambda text: [text]
     return re.compile("(" + "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)) + ")").split
@@ -247,7 +247,7 @@ def _from_spec(file, spec):
 def _prefix(package):
     """The ids that the post_processor puts before a text."""
     encoded = package.encode("a")
-    return [pair[0] for pair in itertools.takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask))]
+    return encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
 
 
 def _package_tokenizer(file, spec):
@@ -349,9 +349,9 @@ def _plainly_added(added, nfc):
 def _ranks(model, special, bpe):
     """{bytes: id} of the ordinary tokens, or None if tiktoken would give other ids than the merges.
 
-    tiktoken joins the two neighbours whose joint token has the lowest id. The merges do the same if the ids of the tokens
-    they make rise, and if they make every token from its own bytes. With ignore_merges a piece that is a token is taken
-    as it is, so the merges need not make it; but they must not stop at two parts, which tiktoken would join."""
+    tiktoken joins the two neighbours whose joint token has the lowest id. The merges do the same if the ids of the
+    tokens they make rise, and if they make every token from its own bytes. With ignore_merges a piece that is a token
+    is taken as it is, so the merges need not make it; but they must not stop at two parts: tiktoken joins these."""
     table, vocab, whole_pieces = _byte_symbols(), model["vocab"], bool(model.get("ignore_merges"))
     merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     ids = [vocab[token] for token in merged]
@@ -388,8 +388,8 @@ def _tokenizer_class(file, config, *known):
 
 
 def _added_tokens(folder, config, index_of, defaults):
-    """The added tokens in a tokenizer.json's form, from tokenizer_config.json, added_tokens.json and, if the first has no
-    added_tokens_decoder, special_tokens_map.json. index_of(text): the vocabulary's id, or None."""
+    """The added tokens in a tokenizer.json's form, from tokenizer_config.json, added_tokens.json and, if the first has
+    no added_tokens_decoder, special_tokens_map.json. index_of(text): the vocabulary's id, or None."""
     decoder = config.get("added_tokens_decoder") or {}
     found = [(int(index), token) for index, token in decoder.items()]
     found += [(index, text) for text, index in optional_json(folder / "added_tokens.json").items()]
@@ -406,7 +406,7 @@ def _added_tokens(folder, config, index_of, defaults):
         known = tokens[text]["id"] if text in tokens else index_of(text)
         index = known if index is None else index
         if type(index) is not int or index < 0 or known not in (None, index):
-            _refuse(folder / "tokenizer_config.json", f"the token {text!r} with the id {index}, not {known} as elsewhere")
+            _refuse(folder / "tokenizer_config.json", f"the token {text!r} with the id {index}, elsewhere {known}")
         strips = {flag: bool(flags.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
         tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False, "special": True})
     ids = [token["id"] for token in tokens.values()]

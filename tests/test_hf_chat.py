@@ -1,0 +1,253 @@
+"""hf/chat.py: templates give transformers' text and ids, stop tokens are the folder's, endless ones are stopped."""
+
+import json
+import re
+import time
+
+import pytest
+from test_hf_tokenizer import (
+    BYTE_LEVEL,
+    CHAT,
+    EOT,
+    auto_tokenizer,
+    byte_level,
+    folder_of,
+    refusal,
+    save,
+    split_form,
+    template,
+    token,
+    write,
+)
+
+from hf import chat, tokenizer
+from hf.tokenizer import LLAMA3_PATTERN
+from training.corpus import builtin_corpus, read_documents
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return [text[:20_000] for text in read_documents(builtin_corpus("heldout")[:4])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stop tokens
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({}, [0]),
+    ({"config.json": {"eos_token_id": 1}}, [1]),
+    ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": [700, 0]}}, [700, 0]),
+    ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": None}}, [1]),
+    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}}, [0]),
+    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
+     [0, 1]),
+    ({"tokenizer_config.json": {"eos_token": {"content": EOT}, "chat_template": "x"}}, [0]),
+    ({"tokenizer_config.json": {"eos_token": "<unheard>", "chat_template": "x"}}, [0]),
+])
+def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
+    save(tmp_path, byte_level(corpus, BYTE_LEVEL, CHAT))
+    write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
+    encoding = tokenizer.load_encoding(tmp_path)
+    assert chat.stop_tokens(tmp_path, encoding) == expected
+    assert chat.stop_tokens(tmp_path / "tokenizer.json", encoding) == expected
+
+
+@pytest.mark.parametrize("ids", [700, -1, "0", True, 1.0, [0, None], [], 2**70])
+def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
+    save(tmp_path, byte_level(corpus, BYTE_LEVEL))
+    write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
+    encoding = tokenizer.load_encoding(tmp_path)
+    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
+    write(tmp_path, {"generation_config.json": "{"})
+    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# chat templates, against transformers
+
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+HEADERS = """{{- bos_token }}
+{%- set day = strftime_now("%d %b %Y") %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+<|head|>system<|/head|>
+
+Today: {{ day }}
+{% if tools is not none %}
+Tools: {{ tools | tojson(indent=2) }}
+{% endif %}
+{{ system }}{{ eos_token }}
+{% for message in messages %}
+    {% if message.content is not string %}
+{{ raise_exception('text only') }}
+    {% endif %}
+<|head|>{{ message['role'] }}<|/head|>
+
+{{ message['content'] | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}
+<|head|>assistant<|/head|>
+{% endif %}"""
+TURNS = """{{ bos_token }}{% for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+    {{- raise_exception('After a user comes an assistant, not "' + message.role + '"') }}
+{%- endif %}
+{%- if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}
+{%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}
+{%- endfor %}"""
+COUNTED = """
+{%- set ns = namespace(count=0, last='') %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if ns.count >= 3 %}{% break %}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- set ns.last = message.role %}
+    {{- {'n': ns.count, 'text': message.content, 'ümläut': '<&>'} | tojson }}{{ pad_token }}{{ nothing }}
+{% endfor -%}
+last: {{ ns.last }}, {{ unk_token if unk_token is defined else 'no unk' }}, {{ image_token }}
+"""
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "turns": TURNS, "counted": COUNTED}
+TOKENS = {"bos_token": EOT, "eos_token": token("<|im_end|>"), "pad_token": EOT, "image_token": "<|im_start|>"}
+
+
+def said(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+CHATS = {
+    "one": said(("user", " Hi <b>&amp;</b> 'é' 日\n")),
+    "three": said(("user", "a"), ("assistant", " b "), ("user", "<|im_end|>")),
+    "system": said(("system", "be brief"), ("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")),
+    "empty": said(("user", "")),
+}
+
+
+def chat_folder(folder, corpus, **config):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | TOKENS | config
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
+    return folder_of(folder, spec, config)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
+    pytest.importorskip("transformers")
+    chat_folder(tmp_path, corpus, chat_template=TEMPLATES[name])
+    ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
+    reference, tools = auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
+    assert tokenizer.encode_prompt(encoding, "") == [0]
+    for kind, messages in CHATS.items():
+        if (name, kind) == ("turns", "system"):
+            continue
+        for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": tools}):
+            text = ours.render(messages, **options)
+            assert text == reference.apply_chat_template(messages, tokenize=False, **options)
+            ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+            assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
+    if name == "headers":
+        assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
+    assert ours.render(CHATS["one"]) == ours.render(CHATS["one"], add_generation_prompt=True)
+
+
+def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(corpus, tmp_path):
+    chat_folder(tmp_path, corpus, chat_template=TURNS)
+    ours = chat.load_chat_template(tmp_path)
+    refusal(lambda: ours.render(CHATS["system"]), tmp_path / "tokenizer_config.json", 'not "system"')
+    write(tmp_path, {"chat_template.jinja": HEADERS})
+    ours = chat.load_chat_template(tmp_path)
+    refusal(lambda: ours.render([{"role": "user", "content": 7}]), tmp_path / "chat_template.jinja", "text only")
+
+
+@pytest.mark.parametrize("source, reason", [
+    ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ("{% set _ = messages.append(1) %}", "unsafe"),
+    ("{{ messages | map(attribute='x') | join.y }}", "join.y"),
+    ("{{ messages | map(attribute='x') }}{% for i in 7 %}{% endfor %}", "not iterable"),
+    ("{{ nothing.at.all }}", "nothing"),
+    ("{{ 1 / 0 }}", "zero"),
+    ("{{ range(1000000000) | list }}", "Range"),
+    ("{{ 2 ** 3 }}", "**"),
+    ("{{ messages | tojson(indent='x', separators=7) }}", ""),
+    ("{% for %}", "line 1"),
+    ("\n{{ raise_exception(1", "line 2"),
+    ("{% generation %}", "line 1"),
+    ("{% include 'tokenizer.json' %}", "loader"),
+])
+def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp_path):
+    write(tmp_path, {"chat_template.jinja": source})
+    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
+
+
+ENDLESS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "nested loops that count":
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ loop.index }}{% endfor %}{% endfor %}",
+    "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
+    "loops of costly steps": "{% for i in range(99999) %}{% set x = range(99999) | map('string') | list %}{% endfor %}",
+    "a macro that calls itself twice":
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+    "a recursive loop":
+        "{% for i in range(9999) recursive %}{% if loop.depth < 99 %}{{ loop(range(9999)) }}{% endif %}{% endfor %}",
+    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "powers": "{{ 10 ** 10 ** 10 }}",
+    "long strings": "{{ 'x' * (10 ** 10) }}",
+    "products of products":
+        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "long texts": "{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+    "lorem ipsum": "{{ lipsum(10000000) }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_end_is_stopped(name, tmp_path, monkeypatch):
+    """Catches a folder that hangs the program or fills the memory."""
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    write(tmp_path, {"chat_template.jinja": ENDLESS[name]})
+    start = time.perf_counter()
+    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja")
+    assert time.perf_counter() - start < 3
+
+
+def test_loops_see_their_length_and_neighbours(tmp_path):
+    """Catches a loop variable that the timing of loops changes."""
+    write(tmp_path, {"chat_template.jinja":
+        "{% for x in y %}{{ loop.index }}/{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.revindex }}"
+        "{{ loop.changed(x) }}{{ loop.last }} {% else %}none{% endfor %}{% for x in y recursive %}{{ x }}"
+        "{% if loop.depth < 2 %}({{ loop(y) }}){% endif %}{% endfor %}{{ '-' * 3 }}{{ 2 * 3 }}"})
+    ours = chat.load_chat_template(tmp_path)
+    assert ours.render([], y=["a", "b"]) == "1/2b2TrueFalse 2/2a1TrueTrue a(ab)b(ab)---6"
+    assert ours.render([], y=[]) == ours.render([]) == "none---6"
+
+
+def test_where_a_template_is_looked_for(tmp_path):
+    assert chat.load_chat_template(tmp_path) is None
+    one = said(("user", "x"))
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ bos_token }}"}]
+    write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
+    write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
+    assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
+    write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n", "tokenizer.json": "{}"})
+    assert chat.load_chat_template(tmp_path / "tokenizer.json").render(one) == "file x"
+    write(tmp_path, {"chat_template.jinja": b"\xff"})
+    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "chat_template.jinja")
+    (tmp_path / "chat_template.jinja").unlink()
+    for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
+        write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
+        refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
+    write(tmp_path, {"tokenizer_config.json": "[]"})
+    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
