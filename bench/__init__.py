@@ -18,6 +18,18 @@ def print_row(*cells):
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
+class Table:
+    """A table that prints each row, a dict, as it is added. columns: {heading: (key of a row, format of its value)}."""
+
+    def __init__(self, columns):
+        self.columns, self.rows = columns, []
+        print_head(*columns)
+
+    def add(self, row):
+        self.rows.append(row)
+        print_row(*("-" if row[key] is None else form.format(row[key]) for key, form in self.columns.values()))
+
+
 def machine():
     """What the numbers were measured on, as a dict for the JSON line."""
     cpu = platform.processor() or platform.machine()

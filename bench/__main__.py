@@ -42,7 +42,7 @@ def add_decoding_flags(parser, prompts, batch_sizes, tree_sizes):
 
 def add_kernel_flags(parser):
     operation_names = ("attention", "projections", "commit")
-    parser.add_argument("--static", action="store_true", help="compile for four targets, without a GPU; nothing is timed")
+    parser.add_argument("--static", action="store_true", help="only compile, for four targets; needs no GPU")
     parser.add_argument("--operations", nargs="+", default=list(operation_names), choices=operation_names,
                         help="what to time")
     parser.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=tuple(operations.HEADS),
@@ -55,24 +55,22 @@ def add_kernel_flags(parser):
 
 
 def parse(argv):
-    parser = Parser("Measures draft heads and kernels against each other and against the limits.", prog="python -m bench")
+    parser = Parser("Measures decoding, draft heads and kernels.", prog="python -m bench")
     what = parser.add_subparsers(dest="what", required=True)
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
     add_decoding_flags(heads, prompts=50, batch_sizes=[1], tree_sizes=[5, 17])
     heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
-    heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=tuple(kinds.KINDS), help="heads to train")
+    heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=tuple(kinds.KINDS), help="to train")
     heads.add_argument("--steps", type=int, default=500, help="of training, each kind")
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes, against the "
-                                            "memory's bandwidth")
+    decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
     add_decoding_flags(decode, prompts=16, batch_sizes=[1, 2, 4, 8, 16, 32, 64], tree_sizes=[1, 2, 4, 8, 16, 32, 64])
-    decode.add_argument("--tree-size", type=int, help="for all heads; default: the best above one node, as measured here")
+    decode.add_argument("--tree-size", type=int, help="for all heads; default: the best of those above one node")
     decode.add_argument("--temperature", type=float, default=0.0)
     decode.add_argument("--runs", type=int, default=3, help="paired runs, of which the medians count")
     decode.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
-    decode.add_argument("--random-weights", choices=tuple(decoding.SIZES), help="time steps at these sizes, without a "
-                                                                               "checkpoint")
-    add_kernel_flags(what.add_parser("kernels", help="kernels against the memory's bandwidth and other implementations"))
+    decode.add_argument("--random-weights", choices=tuple(decoding.SIZES), help="time its steps")
+    add_kernel_flags(what.add_parser("kernels", help="kernels against the memory's bandwidth and other code"))
     args = parser.parse_args(argv)
     check_flags(args)
     return args
@@ -91,13 +89,13 @@ def check_flags(args):
     for temperature in getattr(args, "temperatures", [getattr(args, "temperature", 0.0)]):
         Sampling(temperature)
     if args.what != "kernels" and len({Path(path).name for path in args.heads}) < len(args.heads):
-        raise InputError("two of the heads folders have the same name; rename one, so that the table can tell them apart")
+        raise InputError("two of the heads folders have the same name; rename one, to tell their rows apart")
 
 
 def run_kernels(args):
     if args.static:
         if not kernels.HAS_TRITON:
-            raise InputError("--static compiles the kernels and needs triton, which is not installed; pip install triton")
+            raise InputError("--static needs triton, which is not installed; pip install triton")
         return dict(bench="kernels-static", table=static.static_table())
     if not torch.cuda.is_available():
         raise InputError("python -m bench kernels needs a CUDA device, and there is none; --static only compiles them")

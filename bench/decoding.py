@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench import print_head, print_row
+from bench import Table, print_head, print_row
 from clover import CloverHeads, preset
 from generate import STAGES, Sampling, prepare
 from hf.chat import load_chat_template
@@ -104,9 +104,17 @@ def best_tree(fit):
     return max(rows, key=lambda row: row[2] / row[1])[0] if rows else max(fit.tree_size, 5)
 
 
-def measure_batch(model, given, heads, batch_size, bandwidth, args):
-    """Rows of one batch size, printed: plain decoding and each kind of heads with its best tree, in paired runs. Also
-    returns the texts of plain decoding."""
+DECODING = {
+    "batch size": ("batch_size", "{}"), "heads": ("heads", "{}"), "tree size": ("tree_size", "{}"),
+    "auto takes": ("auto", "{}"), "tokens per step": ("tokens_per_step", "{:.2f}"),
+    "tokens per second": ("tokens_per_second", "{:.0f}"), "speed-up": ("speed_up", "{:.2f}x"),
+    "ms per step": ("step_ms", "{:.2f}"), "floor, ms": ("floor_ms", "{:.2f}"), "peak memory, GB": ("peak_gb", "{:.2f}"),
+    "identical texts": ("identical", "{:.0%}")}
+
+
+def measure_batch(model, given, heads, batch_size, bandwidth, args, table):
+    """Adds the rows of one batch size: plain decoding and each kind of heads with its best tree, in paired runs.
+    Returns the texts of plain decoding."""
     options = dict(batch_size=batch_size, temperature=args.temperature, graph=not args.no_graph)
     sampling = Sampling(args.temperature)
     engines, auto = {"plain": warm_engine(model, given, args, tree_size=1, **options)}, {"plain": 1}
@@ -114,7 +122,7 @@ def measure_batch(model, given, heads, batch_size, bandwidth, args):
         fit = fit_tree(model, kind, batch_size, engines["plain"].capacity, sampling, graph=not args.no_graph)
         auto[name] = fit.tree_size
         engines[name] = warm_engine(model, given, args, kind, tree_size=args.tree_size or best_tree(fit), **options)
-    runs, peaks, rows = {name: [] for name in engines}, {}, []
+    runs, peaks = {name: [] for name in engines}, {}
     for _ in range(args.runs):
         for name, engine in engines.items():
             output, peaks[name] = with_peak_memory(lambda: engine.generate(given, args.max_new_tokens), model.device)
@@ -122,22 +130,14 @@ def measure_batch(model, given, heads, batch_size, bandwidth, args):
     for name, engine in engines.items():
         median = sorted(runs[name], key=lambda out: out.seconds)[args.runs // 2]
         seconds = step_time(model, heads.get(name), batch_size, engine.tree_size, sampling, graph=not args.no_graph)
-        rows.append(dict(
+        table.add(dict(
             batch_size=batch_size, heads=name, tree_size=engine.tree_size, auto=auto[name],
             tokens_per_step=median.tokens_per_step, tokens_per_second=median.tokens_per_second,
             speed_up=statistics.median(plain.seconds / out.seconds for out, plain in zip(runs[name], runs["plain"])),
             step_ms=seconds * 1e3, floor_ms=step_floor(model, batch_size, bandwidth) * 1e3,
             peak_gb=peaks[name] and peaks[name] / GB,
             identical=share_equal(runs[name][0].tokens, runs["plain"][0].tokens)))
-        print_decoding(rows[-1])
-    return rows, runs["plain"][0].tokens
-
-
-def print_decoding(row):
-    print_row(row["batch_size"], row["heads"], row["tree_size"], row["auto"], f"{row['tokens_per_step']:.2f}",
-              f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x", f"{row['step_ms']:.2f}",
-              f"{row['floor_ms']:.2f}", "-" if row["peak_gb"] is None else f"{row['peak_gb']:.2f}",
-              f"{row['identical']:.0%}")
+    return runs["plain"][0].tokens
 
 
 def measure_trees(model, given, heads, args):
@@ -169,22 +169,22 @@ def transformers_rows(model, given, wanted, args):
     """Rows of transformers' generate with the same weights and prompts, printed, or why it cannot be measured."""
     if args.temperature:
         return "measured at temperature 0 only"
-    print_head("one at a time", "tokens per second", "identical texts")
+    table = Table({"one at a time": ("how", "{}"), "tokens per second": ("tokens_per_second", "{:.0f}"),
+                   "identical texts": ("identical", "{:.0%}")})
     try:
         import transformers
     except ImportError:
-        print_row("transformers is not installed (pip install transformers)", "-", "-")
-        return "transformers is not installed (pip install transformers)"
+        reason = "transformers is not installed (pip install transformers)"
+        table.add(dict(how=reason, tokens_per_second=None, identical=None))
+        return reason
     transformers.logging.set_verbosity_error()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=model.dtype).to(model.device).eval()
     theirs.generation_config.eos_token_id = None  # our runs do not stop either
-    rows = []
     for name, flags in dict(greedy={}, prompt_lookup=dict(prompt_lookup_num_tokens=10)).items():
         outputs, seconds = decode_with_transformers(theirs, given, args.max_new_tokens, **flags)
-        rows.append(dict(how=f"transformers {transformers.__version__}, {name}",
-                         tokens_per_second=sum(map(len, outputs)) / seconds, identical=share_equal(outputs, wanted)))
-        print_row(rows[-1]["how"], f"{rows[-1]['tokens_per_second']:.0f}", f"{rows[-1]['identical']:.0%}")
-    return rows
+        table.add(dict(how=f"transformers {transformers.__version__}, {name}",
+                       tokens_per_second=sum(map(len, outputs)) / seconds, identical=share_equal(outputs, wanted)))
+    return table.rows
 
 
 def bench(args):
@@ -193,19 +193,16 @@ def bench(args):
     bandwidth = copy_bandwidth(model.device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth {bandwidth / GB:.1f} "
           "GB/s (bytes read and written)")
-    print_head("batch size", "heads", "tree size", "auto takes", "tokens per step", "tokens per second", "speed-up",
-               "ms per step", "floor, ms", "peak memory, GB", "identical texts")
-    decoding, wanted = [], None
+    table, wanted = Table(DECODING), None
     for batch_size in args.batch_sizes:
         given = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        rows, plain = measure_batch(model, given, heads, batch_size, bandwidth, args)
-        decoding += rows
+        plain = measure_batch(model, given, heads, batch_size, bandwidth, args, table)
         wanted = wanted or plain[:args.prompts]
     given = prompts(heldout, args.prompts, args.prompt_length)
     print_head("heads", *(f"tokens per step, T = {size}" for size in args.tree_sizes))
     trees = measure_trees(model, given, heads, args)
     return dict(bench="decode", **settings(args, model), temperature=args.temperature, runs=args.runs,
-                copy_gb_per_s=bandwidth / GB, decoding=decoding, trees=trees,
+                copy_gb_per_s=bandwidth / GB, decoding=table.rows, trees=trees,
                 transformers=transformers_rows(model, given, wanted, args))
 
 
@@ -246,7 +243,8 @@ def bench_random(args):
     model = random_model(args.random_weights, device, dtype)
     heads = CloverHeads(preset("clover"), model).to(device=device, dtype=dtype).requires_grad_(False).eval()
     bandwidth, rows = copy_bandwidth(device), []
-    print(f"{SIZES[args.random_weights][1]}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B random parameters; "
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters; "
           f"copy bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
     print_head("batch size", "tree size", "ms per step", "floor, ms", "share of the floor", *STAGES)
     for batch_size in args.batch_sizes:

@@ -1,8 +1,8 @@
 """Draft heads against each other on equal terms: accuracy, tokens per step and throughput.
 
-With --train, train_heads.py first trains every kind below on the same base, data, steps and batches: the four presets, and
-Clover with one of its parts taken out, as in the ablation of its paper (arXiv 2405.00263). Trained kinds are kept, and an
-interrupted one is resumed.
+With --train, train_heads.py first trains every kind below on the same base, data, steps and batches: the four presets,
+and Clover with one of its parts taken out, as in the ablation of its paper (arXiv 2405.00263). Trained kinds are kept,
+and an interrupted one is resumed.
 """
 
 import json
@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import train_heads
-from bench import print_head, print_row
+from bench import Table, print_head, print_row
 from bench.decoding import load, settings, share_equal, warm_engine
 from model import InputError
 from training.data import prompts
@@ -40,7 +40,8 @@ def train_kind(args, name, folder):
     record = read_record(folder)
     if record.get("training", {}).get("steps") == args.steps and "acceptance" in record:
         return
-    flags = [*KINDS[name], "--out", str(folder), "--model", args.model, "--device", args.device, "--steps", str(args.steps)]
+    flags = [*KINDS[name], "--out", str(folder), "--model", args.model, "--device", args.device]
+    flags += ["--steps", str(args.steps)]
     flags += ["--dtype", args.dtype] if args.dtype else []
     flags += ["--data", *args.data] if args.data else []
     flags += ["--resume"] if (folder / "train_state.pt").exists() else []
@@ -58,7 +59,7 @@ def train(args):
     records = [read_record(folder)["training"] for folder in folders]
     for folder, record in zip(folders, records):
         if record != records[0]:
-            raise InputError(f"{folder} was trained on other data or otherwise than {folders[0]}; choose another --train DIR")
+            raise InputError(f"{folder} was not trained as {folders[0]} was; choose another --train DIR")
     return folders
 
 
@@ -76,22 +77,27 @@ def accuracies(heads, heldout):
 
 def decoding_rows(model, given, heads, args):
     """Rows of every kind at every temperature, batch and tree size, printed; plain decoding runs beside each batch."""
+    first = next(iter(heads))
+    table = Table({
+        "heads": ("heads", "{}"), "temperature": ("temperature", "{:g}"), "batch size": ("batch_size", "{}"),
+        "tree size": ("tree_size", "{}"), "tokens per step": ("tokens_per_step", "{:.2f}"),
+        f"extra over {first}": ("extra_over_first", "{:.2f}"), "tokens per second": ("tokens_per_second", "{:.0f}"),
+        "over plain": ("speed_up", "{:.2f}x"), f"over {first}": ("speed_up_over_first", "{:.2f}x"),
+        "identical texts": ("identical", "{:.0%}")})
+
     def run(kind, tree_size):
         options = dict(temperature=temperature, batch_size=batch_size, tree_size=tree_size)
         return warm_engine(model, given, args, kind, **options).generate(given, args.max_new_tokens)
 
-    rows = []
     for temperature, batch_size in product(args.temperatures, args.batch_sizes):
         plain = run(None, 1)
         for tree_size in args.tree_sizes:
-            first = None
+            runs = {}
             for name, kind in heads.items():
-                out = run(kind, tree_size)
-                first = first or out
-                rows.append(dict(heads=name, temperature=temperature, batch_size=batch_size, tree_size=tree_size,
-                                 **compare(out, first, plain)))
-                print_decoding(rows[-1])
-    return rows
+                runs[name] = run(kind, tree_size)
+                table.add(dict(heads=name, temperature=temperature, batch_size=batch_size, tree_size=tree_size,
+                               **compare(runs[name], runs[first], plain)))
+    return table.rows
 
 
 def compare(out, first, plain):
@@ -104,20 +110,10 @@ def compare(out, first, plain):
                 identical=share_equal(out.tokens, plain.tokens))
 
 
-def print_decoding(row):
-    print_row(row["heads"], f"{row['temperature']:g}", row["batch_size"], row["tree_size"], f"{row['tokens_per_step']:.2f}",
-              "-" if row["extra_over_first"] is None else f"{row['extra_over_first']:.2f}",
-              f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x", f"{row['speed_up_over_first']:.2f}x",
-              f"{row['identical']:.0%}")
-
-
 def bench(args):
     """`python -m bench heads`: prints the tables, returns what goes into the JSON line."""
     model, heads, heldout = load(args, train(args) if args.train else args.heads)
     accuracy = accuracies(heads, heldout)
-    first = next(iter(heads))
-    print_head("heads", "temperature", "batch size", "tree size", "tokens per step", f"extra over {first}",
-               "tokens per second", "over plain", f"over {first}", "identical texts")
     rows = decoding_rows(model, prompts(heldout, args.prompts, args.prompt_length), heads, args)
     training = {name: kind.info.get("training") for name, kind in heads.items()}
     return dict(bench="heads", **settings(args, model), training=training, accuracy=accuracy, decoding=rows)

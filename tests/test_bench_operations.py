@@ -48,7 +48,8 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
     for line in capsys.readouterr().out.split("\n\n"):
         assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
-    wrong = operations.timed_row({}, 1, 1e9, [lambda: 1], dict(other=[lambda: 2], broken=[lambda: 1 / 0]), lambda a, b: b - a)
+    rivals = dict(other=[lambda: 2], broken=[lambda: 1 / 0])
+    wrong = operations.timed_row({}, 1, 1e9, [lambda: 1], rivals, lambda a, b: b - a)
     assert wrong["other"] == 1000.0 and "ZeroDivisionError" in wrong["broken"]
     wrong = operations.timed_row({}, 1, 1e9, [lambda: 3], dict(other=[lambda: 2]), lambda a, b: b - a)
     assert "differs by 1" in wrong["other"] and wrong["speed_up"] is None
@@ -79,5 +80,6 @@ def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_bench_on_a_gpu(capsys):
     """Bug: a benchmark that only ran on paper."""
-    bench.main(["kernels", "--heads", "8b", "--batch-sizes", "2", "--prefixes", "512", "--tree-sizes", "8", "--rows", "8"])
+    bench.main(["kernels", "--heads", "8b", "--batch-sizes", "2", "--prefixes", "512", "--tree-sizes", "8",
+                "--rows", "8"])
     assert '"share_of_copy"' in capsys.readouterr().out.strip().splitlines()[-1]

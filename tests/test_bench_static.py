@@ -1,4 +1,5 @@
-"""bench/static.py: what every kernel passes without a GPU. `pytest` compiles a sample, `pytest -m static` every launch."""
+"""bench/static.py: what every kernel passes without a GPU. `pytest` compiles a sample, `pytest -m static` every
+launch."""
 
 import re
 
@@ -25,7 +26,8 @@ def check_figures(pairs, figures):
 
 @pytest.mark.static
 def test_every_launch_compiles_without_spills_on_every_target():
-    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared memory."""
+    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared
+    memory."""
     pairs = [(target, launch) for target in static.TARGETS for launch in static.all_launches()]
     check_figures(pairs, static.compile_all(pairs))
 
@@ -39,7 +41,8 @@ def test_a_launch_of_every_kernel_compiles_without_spills():
     assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.startswith("_")
                                                   and name.endswith("_kernel") and name not in PARTS}
     assert set(launches) <= set(static.all_launches())
-    check_figures([("cuda:90", launch) for launch in launches], (static.usage("cuda:90", launch) for launch in launches))
+    pairs = [("cuda:90", launch) for launch in launches]
+    check_figures(pairs, (static.usage(*pair) for pair in pairs))
 
 
 PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
@@ -55,8 +58,9 @@ def random_launches(generator):
         T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), dtype, aligned, draw(100, 4096, 50000),
         draw(False, dtype != FP16))
     k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
-    launches += static.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature, draw(False, aligned),
-                                        aligned, V=draw(32000, 151936), multiprocessors=draw(4, 24, 132, 304))
+    launches += static.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature,
+                                        draw(False, aligned), aligned, V=draw(32000, 151936),
+                                        multiprocessors=draw(4, 24, 132, 304))
     return launches + static.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
 
 
@@ -80,19 +84,23 @@ def test_figures_are_read_from_the_binary():
     assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
 
 
+rest = pytest.mark.static  # `pytest` takes the others
+
+
 @pytest.mark.parametrize("launches, args, product", [
-    pytest.param(static.attention_launches, (2, 4, 128, BF16), "HMMA", id="attention-8-rows", marks=pytest.mark.static),
+    pytest.param(static.attention_launches, (2, 4, 128, BF16), "HMMA", id="attention-8-rows", marks=rest),
     pytest.param(static.attention_launches, (16, 4, 128, BF16), "HGMMA", id="attention-64-rows"),
-    pytest.param(static.attention_launches, (16, 8, 128, BF16), "HGMMA", id="attention-128-rows", marks=pytest.mark.static),
-    pytest.param(static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA", id="alibi-64-rows",
-                 marks=pytest.mark.static),
+    pytest.param(static.attention_launches, (16, 8, 128, BF16), "HGMMA", id="attention-128-rows", marks=rest),
+    pytest.param(static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA",
+                 id="alibi-64-rows", marks=rest),
     pytest.param(static.project_launches, (8, 8, BF16), "HGMMA", id="project-8-rows"),
-    pytest.param(static.project_launches, (32, 8, BF16), "HMMA", id="project-32-rows", marks=pytest.mark.static),
-    pytest.param(static.project_launches, (64, 8, BF16), "HGMMA", id="project-64-rows", marks=pytest.mark.static),
-    pytest.param(static.project_launches, (8, 8, BF16, None, True), "HGMMA", id="gathered-rows", marks=pytest.mark.static),
+    pytest.param(static.project_launches, (32, 8, BF16), "HMMA", id="project-32-rows", marks=rest),
+    pytest.param(static.project_launches, (64, 8, BF16), "HGMMA", id="project-64-rows", marks=rest),
+    pytest.param(static.project_launches, (8, 8, BF16, None, True), "HGMMA", id="gathered-rows", marks=rest),
 ])
 def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
-    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand idle."""
+    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand
+    idle."""
     name, _, values, named = launches(*args)[0]
     compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
     code = static.cuobjdump(compiled.asm["cubin"], "--dump-sass")
