@@ -272,6 +272,7 @@ def _llama3(settings):
 def _yarn(settings, theta, factor):
     if theta == 1:
         raise InputError("rope_theta must be above 1 for yarn, found 1")
+
     def magnitude(scale):
         return 0.1 * scale * math.log(max(factor, 1.0)) + 1
 

@@ -133,43 +133,6 @@ def end_of_text(encoding):
     raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}, but it has none; add one to its file")
 
 
-class TextStream:
-    """Text from token ids as they come: complete characters only, in sum what decoding all ids at once gives.
-
-    One difference: a decoder that takes a space off the start of a text keeps it here, since a stream continues a text.
-    encoding: any object with decode(ids) and encode_ordinary(text).
-    """
-
-    def __init__(self, encoding):
-        self.decode, self.middle = encoding.decode, encoding.encode_ordinary("a")
-        self._start(self.middle)
-
-    def _start(self, context):
-        """The ids in `context` are shown; the next ids are decoded behind them."""
-        self.context, self.pending, self.shown = context, [], self.decode(context)
-
-    def feed(self, tokens):
-        """The text that these ids (an iterable of int) complete."""
-        return "".join(map(self._feed, tokens))
-
-    def _feed(self, token):
-        self.pending.append(token)
-        text = self.decode(self.context + self.pending)
-        complete = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the start of a character may be at the end
-        new = complete[len(self.shown):]
-        if new and complete == text:
-            self._start(self.pending)
-        elif new:
-            self.shown = complete
-        return new
-
-    def finish(self):
-        """The rest: U+FFFD where the text ends within a character. The stream then starts anew."""
-        rest = self.decode(self.context + self.pending)[len(self.shown):]
-        self._start(self.middle)
-        return rest
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A folder's files
 
