@@ -24,28 +24,36 @@ def check_figures(pairs, figures):
     assert not wrong, "\n".join(map(str, wrong))
 
 
+SAMPLE = [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
+          *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
+          *static.commit_launches(5, 80, BF16)]
+PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
+
+
 @pytest.mark.static
 def test_every_launch_compiles_without_spills_on_every_target():
-    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared
-    memory."""
+    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared memory."""
     pairs = [(target, launch) for target in static.TARGETS for launch in static.all_launches()]
     check_figures(pairs, static.compile_all(pairs))
 
 
 def test_a_launch_of_every_kernel_compiles_without_spills():
     """Bug: as above, in a sample of seconds."""
-    launches = static.signatures([
-        *static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
-        *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
-        *static.commit_launches(5, 80, BF16)])
-    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.startswith("_")
-                                                  and name.endswith("_kernel") and name not in PARTS}
+    launches = static.signatures(SAMPLE)
+    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")} - {*PARTS}
     assert set(launches) <= set(static.all_launches())
     pairs = [("cuda:90", launch) for launch in launches]
     check_figures(pairs, (static.usage(*pair) for pair in pairs))
 
 
-PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
+def test_kernel_arguments_are_named_by_what_they_are():
+    """Bug: a pointer without _ptr, a stride or another number with it, a constant in small letters."""
+    for name, _, args, named in SAMPLE:
+        for i, parameter in enumerate(getattr(kernels, name).params):
+            value = args[i] if i < len(args) else named[parameter.name]
+            is_pointer = value is None or isinstance(value, torch.Tensor)
+            assert is_pointer == parameter.name.endswith("_ptr"), (name, parameter.name)
+            assert parameter.name.isupper() or not parameter.is_constexpr, (name, parameter.name)
 
 
 def random_launches(generator):
