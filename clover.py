@@ -16,8 +16,18 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import (AttentionContext, Block, InputError, KVCache, Linear, Norm, atomic_write, document_positions, identity,
-                   read_json)
+from model import (
+    AttentionContext,
+    Block,
+    InputError,
+    KVCache,
+    Linear,
+    Norm,
+    atomic_write,
+    document_positions,
+    identity,
+    read_json,
+)
 
 MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
 MAX_DRAFT, MAX_AUGMENT = 32, 64  # heads and augmenting layers that anyone would want
@@ -154,8 +164,9 @@ def root_tree(root):
 class CloverHeads(nn.Module):
     """K draft heads on a frozen model, a `GPT` whose weights are not part of this module's own.
 
-    States and embeddings are scaled to a root mean square of 1 before the heads read them. Otherwise a token's embedding
-    would be lost beside the hidden states of a model where these are large. The norm before the LM head undoes the scale.
+    States and embeddings are scaled to a root mean square of 1 before the heads read them. Otherwise a token's
+    embedding would be lost beside the hidden states of a model where these are large. The norm before the LM head
+    undoes the scale.
     """
 
     def __init__(self, config, model):
@@ -175,8 +186,8 @@ class CloverHeads(nn.Module):
         self.register_buffer("vocabulary", vocabulary)
 
     def set_vocabulary(self, tokens):
-        """Drafts among these token ids [n] only, most frequent first; an empty list: among all. Raises InputError for ids
-        that the model does not have."""
+        """Drafts among these token ids [n] only, most frequent first; an empty list: among all. Raises InputError for
+        ids that the model does not have."""
         tokens, V = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device), self.model.config.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
             raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
@@ -187,7 +198,7 @@ class CloverHeads(nn.Module):
 
     @property
     def reads_tokens(self):
-        """Whether a head's guess depends on the token before it. Medusa's does not: its heads run once for all beams."""
+        """Whether a guess depends on the token before it. Medusa's do not: its heads run once for all beams."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
     def head(self, i):
@@ -204,7 +215,7 @@ class CloverHeads(nn.Module):
         return KVCache(self.config.augment_layers, batch, c.n_kv_head, capacity, c.head_size, model.dtype, model.device)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """The Augmenting Block (arXiv 2405.00263): hidden [B, T, C] of the model and the tokens [B, T] that follow each ->
+        """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens [B, T] that follow ->
         the states [B, T, C] that heads start from, at a root mean square of 1. The rest as in `GPT.forward`."""
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
@@ -218,8 +229,9 @@ class CloverHeads(nn.Module):
         return F.rms_norm(x, x.shape[-1:])
 
     def forward(self, hidden, tokens, documents=None):
-        """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B, T] as in
-        `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0) at position t guesses the token at t + 2 + i."""
+        """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B,
+        T] as in `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0) at position t guesses the token at t + 2 +
+        i."""
         T = hidden.shape[1]
         state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
         for i in range(self.config.n_draft):
@@ -240,7 +252,8 @@ class CloverHeads(nn.Module):
         states, tokens = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         joint = state.new_zeros(B, 1, dtype=torch.float32)
         index = torch.zeros_like(tokens)  # where the beams stand in the list of all proposals, the root first
-        proposals, size = [(joint, tokens, index)], 1  # (joint log-probability, token, index of the parent), each [B, w * W]
+        # (joint log-probability, token, index of the parent), each [B, 1], then [B, w * W]
+        proposals, size = [(joint, tokens, index)], 1
         for depth in range(K):
             states, out = self.head(depth)(states, self.embedding(tokens))
             w = tokens.shape[1]
@@ -261,8 +274,8 @@ class CloverHeads(nn.Module):
         return self.best_tree(proposals, tree_size)
 
     def best_tree(self, proposals, tree_size):
-        """The tree_size best of all proposals, given by depth as (joint log-probability, token, index of the parent), as a
-        `Tree`. Where there are fewer proposals, the last nodes are spare."""
+        """The tree_size best of all proposals, given by depth as (joint log-probability, token, index of the parent),
+        as a `Tree`. Where there are fewer proposals, the last nodes are spare."""
         depths = torch.cat([torch.full_like(tokens, depth) for depth, (_, tokens, _) in enumerate(proposals)], dim=1)
         joint, tokens, parents = (torch.cat(column, dim=1) for column in zip(*proposals))  # (B, proposals)
         T = min(tree_size, tokens.shape[1])
@@ -281,8 +294,8 @@ class CloverHeads(nn.Module):
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's identity
-        and `info` (training, accuracy)."""
+        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's
+        identity and `info` (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         cast = lambda value: value.to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
         tensors = {name: cast(value.detach()) for name, value in self.state_dict().items()}
@@ -298,15 +311,15 @@ class CloverHeads(nn.Module):
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
         """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the folder is missing or
-        broken, and when the heads were trained on another model or, where `tokenizer` is given, with another tokenizer."""
+        broken, and when the heads were trained on another model or with another tokenizer, where one is given."""
         path = Path(path)
         if not path.is_dir():
             raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py writes them")
         config, record = read_record(path / "heads.json")
         theirs, ours = record["base"], model_identity(model)
         if theirs["weights"] != ours:
-            raise InputError(f"{path}: these heads belong to another model (theirs {theirs['weights']}, this one {ours}); train "
-                             "heads for this one with train_heads.py")
+            raise InputError(f"{path}: these heads belong to another model (theirs {theirs['weights']}, this one "
+                             f"{ours}); train heads for this one with train_heads.py")
         if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
             raise InputError(f"{path}: these heads were trained with another tokenizer; use the model folder's own")
         if config.vocabulary > model.config.vocab_size:
@@ -317,7 +330,8 @@ class CloverHeads(nn.Module):
             heads.load_state_dict(load_file(path / "heads.safetensors"))
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights ({reason})") from None
+            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights "
+                             f"({reason})") from None
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
@@ -353,5 +367,5 @@ def best_of(scores, keys, n):
 
 
 def model_identity(model):
-    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its weights. See `model.identity`."""
+    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its weights."""
     return getattr(model, "identity", None) or identity(model.state_dict())

@@ -5,14 +5,13 @@
     python generate.py --prompt "import os" --explain
     python generate.py --model FOLDER --chat              a conversation, if the folder has a chat template
 
-Plain decoding is the same loop with trees of one node. On CUDA the step is captured in a graph once and replayed, and the
-host reads a step's tokens while the next step runs.
+Plain decoding is the same loop with trees of one node. On CUDA the step is captured in a graph once and replayed, and
+the host reads a step's tokens while the next step runs.
 
 Letters: B slots, T tree nodes, K depth of the tree below its root, P = K + 1 nodes of the longest path, C hidden size,
 V vocabulary.
 """
 
-import codecs
 import json
 import math
 import sys
@@ -36,12 +35,14 @@ class Engine:
     """Decodes prompts in B slots. Reusable for any prompts that fit its capacity.
 
     capacity: the most tokens of a sequence, prompt included; default: the model's context. tree_size: T, 1 for plain
-    decoding. beams: W, default about the square root of T. sampling: a `Sampling`, default greedy. graph: on CUDA, capture
-    the step once and replay it. Raises InputError for sizes out of range and for caches that the memory has no room for.
+    decoding. beams: W, default about the square root of T. sampling: a `Sampling`, default greedy. graph: on CUDA,
+    capture the step once and replay it. Raises InputError for sizes out of range and for caches that the memory has no
+    room for.
     """
 
     @torch.inference_mode()
-    def __init__(self, model, heads=None, *, batch_size=1, capacity=None, tree_size=1, beams=None, sampling=None, graph=True):
+    def __init__(self, model, heads=None, *, batch_size=1, capacity=None, tree_size=1, beams=None, sampling=None,
+                 graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
         check("tree size", tree_size, 1, MAX_TREE, whole=True)
         self.model, self.sampling, self.batch_size = model, sampling or Sampling(), batch_size
@@ -71,13 +72,13 @@ class Engine:
                 self.result, self.replay = capture(self.step, device)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # One step of all slots. Every tensor has a fixed shape, state is updated in place, nothing is read back to the host.
+    # One step of all slots. Every tensor has a fixed shape, state changes in place, nothing is read back to the host.
 
     def step(self):
-        tree = self.draft()                               # tokens, parents, depths, ancestors: [B, T]
-        hidden = self.verify(tree)                        # [B, T, C]; keys and values go to cache rows lengths..lengths+T
-        target = self.sample(tree, hidden)                # [B, T]: the model's own next token at every node
-        path, count = self.accept(tree, target)           # [B, P]: accepted nodes, root first; [B]: how many
+        tree = self.draft()                                 # tokens, parents, depths, ancestors: [B, T]
+        hidden = self.verify(tree)                          # [B, T, C]; K/V rows go to lengths..lengths+T of the cache
+        target = self.sample(tree, hidden)                  # [B, T]: the model's own next token at every node
+        path, count = self.accept(tree, target)             # [B, P]: accepted nodes, root first; [B]: how many
         emitted = self.commit(hidden, target, path, count)  # [B, P]: the token after each accepted node
         return torch.cat((emitted, path, count[:, None]), dim=1)  # [B, 2P + 1], all that the host reads
 
@@ -129,9 +130,9 @@ class Engine:
 
         stop: token ids and, with an `encoding`, texts that end a sequence; the token that does it is kept.
         on_tokens(index, tokens) is called with the tokens of each step, on_path(index, path) with its accepted nodes.
-        keep: for one prompt in one slot, as in a chat. What the prompt has in common with the text of the last call that
-        kept it is not computed again; the model must be the same still.
-        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
+        keep: for one prompt in one slot, as in a chat. What the prompt has in common with the text of the last call
+        that kept it is not computed again; the model must be the same still. Raises InputError for what cannot be
+        decoded, Interrupted on Ctrl-C.
         """
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompts(self.model, prompts)
@@ -139,11 +140,13 @@ class Engine:
         sequences = [Sequence(i, prompt, max_new_tokens, context, stop, encoding) for i, prompt in enumerate(prompts)]
         longest = max(len(s.prompt) + s.limit for s in sequences)
         if longest > self.capacity:
-            raise InputError(f"a text of {longest} tokens does not fit an engine made for {self.capacity}; make a larger one")
+            raise InputError(f"a text of {longest} tokens does not fit an engine made for {self.capacity}; "
+                             "make a larger one")
         if keep and (self.batch_size, len(prompts)) != (1, 1):
             raise InputError(f"keep is for one prompt in one slot, not for {len(prompts)} in {self.batch_size}")
         self.kept_text = self.kept_text if keep else []
-        output = Output([s.tokens for s in sequences], [], tree_size=self.tree_size, beams=self.beams, batch_size=self.batch_size)
+        output = Output([s.tokens for s in sequences], [], tree_size=self.tree_size, beams=self.beams,
+                        batch_size=self.batch_size)
 
         def emit(sequence, tokens, path):
             tokens = sequence.take(tokens)
@@ -173,7 +176,7 @@ class Engine:
         self.waiting, self.free = deque(sequences), deque(range(self.batch_size))
         self.filling = None       # (slot, sequence, where the next chunk of its prompt starts)
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps whose result is not read yet: (function that waits for it, `running` at its start)
+        self.in_flight = deque()  # steps not read yet: (function that waits for the result, `running` at the start)
         while self.waiting or self.filling or self.running:
             self.admit()
             self.compact_slots()
@@ -183,7 +186,7 @@ class Engine:
                 self.retire(emit)
 
     def admit(self):
-        """Fills free slots with waiting prompts, about PREFILL_CHUNK tokens at most, so that the others need not wait."""
+        """Fills free slots with waiting prompts, about PREFILL_CHUNK tokens at a time: the others go on between."""
         budget = PREFILL_CHUNK
         while budget > 0 and (self.filling or (self.waiting and self.free)):
             if not self.filling:
@@ -200,8 +203,8 @@ class Engine:
     def prefill(self, slot, prompt, start):
         """Reads a prompt's next chunk, from token `start`, into a slot -> where the chunk after it starts.
 
-        The prompt's last token becomes the root, so that every step emits what it accepts. Steps between two chunks write
-        their trees behind the rows that are there, where the next chunk goes.
+        The prompt's last token becomes the root, so that every step emits what it accepts. Steps between two chunks
+        write their trees behind the rows that are there, where the next chunk goes.
         """
         end, slots = min(start + PREFILL_CHUNK, len(prompt) - 1), self.slots
         tokens = torch.tensor([prompt[start:end + 1]])
@@ -265,8 +268,8 @@ class Engine:
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
     def compact_slots(self):
-        """With no prompt left to admit, moves the running sequences to the first slots and runs only these. A CPU needs as
-        long for an idle slot as for a busy one. A GPU does not, and its graph needs every tensor to stay where it is."""
+        """With no prompt left to admit, moves the running sequences to the first slots and runs only these: a CPU needs
+        as long for an idle slot as for a busy one. On a GPU a graph needs every tensor to stay where it is."""
         if self.steps_ahead or self.waiting or self.filling or not 0 < len(self.running) < len(self.slots.root):
             return
         for target in range(len(self.running)):
@@ -277,8 +280,8 @@ class Engine:
         self.set_active_slots(len(self.running))
 
     def reusable_prefix(self, prompt):
-        """How many of a prompt's first rows `keep` left in the caches. The heads' row of a token depends on the token after
-        it, and the prompt's last but one token must run, for the heads' state."""
+        """How many of a prompt's first rows `keep` left in the caches. The heads' row of a token depends on the token
+        after it, and the prompt's last but one token must run, for the heads' state."""
         text = self.kept_text
         same = next((i for i, (a, b) in enumerate(zip(text, prompt)) if a != b), min(len(text), len(prompt)))
         return max(min(same - 1, len(prompt) - 2), 0)
@@ -312,12 +315,13 @@ class Slots:
 
 
 def new_slots(model, heads, batch_size, capacity, tree_size, max_path):
-    """Empty `Slots`. The tree's rows stand behind the text's. On a GPU the host learns of a text's end a step late, so one
-    more path must fit."""
+    """Empty `Slots`. The tree's rows stand behind the text's. On a GPU the host learns of a text's end a step late, so
+    one more path must fit."""
     zeros = lambda dtype, *shape: torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
     cache, heads_cache, state = model.new_cache(batch_size, capacity + tree_size + max_path), None, None
     if heads:
-        heads_cache, state = heads.new_cache(batch_size, capacity + 2 * max_path), zeros(model.dtype, model.config.n_embd)
+        heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)
+        state = zeros(model.dtype, model.config.n_embd)
         heads_cache.lengths = cache.lengths
     return Slots(cache, heads_cache, zeros(torch.int64), state, zeros(torch.int64), zeros(torch.int32))
 
@@ -374,9 +378,9 @@ class Sampling:
 
 
 def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the nucleus of mass top_p (arXiv
-    1904.09751), then those under min_p times the likeliest token's probability (arXiv 2407.01082). The likeliest token
-    always stays, and so do tokens that tie with the last one kept."""
+    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the nucleus of mass top_p
+    (arXiv 1904.09751), then those under min_p times the likeliest token's probability (arXiv 2407.01082). The likeliest
+    token always stays, and so do tokens that tie with the last one kept."""
     least = torch.full_like(logits[:, :1], -math.inf)
     if top_k > 0 or top_p < 1:
         ranked = logits.sort(dim=-1, descending=True).values
@@ -393,7 +397,8 @@ def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
 def accepted_path(tree, target, max_path):
     """A node is accepted when its parent is and it equals its parent's target token. The root always is.
 
-    tree of [B, T], target int64 [B, T] -> path int64 [B, max_path]: accepted nodes, root first, then zeros; count int32 [B].
+    tree of [B, T], target int64 [B, T] -> path int64 [B, max_path], accepted nodes, root first, then zeros; count int32
+    [B].
     """
     B, T = target.shape
     bits = torch.ones_like(target) << torch.arange(T, device=target.device)
@@ -438,31 +443,41 @@ class Sequence:
 
 
 class TextStream:
-    """Text from token ids as they come: never half a character, and nothing of a stop text or what may become one.
+    """Text from token ids as they come: whole characters only, and nothing of a stop text or what may become one.
 
     In sum it is what decoding all ids at once gives, but for a space that some decoders take off the start of a text.
+    encoding: any object with decode(ids) and encode_ordinary(text).
     """
 
     def __init__(self, encoding, stop_texts=()):
-        self.encoding, self.stop_texts = encoding, stop_texts
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held, self.stopped = "", False
+        self.decode, self.stop_texts, self.held, self.stopped = encoding.decode, stop_texts, "", False
+        self._decode_behind(encoding.encode_ordinary("a"))  # any token: behind it, a space at the start stays
+
+    def _decode_behind(self, context):
+        """The ids of `context` are shown; the next ids are decoded behind them."""
+        self.context, self.pending, self.shown = context, [], self.decode(context)
 
     def feed(self, tokens):
-        """The text that these ids complete. Bytes that are no UTF-8 and ids that are no token's give U+FFFD."""
-        return self._release("".join(self.decoder.decode(self._bytes(token)) for token in tokens))
+        """The text that these ids complete."""
+        return self._release("".join(map(self._completed, tokens)))
 
     def finish(self):
         """The rest, at the end of a text."""
-        text = self._release(self.decoder.decode(b"", final=True)) + self.held
-        self.held = ""
-        return text
+        rest = self._release(self.decode(self.context + self.pending)[len(self.shown):])
+        rest, self.held = rest + self.held, ""
+        return rest
 
-    def _bytes(self, token):
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except (KeyError, OverflowError):
-            return "\N{REPLACEMENT CHARACTER}".encode()
+    def _completed(self, token):
+        self.pending.append(token)
+        text = self.decode(self.context + self.pending)
+        # a character that is not complete decodes to U+FFFD; so do bytes that never will be one
+        complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = complete[len(self.shown):]
+        if new and complete == text:
+            self._decode_behind(self.pending)
+        elif new:
+            self.shown = complete
+        return new
 
     def _release(self, text):
         """Holds back from the first stop text on, and what may be the beginning of one."""
@@ -474,16 +489,16 @@ class TextStream:
             self.stopped = True
             text, self.held = self.held[:min(found)], ""
             return text
-        begun = max((n for stop in self.stop_texts for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
-        end = len(self.held) - begun
+        begun = (n for stop in self.stop_texts for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        end = len(self.held) - max(begun, default=0)
         text, self.held = self.held[:end], self.held[end:]
         return text
 
 
 @dataclass
 class Output:
-    """What decoding returns. tokens: the new tokens of each prompt, in the order of the prompts; ended: why each text ended,
-    see `Sequence`, None where it was interrupted."""
+    """What decoding returns. tokens: the new tokens of each prompt, in the order of the prompts; ended: why each text
+    ended, see `Sequence`, None where it was interrupted."""
     tokens: list
     ended: list
     steps: int = 0                                          # verify steps, summed over the sequences
@@ -535,10 +550,11 @@ def check_prompts(model, prompts):
         if not len(prompt):
             raise InputError(f"prompt {i} is empty; it needs at least one token")
         if len(prompt) >= c.block_size:
-            raise InputError(f"prompt {i} has {len(prompt)} tokens; the model's context of {c.block_size} leaves room for "
-                             f"at most {c.block_size - 1} and one new token: shorten the prompt")
+            raise InputError(f"prompt {i} has {len(prompt)} tokens; the model's context of {c.block_size} leaves room "
+                             f"for at most {c.block_size - 1} and one new token: shorten the prompt")
         if min(prompt) < 0 or max(prompt) >= c.vocab_size:
-            raise InputError(f"prompt {i} has token ids outside 0..{c.vocab_size - 1}; is this the model's own tokenizer?")
+            raise InputError(f"prompt {i} has token ids outside 0..{c.vocab_size - 1}; is this the model's own "
+                             "tokenizer?")
 
 
 def check_stops(stop, encoding):
@@ -548,7 +564,8 @@ def check_stops(stop, encoding):
         if isinstance(s, bool) or not isinstance(s, (int, str)) or s == "":
             raise InputError(f"stop must hold token ids and texts that are not empty, not {s!r}")
         if isinstance(s, str) and encoding is None:
-            raise InputError(f"stop text {s!r} cannot be seen in token ids alone; give encoding=, the model's tokenizer")
+            raise InputError(f"stop text {s!r} cannot be seen in token ids alone; give encoding=, the model's "
+                             "tokenizer")
     return stop
 
 
@@ -560,21 +577,21 @@ def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top
     """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, tree or batch size.
 
     tree_size: nodes T verified per step, root included. 1 is plain decoding; None takes the size that is fastest here,
-    which is measured first. beams: W, default about the square root of T. stop: token ids and, with an `encoding` to read
-    them by, texts that end a sequence; the token that does it is kept. batch_size: sequences decoded together, default up
-    to 8; a finished one makes room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step.
-    graph: on CUDA, replay the step from a CUDA graph.
+    which is measured first. beams: W, default about the square root of T. stop: token ids and, with an `encoding` to
+    read them by, texts that end a sequence; the token that does it is kept. batch_size: sequences decoded together,
+    default up to 8; a finished one makes room for the next prompt. on_tokens(index, tokens) is called with the tokens
+    of each step. graph: on CUDA, replay the step from a CUDA graph.
     Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
     """
-    engine = prepare(model, prompts, max_new_tokens, heads, tree_size=tree_size, beams=beams, batch_size=batch_size, graph=graph,
-                     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    engine = prepare(model, prompts, max_new_tokens, heads, tree_size=tree_size, beams=beams, batch_size=batch_size,
+                     graph=graph, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return engine.generate(prompts, max_new_tokens, stop, on_tokens, encoding)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, tree_size=None, beams=None, batch_size=None, graph=True,
             times_file=None, fresh=False, **sampling):
-    """The Engine that `generate` runs these prompts on, with the same arguments. times_file: where the step times that the
-    tree is chosen from are kept, see tools/tune.py; fresh: measure them again."""
+    """The Engine that `generate` runs these prompts on, with the same arguments. times_file: where the step times that
+    the tree is chosen from are kept, see tools/tune.py; fresh: measure them again."""
     sampling = Sampling(**sampling)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     check("batch size", DEFAULT_BATCH if batch_size is None else batch_size, 1, 2**16, whole=True)
@@ -599,45 +616,9 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, tree_size=None, beams
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-def parse(argv):
-    from tools.cli import Parser, add_model_flags
-    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess ahead.")
-    parser.add_argument("--prompt", action="append",
-                        help="text to continue; repeatable; - reads standard input; without any, each line typed is one")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a message to a chat model, put into the folder's "
-                        "template; without a prompt: a conversation")
-    parser.add_argument("--system", help="the system message of a chat")
-    add_model_flags(parser)
-    parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it has one")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability of a token, relative to the likeliest's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
-    parser.add_argument("--tree-size", type=lambda text: None if text == "auto" else int(text), default="auto", metavar="N|auto",
-                        help="nodes per step, root included; 1 is plain decoding; auto measures what is fastest here")
-    parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the tree size")
-    parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8")
-    parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
-    parser.add_argument("--explain", action="store_true", help="measure again, and say why this tree and where time goes")
-    parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
-    parser.add_argument("--json", action="store_true", help="print one json object instead of text")
-    args = parser.parse_args(argv)
-    if "" in args.stop:
-        parser.error("--stop needs a text that is not empty")
-    if args.system is not None and not args.chat:
-        parser.error("--system is for chat models; give --chat with it")
-    for flag in ("compare", "json", "explain"):
-        if getattr(args, flag) and not args.prompt:
-            parser.error(f"--{flag} needs a --prompt")
-    return args
-
-
 def main(argv=None):
     from tools import cli, compare, repl, tune
-    args = parse(argv)
+    args = cli.parse(argv)
     session = cli.Session(args)
     if not args.prompt:
         return repl.converse(session)
@@ -667,6 +648,7 @@ if __name__ == "__main__":
     try:
         from tools.cli import command
     except ModuleNotFoundError as error:
-        sys.exit(f"generate.py: the command line needs {error.name}, which is not here; copy the folders tools/ and hf/ too")
+        sys.exit(f"generate.py: the command line needs {error.name}, which is not here; copy the folders tools/ and "
+                 "hf/ here too")
     import generate as module  # not __main__, which would be a second copy of it
     command(module.main)

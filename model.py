@@ -2,8 +2,8 @@
 
     python model.py FOLDER        says what a Hugging Face checkpoint folder holds
 
-Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache capacity in tokens, D head size,
-Hq query heads, Hkv key/value heads.
+Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache capacity in tokens,
+D head size, Hq query heads, Hkv key/value heads.
 """
 
 import contextlib
@@ -19,10 +19,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from kernels import (float_logits, gumbel_argmax, project_sample, project_topk, runs_triton, topk_logits, tree_attention,
-                     tree_mask)
+from kernels import (
+    float_logits,
+    gumbel_argmax,
+    project_sample,
+    project_topk,
+    runs_triton,
+    topk_logits,
+    tree_attention,
+    tree_mask,
+)
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # torch.compile's own
+# oneDNN's product from packed weights, as torch.compile uses it
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class InputError(ValueError):
@@ -59,11 +68,12 @@ class GPTConfig:
 # Cache and attention
 
 class KVCache:
-    """Keys and values of B sequences. `kv` is one tensor [L, 2, B, Hkv, S, D]; `lengths` int32 [B] counts committed rows."""
+    """Keys and values of B sequences. `kv` is one tensor [L, 2, B, Hkv, S, D]; `lengths` int32 [B]: committed rows."""
 
     def __init__(self, n_layer, batch, n_kv_head, capacity, head_size, dtype=torch.float32, device="cpu"):
         shape = n_layer, 2, batch, n_kv_head, capacity, head_size
-        check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", math.prod(shape) * dtype.itemsize, device,
+        size = math.prod(shape) * dtype.itemsize
+        check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, device,
                      "take a smaller batch size or fewer new tokens")
         # zeros, not empty: rows never written still pass through masked matrix products, where 0 * nan is nan
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
@@ -83,12 +93,11 @@ class KVCache:
 class AttentionContext:
     """Where the T tokens of one forward pass stand, and what each of them sees. All layers share one.
 
-    no cache             whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which do
-                         not see one another.
-    cache                the tokens continue their sequence at cache rows `positions` (int64 [B, T]). `end` is one past
-                         the last of them; a caller that gives it saves reading it back from a GPU.
-    cache and ancestors  the tokens are tree nodes at cache rows lengths..lengths+T; ancestors int64 [B, T], see
-                         `kernels.tree_attention`.
+    no cache             whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which
+    do                      not see one another. cache                the tokens continue their sequence at cache rows
+    `positions` (int64 [B, T]). `end` is one past                      the last of them; a caller that gives it saves
+    reading it back from a GPU. cache and ancestors  the tokens are tree nodes at cache rows lengths..lengths+T;
+    ancestors int64 [B, T], see                      `kernels.tree_attention`.
 
     slopes: ALiBi's, float32 [Hq], or None.
     """
@@ -147,15 +156,15 @@ def document_positions(documents):
 
 
 def alibi_slopes(n_head):
-    """float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads. Where n is no power of two: those of the power below it, then
-    every other one of the power above (ALiBi, arXiv 2108.12409, and its authors' code)."""
+    """float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads. Where n is no power of two: those of the power below it,
+    then every other one of the power above (ALiBi, arXiv 2108.12409, and its authors' code)."""
     n = 2 ** math.floor(math.log2(n_head))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)] + [2 ** (-4 * (2 * i + 1) / n) for i in range(n_head - n)]
     return torch.tensor(slopes)
 
 
 def alibi_mask(positions, end, slopes):
-    """positions [B, T] -> float32 [B, Hq, T, end]: minus slope times distance for the tokens before, -inf for those after."""
+    """positions [B, T] -> float32 [B, Hq, T, end]: minus slope times distance to a token before, -inf for one after."""
     distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)  # (B, 1, T, end)
     return (-slopes[:, None, None] * distance).masked_fill_(distance < 0, -math.inf)
 
@@ -164,8 +173,9 @@ def alibi_mask(positions, end, slopes):
 # Layers
 
 class Linear(nn.Linear):
-    """nn.Linear that, in inference on a CPU, multiplies by a copy of its weight in oneDNN's own blocked layout. On an AMD
-    processor that is two to three times as fast as from rows, for one token and for many. `pack` makes the copies."""
+    """nn.Linear that, in inference on a CPU, multiplies by a copy of its weight in oneDNN's own blocked layout. On an
+    AMD processor that is two to three times as fast as from rows, for one token and for many. `pack` makes the
+    copies."""
     copy = None  # (the weight, its version, the packed copy)
 
     def repack(self):
@@ -253,8 +263,8 @@ class Norm(nn.Module):
 
 
 def rope_frequencies(config):
-    """(radians per token for each pair of dimensions [D/2], a factor for cos and sin): RoPE (arXiv 2104.09864), scaled by
-    position interpolation (2306.15595), YaRN (2309.00071, section 3), LongRoPE (2402.13753), or as in Llama 3.1."""
+    """(radians per token for each pair of dimensions [D/2], a factor for cos and sin): RoPE (arXiv 2104.09864), scaled
+    by position interpolation (2306.15595), YaRN (2309.00071, section 3), LongRoPE (2402.13753), or as in Llama 3.1."""
     D, theta, s = config.head_size, config.rope_theta, config.rope_scaling or dict(rope_type="default")
     plain = theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
     if s["rope_type"] == "linear":
@@ -345,8 +355,8 @@ class Block(nn.Module):
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer. `init_weights` or `from_pretrained` gives it weights. What it calls the hidden state is
-    the last block's output, before the final norm."""
+    """A decoder-only transformer. `init_weights` or `from_pretrained` gives it weights. What it calls the hidden state
+    is the last block's output, before the final norm."""
 
     def __init__(self, config):
         super().__init__()
@@ -407,12 +417,13 @@ class GPT(nn.Module):
     def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output.
 
-        Without a cache: a plain causal pass, as in training. With one, the keys and values of the tokens are written to it
-        and `lengths` stays as it is. positions int64 [B, T]; the rest as in `AttentionContext`.
+        Without a cache: a plain causal pass, as in training. With one, the keys and values of the tokens are written to
+        it and `lengths` stays as it is. positions int64 [B, T]; the rest as in `AttentionContext`.
         """
         B, T = tokens.shape
         if positions is None:
-            positions = torch.arange(T, device=tokens.device).expand(B, T) if documents is None else document_positions(documents)
+            index = torch.arange(T, device=tokens.device).expand(B, T)
+            positions = index if documents is None else document_positions(documents)
         x = self.embed(tokens)  # (B, T, C)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
@@ -428,8 +439,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
-        """Appends tokens [1, T] to a one-sequence cache that holds `start` rows -> hidden [1, T, C]. Long prompts come in
-        chunks: the scores take T x (start + T) numbers per head."""
+        """Appends tokens [1, T] to a one-sequence cache that holds `start` rows -> hidden [1, T, C]. Long prompts come
+        in chunks: the scores take T x (start + T) numbers per head."""
         end = start + tokens.shape[1]
         hidden = self(tokens, torch.arange(start, end, device=tokens.device)[None], cache, end=end)
         cache.lengths.fill_(end)
@@ -447,8 +458,9 @@ class GPT(nn.Module):
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         config = read_config(path)
         shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
-        smaller = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
-        check_memory(f"{path}: its weights take", dtype.itemsize * sum(map(math.prod, shapes.values())), device, smaller)
+        size = dtype.itemsize * sum(map(math.prod, shapes.values()))
+        advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
+        check_memory(f"{path}: its weights take", size, device, advice)
         with torch.device("meta"):
             model = cls(config)
         state, model.identity = read_state(path, config, shapes, dtype, device)
@@ -487,8 +499,8 @@ def identity(state):
 
 
 def sample_positions(shape, start=0, size=None):
-    """(rows, columns) of the elements of a parameter that `identity` looks at: one in every numel // 64 of them. With start
-    and size: those within `size` rows from `start`, counted from there."""
+    """(rows, columns) of the elements of a parameter that `identity` looks at: one in every numel // 64 of them. With
+    start and size: those within `size` rows from `start`, counted from there."""
     size, width, numel = shape[0] if size is None else size, math.prod(shape[1:]), math.prod(shape)
     stride = max(1, numel // 64)
     flat = torch.arange(-(-start * width // stride) * stride, (start + size) * width, stride) - start * width
@@ -496,11 +508,12 @@ def sample_positions(shape, start=0, size=None):
 
 
 def fingerprint(samples):
-    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so that a float32 model and
-    its bfloat16 checkpoint are the same model."""
+    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so that a float32 model
+    and its bfloat16 checkpoint are the same model."""
     sha = hashlib.sha256()
     for name, (shape, values) in sorted(samples.items()):
-        sha.update(f"{name}{tuple(shape)}".encode() + values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        bits = values.to("cpu", torch.bfloat16).view(torch.int16)
+        sha.update(f"{name}{tuple(shape)}".encode() + bits.numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -509,17 +522,20 @@ def fingerprint(samples):
 
 @contextlib.contextmanager
 def needs_folder(name, otherwise=""):
-    """Around an import from a folder beside this file. Where that is missing, says so; otherwise: what else can be done."""
+    """Around an import from a folder beside this file. Where that is missing, says so; otherwise: what else can be
+    done."""
     try:
         yield
     except ModuleNotFoundError as error:
         if str(error.name).split(".")[0] != name:
             raise
-        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too{otherwise}") from None
+        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too"
+                         f"{otherwise}") from None
 
 
 def atomic_write(path, write):
-    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old file or the new one."""
+    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old file or the new
+    one."""
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         write(tmp)

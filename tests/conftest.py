@@ -14,8 +14,8 @@ SHAPES = {
     "llama": dict(),
     "untied-biased": dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
     "qk-norm": dict(qk_norm=True, n_kv_head=1),
-    "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True, proj_bias=True,
-                 mlp_bias=True),
+    "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
+                 proj_bias=True, mlp_bias=True),
     "alibi": dict(positions="alibi", n_head=6, n_kv_head=3),
 }
 
@@ -26,7 +26,10 @@ def toy_model(seed=0, scale=4.0, **flags):
     model = GPT(GPTConfig(**sizes | flags)).init_weights(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.mul_(scale) if p.dim() == 2 else p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+            if p.dim() == 2:
+                p.mul_(scale)
+            else:
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
     return model.requires_grad_(False).eval()
 
 
@@ -60,7 +63,8 @@ def write_tokenizer(path):
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    model = dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"])
     spec = dict(version="1.0", added_tokens=[dict(id=257, content="<|endoftext|>", special=True)], normalizer=None,
-                pre_tokenizer=dict(type="ByteLevel", add_prefix_space=False, use_regex=True), decoder=dict(type="ByteLevel"),
-                model=dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"]))
+                pre_tokenizer=byte_level, decoder=byte_level, model=model)
     (path / "tokenizer.json").write_text(json.dumps(spec))

@@ -5,14 +5,13 @@ import math
 
 import pytest
 import torch
+from conftest import random_prompts, toy_model
 from safetensors.torch import load_file, save_file
 
 import model as models
-from model import InputError
 from clover import PRESETS, CloverHeads, best_of, model_identity, preset
-from conftest import random_prompts, toy_model
 from generate import generate
-from model import GPT, pack
+from model import GPT, InputError, pack
 
 
 def random_heads(model, name="clover", seed=0, **switches):
@@ -190,7 +189,8 @@ def test_drafting_reads_nothing_back_to_the_host(toy, monkeypatch):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_decoding_states_equal_training_states(toy, name):
-    """Catches heads that are fed in decoding what they were not fed in training: another token, position or cache row."""
+    """Catches heads that are fed in decoding what they were not fed in training: another token, position or cache
+    row."""
     heads, K = random_heads(toy, name), 4
     tokens = torch.tensor(random_prompts([30, 30]))
     hidden = toy(tokens)
@@ -209,7 +209,8 @@ def test_decoding_states_equal_training_states(toy, name):
 
 
 def test_presets_start_where_the_papers_start(toy):
-    """Catches an initial state that is far from the frozen model's own: Medusa's and Hydra's heads begin as the LM head."""
+    """Catches an initial state that is far from the frozen model's own: Medusa's and Hydra's heads begin as the LM
+    head."""
     hidden, tokens = toy(torch.tensor(random_prompts([12]))), torch.tensor(random_prompts([16]))
     for name in ("medusa", "hydra"):
         for out in CloverHeads(preset(name), toy)(hidden, tokens):

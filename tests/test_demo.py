@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from clover import CloverHeads
-from training.data import load_tokens, prompts
 from generate import generate
-from tools.cli import DEMO
-from model import GPT
 from hf.tokenizer import load_encoding, tokenizer_hash
+from model import GPT
+from tools.cli import DEMO
+from training.data import load_tokens, prompts
 
 
 @pytest.fixture(scope="module")
 def demo():
     model, encoding = GPT.from_pretrained(DEMO, device="cpu"), load_encoding(DEMO)
-    heads = {name: CloverHeads.from_pretrained(DEMO / name, model, tokenizer_hash(encoding)) for name in ("clover", "medusa")}
+    read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, tokenizer_hash(encoding))
+    heads = {name: read(name) for name in ("clover", "medusa")}
     return model, encoding, heads
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SHAPES, random_prompts, toy_model
+from test_clover import random_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as module
 import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
-from conftest import SHAPES, random_prompts, toy_model
 from generate import Engine, Interrupted, Sampling, Sequence, TextStream, accepted_path, generate, keep_likely
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from test_clover import random_heads
 from tools.compare import first_difference
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
@@ -126,18 +126,28 @@ def long_toy():
     return toy_model(block_size=1024)
 
 
+def mixed_texts(model, n):
+    """n prompts of 1 to 900 tokens and the plain text of each, alone in its engine."""
+    rng = random.Random(0)
+    lengths = [1, 900] + [rng.randint(1, rng.choice((20, 200, 900))) for _ in range(n - 2)]
+    prompts = random_prompts(lengths)
+    return prompts, {way: generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens for way in ("greedy", "sampled")}
+
+
 @pytest.fixture(scope="module")
 def mixed(long_toy):
-    """200 prompts of 1 to 900 tokens and the plain text of each, alone in its engine."""
-    rng = random.Random(0)
-    lengths = [1, 900] + [rng.choice((rng.randint(1, 20), rng.randint(1, 200), rng.randint(1, 900))) for _ in range(198)]
-    prompts = random_prompts(lengths)
-    return prompts, {way: generate(long_toy, prompts, 24, batch_size=1, **WAYS[way]).tokens for way in ("greedy", "sampled")}
+    return mixed_texts(long_toy, 48)
+
+
+@pytest.fixture(scope="module")
+def many_mixed(long_toy):
+    return mixed_texts(long_toy, 200)
 
 
 def check_mixed(model, mixed, name, batch, tree_size, way, n=200):
     prompts, plain = mixed
-    out = generate(model, prompts[:n], 24, random_heads(model, name), tree_size=tree_size, batch_size=batch, **WAYS[way])
+    heads = random_heads(model, name)
+    out = generate(model, prompts[:n], 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way])
     assert out.tokens == plain[way][:n] and out.batch_size == batch
 
 
@@ -145,20 +155,20 @@ def check_mixed(model, mixed, name, batch, tree_size, way, n=200):
 def test_mixed_prompts_through_refilled_slots(long_toy, mixed, name, batch, tree_size):
     """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
     check_mixed(long_toy, mixed, name, batch, tree_size, "greedy")
-    check_mixed(long_toy, mixed, name, batch, tree_size, "sampled", n=40)
+    check_mixed(long_toy, mixed, name, batch, tree_size, "sampled", n=24)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("name, batch, tree_size", GRID)
-def test_mixed_prompts_in_all_ways(long_toy, mixed, name, batch, tree_size, way):
-    check_mixed(long_toy, mixed, name, batch, tree_size, way)
+def test_mixed_prompts_in_all_ways(long_toy, many_mixed, name, batch, tree_size, way):
+    check_mixed(long_toy, many_mixed, name, batch, tree_size, way)
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_in_bfloat16_every_difference_is_a_tie(way):
     """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal."""
-    model, prompts = toy_model().to(torch.bfloat16), random_prompts([random.Random(i).randint(1, 150) for i in range(40)])
+    model, prompts = toy_model().to(torch.bfloat16), random_prompts([random.Random(i).randint(1, 150) for i in range(16)])
     plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
     for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
         heads = random_heads(model, name).to(torch.bfloat16)
@@ -169,17 +179,18 @@ def test_in_bfloat16_every_difference_is_a_tie(way):
             assert difference is None or difference[3] == "tie", (i, difference)
 
 
-def test_a_thousand_prompts_in_constant_memory():
+@pytest.mark.parametrize("n", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_prompts_in_constant_memory(n):
     """Catches memory that grows with the prompts done, and a slot that remembers the prompt before."""
     model = toy_model(n_layer=1)
     heads = random_heads(model)
     rng = random.Random(1)
-    prompts = random_prompts([rng.randint(1, 60) for _ in range(1000)])
+    prompts = random_prompts([rng.randint(1, 60) for _ in range(n)])
     held, heard = [], Counter()
 
     def on_tokens(index, tokens):
         heard[index] += len(tokens)
-        if heard[index] == 6 and len(heard) % 100 == 0:
+        if heard[index] == 6 and len(heard) % (n // 10) == 0:
             held.append(resident_bytes())
     out = generate(model, prompts, 6, heads, tree_size=6, batch_size=8, on_tokens=on_tokens)
     single = Engine(model, capacity=66)
@@ -203,7 +214,8 @@ class NoReadBack(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket._qualified_op_name.split("::")[1]
-        masks = name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        indices = args[1] if name in ("index", "index_put", "index_put_") else []
+        masks = [i for i in indices if i is not None and i.dtype == torch.bool]
         assert name not in self.FORBIDDEN and not masks, func
         return func(*args, **kwargs or {})
 
@@ -212,8 +224,8 @@ class NoReadBack(TorchDispatchMode):
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("name", [None, *PRESETS])
 def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name, options):
-    """Catches what a CUDA graph cannot hold: an .item(), a shape that depends on values, a buffer replaced by a new one.
-    The kernels, which are tested for themselves, are stood in for by what allocates as they do."""
+    """Catches what a CUDA graph cannot hold: an .item(), a shape that depends on values, a buffer replaced by a new
+    one. The kernels, which are tested for themselves, are stood in for by what allocates as they do."""
     monkeypatch.setattr(models, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(models.Linear, "packed", lambda self: None)
     monkeypatch.setattr(models, "tree_attention", lambda q, *a, **k: torch.zeros_like(q))
@@ -221,7 +233,8 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name,
     monkeypatch.setattr(models, "project_topk", lambda hidden, weight, k, rows: (
         torch.zeros(len(hidden), k) - 1, torch.arange(k).expand(len(hidden), k)))
     monkeypatch.setattr(module, "commit_path", lambda kv, lengths, path, count: None)
-    made = Engine(toy, random_heads(toy, name) if name else None, batch_size=3, capacity=60, tree_size=9, sampling=Sampling(**options))
+    heads = random_heads(toy, name) if name else None
+    made = Engine(toy, heads, batch_size=3, capacity=60, tree_size=9, sampling=Sampling(**options))
     made.slots.active.fill_(1)
     made.step()
     buffers = ["root", "sequence", "active"] + (["state"] if name else [])
@@ -244,7 +257,8 @@ def test_nothing_read_back_is_more_than_a_word():
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
-    """Catches a token of the step after a text's end, given to the slot's next prompt or to none: what CUDA does, here."""
+    """Catches a token of the step after a text's end, given to the slot's next prompt or to none: what CUDA does,
+    here."""
     for heads, tree_size in ((None, 1), (random_heads(toy), 9)):
         made = Engine(toy, heads, batch_size=3, capacity=150, tree_size=tree_size)
         made.steps_ahead = steps_ahead
@@ -265,8 +279,8 @@ def test_the_last_texts_move_to_the_first_slots(toy):
     want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
     assert len({len(tokens) for tokens in want.tokens}) > 2
     for name in (None, *PRESETS):
-        made = Engine(toy, random_heads(toy, name) if name else None, batch_size=6, capacity=120, tree_size=9 if name else 1,
-                      sampling=Sampling(**SAMPLED))
+        heads, tree_size = (random_heads(toy, name), 9) if name else (None, 1)
+        made = Engine(toy, heads, batch_size=6, capacity=120, tree_size=tree_size, sampling=Sampling(**SAMPLED))
         widths, launch = [], made.launch
         made.launch = lambda: widths.append(len(made.slots.root)) or launch()
         for _ in range(2):
@@ -275,13 +289,15 @@ def test_the_last_texts_move_to_the_first_slots(toy):
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
-    """Catches a slot whose half-filled cache a step of the others overwrites, and others that wait for a long prompt."""
+    """Catches a slot whose half-filled cache a step of the others overwrites, and others that wait for a long
+    prompt."""
     prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])
     want = generate(toy, prompts, 20).tokens
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     for heads, tree_size in ((None, 1), (random_heads(toy), 12)):
         order = []
-        out = generate(toy, prompts, 20, heads, tree_size=tree_size, batch_size=3, on_tokens=lambda i, tokens: order.append(i))
+        hear = lambda i, tokens: order.append(i)
+        out = generate(toy, prompts, 20, heads, tree_size=tree_size, batch_size=3, on_tokens=hear)
         assert out.tokens == want
         assert order.index(1) > order.index(0) + 8  # prompt 0 went on while prompt 1, 13 chunks, came in
 
@@ -289,12 +305,14 @@ def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
-@pytest.mark.parametrize("options", [dict(temperature=1.3), dict(temperature=0.8, top_k=6), dict(top_p=0.7, temperature=1.0)],
-                         ids=["temperature", "top-k", "top-p"])
+@pytest.mark.parametrize("options", [dict(temperature=1.3), dict(temperature=0.8, top_k=6),
+                                     dict(temperature=1.0, top_p=0.7)], ids=["temperature", "top-k", "top-p"])
 def test_samples_follow_the_models_own_distribution(options):
-    """Catches noise or acceptance that favours drafted tokens: chi-squared over 2,000 drafted texts, a vocabulary of 11."""
+    """Catches noise or acceptance that favours drafted tokens: chi-squared over 2,000 drafted texts, a vocabulary of
+    11."""
     model, prompt = toy_model(vocab_size=11, scale=2.0), [3, 1, 4]
-    texts = generate(model, [prompt] * 2000, 2, random_heads(model), tree_size=6, batch_size=500, seed=11, **options).tokens
+    heads, given = random_heads(model), [prompt] * 2000
+    texts = generate(model, given, 2, heads, tree_size=6, batch_size=500, seed=11, **options).tokens
     first = Counter(text[0] for text in texts).most_common(1)[0][0]
     for given in ([], [first]):
         seen = Counter(text[len(given)] for text in texts if text[:len(given)] == given)
@@ -374,11 +392,13 @@ def test_stop_tokens_end_a_sequence(toy):
 
 @pytest.mark.parametrize("text, stop, kept", [
     ("one two three four", ["two"], "one two"), ("one two three four", ["zwei", "ee f", "three"], "one two three"),
-    ("aaab", ["ab", "b"], "aaab"), ("na\u00efve caf\u00e9 \U0001f600 end", ["\u00e9 \U0001f600"], "na\u00efve caf\u00e9 \U0001f600"),
+    ("aaab", ["ab", "b"], "aaab"),
+    ("na\u00efve caf\u00e9 \U0001f600 end", ["\u00e9 \U0001f600"], "na\u00efve caf\u00e9 \U0001f600"),
     ("one two", ["three", "twox"], "one two"), ("abcabd", ["abd"], "abcabd")])
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
 def test_stop_strings_end_a_text_wherever_steps_cut_it(checkpoint, text, stop, kept, step):
-    """Catches a stop string missed across two steps, inside a character, or after a false start; and a token past it."""
+    """Catches a stop string missed across two steps, inside a character, or after a false start; and a token past
+    it."""
     encoding = load_encoding(checkpoint)
     tokens, want = encoding.encode(text), encoding.encode(kept)
     sequence, taken = Sequence(0, [1], 1000, 2000, tuple(stop), encoding), []
@@ -390,11 +410,13 @@ def test_stop_strings_end_a_text_wherever_steps_cut_it(checkpoint, text, stop, k
     assert not ends or taken[:len(want)] == want
 
 
-@pytest.mark.parametrize("pieces", [["one two three"], list("one two three"), ["one t", "wo three"], ["on", "e tw", "o"]])
+@pytest.mark.parametrize("pieces", [["one two three"], list("one two three"), ["one t", "wo three"],
+                                    ["on", "e tw", "o"]])
 def test_a_stream_holds_back_what_may_become_a_stop_text(checkpoint, pieces):
     """Catches a stop text that is shown in part, and text that is never let go."""
     encoding, whole = load_encoding(checkpoint), "".join(pieces)
-    for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole), (["threefold", "twofold"], whole)]:
+    for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole),
+                       (["threefold", "twofold"], whole)]:
         stream, shown = TextStream(encoding, stop), ""
         for piece in pieces:
             shown += stream.feed(encoding.encode(piece))
@@ -412,8 +434,10 @@ def test_stop_strings_in_decoding(checkpoint):
     stop = decoded[-3:] if "\ufffd" not in decoded[-3:] else None
     ids = [whole.tokens[1][12]]
     for heads, tree_size in ((None, 1), (random_heads(model), 9)):
-        out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=[*ids, *([stop] if stop else [])], encoding=encoding)
-        assert out.ended[1] == "stop" and out.tokens[1] == whole.tokens[1][:len(out.tokens[1])] and len(out.tokens[1]) <= 13
+        stops = [*ids, *([stop] if stop else [])]
+        out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=stops, encoding=encoding)
+        tokens = out.tokens[1]
+        assert out.ended[1] == "stop" and tokens == whole.tokens[1][:len(tokens)] and len(tokens) <= 13
     out = generate(model, prompts, 1000)
     assert out.ended == ["context"] * 3 and [len(p) + len(t) for p, t in zip(prompts, out.tokens)] == [128] * 3
 
@@ -430,7 +454,8 @@ def test_decoding_to_the_end_of_the_context(shape):
 
 def test_on_tokens_hears_every_token_in_order(toy):
     heard = [[] for _ in PROMPTS]
-    out = generate(toy, PROMPTS, 15, random_heads(toy), batch_size=3, on_tokens=lambda i, tokens: heard[i].extend(tokens))
+    hear = lambda i, tokens: heard[i].extend(tokens)
+    out = generate(toy, PROMPTS, 15, random_heads(toy), batch_size=3, on_tokens=hear)
     assert heard == out.tokens
 
 
@@ -448,7 +473,8 @@ def test_ctrl_c_hands_over_what_there_is(toy):
 
 def test_root_tree_is_the_tree_of_plain_decoding():
     tree = root_tree(torch.tensor([4, 2]))
-    assert tree.tokens.tolist() == [[4], [2]] and tree.ancestors.tolist() == [[1], [1]] and tree.depths.tolist() == [[0], [0]]
+    assert tree.tokens.tolist() == [[4], [2]] and tree.ancestors.tolist() == [[1], [1]]
+    assert tree.depths.tolist() == tree.parents.tolist() == [[0], [0]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -540,7 +566,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     heads = random_heads(model, name) if name else None
     read = []
     prefill = GPT.prefill
-    monkeypatch.setattr(GPT, "prefill", lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest))
+    count = lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest)
+    monkeypatch.setattr(GPT, "prefill", count)
     new = lambda: Engine(model, heads, capacity=250, tree_size=9 if name else 1)
     kept = new()
 
@@ -549,7 +576,7 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         want = fresh.generate([prompt], 20).tokens[0]
         read.clear()
         assert kept.generate([prompt], 20, keep=True).tokens == [want] and sum(read) <= most
-        rows = len(prompt) + len(want) - 2  # what is certain: the last token has no row, and for the heads none follows it
+        rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
         for cache in ["cache", "heads_cache"] if name else ["cache"]:
             a, b = getattr(kept.slots, cache), getattr(fresh.slots, cache)
             torch.testing.assert_close(a.kv[..., :rows, :], b.kv[..., :rows, :], atol=1e-4, rtol=1e-4)
@@ -558,7 +585,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     text = check(random_prompts([30])[0], 29)
     for turn in random_prompts([1, 7, 40, 3], seed=3):
         text = check(text + turn, len(turn) + 1)
-    for other in (text[:50] + [5, 6, 7], text[:50], text[:1], text, [9] + text[1:60]):  # edited, shorter, the whole, another
+    # edited, shorter, the whole, another
+    for other in (text[:50] + [5, 6, 7], text[:50], text[:1], text, [9] + text[1:60]):
         check(other, len(other))
 
 
@@ -571,7 +599,8 @@ def test_long_turns_come_in_by_chunks(monkeypatch):
     kept.generate([prompt[:40]], 5, keep=True)
     assert kept.reusable_prefix(prompt) == 39
     assert kept.generate([prompt], 20, keep=True).tokens == fresh.generate([prompt], 20).tokens
-    assert fresh.reusable_prefix(prompt) == 0 and kept.generate([prompt], 20).tokens == fresh.generate([prompt], 20).tokens
+    assert fresh.reusable_prefix(prompt) == 0
+    assert kept.generate([prompt], 20).tokens == fresh.generate([prompt], 20).tokens
     assert kept.reusable_prefix(prompt) == 0
     with pytest.raises(InputError, match="keep is for one prompt in one slot"):
         fresh.generate([prompt, prompt], 5, keep=True)

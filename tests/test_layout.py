@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["hf", "training", "tools", "bench"]
-MODULES = [*(f"{name}.py" for name in FILES), *sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))]
+MODULES = [f"{name}.py" for name in FILES] + sorted(
+    str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))
 
 
 def imports(file):
@@ -101,6 +102,7 @@ def test_the_first_four_files_decode_alone(tmp_path):
 def test_a_command_line_without_its_folders_says_so(tmp_path):
     for name in FILES[:4]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    done = subprocess.run([sys.executable, "generate.py", "--prompt", "a"], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "generate.py", "--prompt", "a"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == (
-        "generate.py: the command line needs tools, which is not here; copy the folders tools/ and hf/ too\n")
+        "generate.py: the command line needs tools, which is not here; copy the folders tools/ and hf/ here too\n")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SHAPES, random_prompts, toy_model
 
 import model as models
-from conftest import SHAPES, random_prompts, toy_model
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -148,9 +148,11 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
 
 def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
     """The command line, in processes of its own."""
-    look = lambda *args: subprocess.run([sys.executable, "model.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "model.py"]
+    look = lambda *args: subprocess.run([*command, *map(str, args)], cwd=ROOT, capture_output=True, text=True)
     said = look(checkpoint)
-    assert said.returncode == 0 and "llama (LlamaForCausalLM)" in said.stdout and "context       128 tokens" in said.stdout
+    assert said.returncode == 0
+    assert "llama (LlamaForCausalLM)" in said.stdout and "context       128 tokens" in said.stdout
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
     assert f"{parameters / 1e6:.1f} million" in said.stdout and "0.5 KiB per token in float32" in said.stdout
     for args in ((), (tmp_path / "nowhere",)):

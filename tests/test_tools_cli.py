@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import random_prompts, toy_model
 
 import generate as command_line
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model
 from generate import Sequence, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import cli, tune
+from tools import tune
 from tools.compare import first_difference
 
 ROOT = Path(__file__).parent.parent
@@ -63,9 +63,10 @@ def run(capsys, *flags):
 def test_the_command_line_prints_text_and_statistics(folder, capsys):
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 0.8]
     text = run(capsys, *flags, "--compare")
-    assert text.startswith("abc") and "tokens per step, " in text and "the text is identical" in text and "speed-up" in text
+    assert text.startswith("abc") and all(part in text for part in ("tokens per step, ", "the text is identical", "speed-up"))
     result = json.loads(run(capsys, *flags, "--json", "--compare"))
-    assert result["difference"] is None and result["plain"]["tokens"] == result["tokens"] and len(result["tokens"][0]) <= 20
+    assert result["difference"] is None and result["plain"]["tokens"] == result["tokens"]
+    assert len(result["tokens"][0]) <= 20
     assert run(capsys, *flags, "--heads", "none").split("\n\n")[0] == text.split("\n\n")[0]
     two = run(capsys, *flags, "--prompt", "import", "--tree-size", 5)
     assert "import" in two and two.count("-" * 40) == 2
@@ -101,8 +102,8 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
     rows = [line.split() for line in said.splitlines() if line.strip()[:1].isdigit() and len(line.split()) in (4, 6)]
     chosen, = (row for row in rows if row[4:] == ["<-", "chosen"])
     assert chosen[0] == "3" and "tree size 3;" in said
-    assert [row[1:4] for row in rows[:4]] == [["1.10", "1.00", "909"], ["1.20", "1.90", "1583"], ["1.30", "2.70", "2077"],
-                                             ["1.40", "2.70", "1929"]]
+    assert [row[1:4] for row in rows[:4]] == [["1.10", "1.00", "909"], ["1.20", "1.90", "1583"],
+                                              ["1.30", "2.70", "2077"], ["1.40", "2.70", "1929"]]
     assert "ms per stage     draft    verify    sample    accept    commit" in said
     assert any("<- chosen" in line for line in result["explained"])
 
@@ -118,7 +119,8 @@ def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
             raise KeyboardInterrupt
         return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", interrupted)
-    said = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1", "--explain")
+    said = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1",
+               "--explain")
     assert said.startswith("abc") and len(said.split("\n\n")[0]) > 3
     assert "1.00 tokens per step, " in said and "ms per stage" not in said
 
@@ -152,7 +154,8 @@ def test_chat_prompts_go_through_the_template(chat_folder, capsys):
 def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):
     """Catches turns that are forgotten, mixed up or read again, and a conversation that cannot be started anew."""
     read, prefill = [], GPT.prefill
-    monkeypatch.setattr(GPT, "prefill", lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest))
+    count = lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest)
+    monkeypatch.setattr(GPT, "prefill", count)
     flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 10, "--tree-size", 5, "--chat"]
     def single(text):
         result = json.loads(run(capsys, *flags[:-1], "--json", "--prompt", text))
@@ -203,13 +206,15 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
         return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", interrupted)
     typed(monkeypatch, "hi", "go on")
-    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "10", "--chat", "--heads", "none"])
+    flags = ["--max-new-tokens", "10", "--chat", "--heads", "none"]
+    command_line.main(["--model", str(chat_folder), "--device", "cpu", *flags])
     assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
 
 
 def test_stop_tokens_are_the_folders_own(chat_folder, capsys):
     """Catches a generation_config.json that nobody reads."""
-    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2, "--json"]
+    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2,
+             "--json"]
     whole = json.loads(run(capsys, *flags))["tokens"][0]
     (chat_folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[whole[9], 257])))
     ended = json.loads(run(capsys, *flags))
@@ -249,7 +254,8 @@ def test_bad_flags_are_refused_in_one_line(folder, case):
 
 
 def test_bad_input_exits_with_2_and_one_line(folder):
-    """Catches a traceback: the whole command, in a process of its own, with a byte that is no UTF-8 on standard input."""
+    """Catches a traceback: the whole command, in a process of its own, with a byte that is no UTF-8 on standard
+    input."""
     command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "-"]
     done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe", capture_output=True)
     assert done.returncode == 2 and done.stdout == b""

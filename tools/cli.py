@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(main):
-    """Runs a command line. Bad input and a lack of memory are one line on standard error and exit code 2. SIGTERM acts as
-    Ctrl-C."""
+    """Runs a command line. Bad input and a lack of memory are one line on standard error and exit code 2. SIGTERM acts
+    as Ctrl-C."""
     name = Path(sys.argv[0]).name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
@@ -48,7 +48,8 @@ def command(main):
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
-        print(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, then fewer or shorter texts", file=sys.stderr)
+        print(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts",
+              file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -59,7 +60,8 @@ def command(main):
 def add_model_flags(parser):
     parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, float32 elsewhere")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="default: bfloat16 on CUDA, float32 elsewhere")
 
 
 def pick_device(name):
@@ -68,17 +70,18 @@ def pick_device(name):
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"device {name!r} is not available here ({str(error).splitlines()[0]}); try --device cpu") from None
+        reason = str(error).splitlines()[0]
+        raise InputError(f"device {name!r} is not available here ({reason}); try --device cpu") from None
     return device
 
 
 def load_model(args):
     """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it)."""
     device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
-    vocab_size, encoding = checkpoint.read_config(args.model).vocab_size, load_encoding(args.model)  # before the slow part
+    vocab_size, encoding = checkpoint.read_config(args.model).vocab_size, load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
-        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only {vocab_size} "
-                         "embeddings; they do not belong together")
+        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
+                         f"{vocab_size} embeddings; they do not belong together")
     return GPT.from_pretrained(args.model, dtype=dtype, device=device), encoding
 
 
@@ -96,7 +99,50 @@ def describe():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For generate.py's
+# For generate.py
+
+def parse(argv):
+    """generate.py's flags."""
+    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess ahead.")
+    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
+                        "without any, each line typed is one")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
+                        "folder's template; without a prompt: a conversation")
+    parser.add_argument("--system", help="the system message of a chat")
+    add_model_flags(parser)
+    parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it "
+                        "has one")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability of a token, relative to the "
+                        "likeliest's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
+    parser.add_argument("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, root "
+                        "included; 1 is plain decoding; auto measures what is fastest here")
+    parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the "
+                        "tree size")
+    parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8")
+    parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
+    parser.add_argument("--explain", action="store_true", help="measure again; say why this tree and where time goes")
+    parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
+    parser.add_argument("--json", action="store_true", help="print one json object instead of text")
+    args = parser.parse_args(argv)
+    if "" in args.stop:
+        parser.error("--stop needs a text that is not empty")
+    if args.system is not None and not args.chat:
+        parser.error("--system is for chat models; give --chat with it")
+    for flag in ("compare", "json", "explain"):
+        if getattr(args, flag) and not args.prompt:
+            parser.error(f"--{flag} needs a --prompt")
+    return args
+
+
+def tree_size(text):
+    return None if text == "auto" else int(text)
+
 
 class Session:
     """What generate.py's command line was asked for, loaded."""
@@ -105,7 +151,8 @@ class Session:
         self.args, self.texts = args, read_prompts(args.prompt or [])
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
-            raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained to chat")
+            raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained "
+                             "to chat")
         self.model, self.encoding = load_model(args)
         self.heads = load_heads(args.heads, args, self.model, self.encoding)
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
@@ -127,15 +174,16 @@ class Session:
         """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
         a = self.args
         options = dict(heads=self.heads, tree_size=a.tree_size, beams=a.beams) | options
-        return prepare(self.model, prompts, max_new_tokens or a.max_new_tokens, batch_size=a.batch_size, graph=not a.no_graph,
-                       times_file=times_file(), **options, **self.sampling)
+        return prepare(self.model, prompts, max_new_tokens or a.max_new_tokens, batch_size=a.batch_size,
+                       graph=not a.no_graph, times_file=times_file(), **options, **self.sampling)
 
     def report(self, output):
         """The --json object of one run."""
-        return dict(prompts=self.texts, tokens=output.tokens, ended=output.ended, texts=list(map(self.decode, output.tokens)),
-                    tree_size=output.tree_size, beams=output.beams, batch_size=output.batch_size, steps=output.steps,
-                    seconds=output.seconds, tokens_per_step=output.tokens_per_step,
-                    tokens_per_second=output.tokens_per_second, step_lengths=dict(sorted(output.step_lengths.items())))
+        names = ("tokens", "ended", "tree_size", "beams", "batch_size", "steps", "seconds", "tokens_per_step",
+                 "tokens_per_second")
+        return {name: getattr(output, name) for name in names} | dict(
+            prompts=self.texts, texts=list(map(self.decode, output.tokens)),
+            step_lengths=dict(sorted(output.step_lengths.items())))
 
 
 def read_prompts(texts):
@@ -154,8 +202,8 @@ def read_prompts(texts):
 
 
 class Printer:
-    """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of the head that guessed it.
-    Several texts are printed at the end, and with --json none is."""
+    """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of the head that
+    guessed it. Several texts are printed at the end, and with --json none is."""
 
     def __init__(self, session):
         self.session, self.stop = session, session.stop

@@ -12,8 +12,7 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
 def against_plain(session, prompts, output, say):
-    """Decodes the prompts plainly and says how `output` compares -> what --json adds: {"plain": ..., "difference": ...}, nothing
-    after Ctrl-C."""
+    """Decodes the prompts plainly and says how `output` compares -> what --json adds, nothing after Ctrl-C."""
     new = session.args.max_new_tokens
     try:
         engine = session.engine(prompts, heads=None, tree_size=1)
@@ -38,9 +37,9 @@ def against_plain(session, prompts, output, say):
 def first_difference(model, prompts, ours, plain, **sampling):
     """The first token where two outputs differ: None, or (prompt, position, gap, kind).
 
-    gap: how far the worse of the two tokens is below the best score there (logit, or logit / temperature + noise). kind is
-    "tie" when the gap is within rounding of the model's dtype, so that the order of summation may decide, else "bug".
-    Where one text just ends earlier, gap is None and kind is "bug".
+    gap: how far the worse of the two tokens is below the best score there (logit, or logit / temperature + noise). kind
+    is "tie" when the gap is within rounding of the model's dtype, so that the order of summation may decide, else
+    "bug". Where one text just ends earlier, gap is None and kind is "bug".
     """
     s = Sampling(**sampling)
     for i, (a, b) in enumerate(zip(ours, plain)):

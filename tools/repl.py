@@ -11,9 +11,9 @@ SPARE = 1024  # tokens that a conversation's caches have to spare; one that outg
 
 
 def converse(session):
-    """Reads a line, prints the model's text, and so on to the end of the input. With a chat template the lines are turns
-    of a conversation, else each is a prompt by itself. The engine keeps its cache: what turns have in common is computed
-    once."""
+    """Reads a line, prints the model's text, and so on to the end of the input. With a chat template the lines are
+    turns of a conversation, else each is a prompt by itself. The engine keeps its cache: what turns have in common is
+    computed once."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
@@ -63,7 +63,8 @@ def reply(session, engine, prompt):
     """Prints what follows a prompt, as it comes -> Output."""
     printer = Printer(session)
     try:
-        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show, session.encoding, keep=True)
+        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show, session.encoding,
+                                 keep=True)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish(output)

@@ -1,8 +1,8 @@
 """The tree that is fastest here. A larger tree finds more tokens per step, and makes the step slower.
 
-How much slower is measured, once for a machine, model and batch size. How many tokens a tree finds is known from training:
-heads carry a table of how often the n-th likeliest node of a tree is accepted, by depth. The tree of most tokens per second
-is taken; where that is a tree of one node, decoding is plain.
+How much slower is measured, once for a machine, model and batch size. How many tokens a tree finds is known from
+training: heads carry a table of how often the n-th likeliest node of a tree is accepted, by depth. The tree of most
+tokens per second is taken; where that is a tree of one node, decoding is plain.
 """
 
 import hashlib
@@ -32,10 +32,11 @@ MEASURED = {}   # cache_key -> {tree size: seconds per step}, of this process
 
 @torch.inference_mode()
 def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
-    """How often node n of a tree, the n-th likeliest, was accepted at depth d: [[share] * 63] * K, row d - 1, column n - 1.
+    """How often node n of a tree, the n-th likeliest, was accepted at depth d: [[share] * 63] * K, row d - 1, column n
+    - 1.
 
-    Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller tree with as many beams is
-    the front of a larger one, and fewer beams find nearly as much. So one table serves all sizes.
+    Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller tree with as many beams
+    is the front of a larger one, and fewer beams find nearly as much. So one table serves all sizes.
     """
     capacity = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
     engine = Engine(model, heads, batch_size=min(batch_size, len(prompts)), capacity=capacity, tree_size=MAX_TREE,
@@ -52,7 +53,8 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
 def expected_tokens(tables, tree_size, temperature):
     """Tokens per step of a tree of T nodes: the bonus token and each node's share. tables: {temperature: `acceptance`}.
     Interpolates linearly between measured temperatures and clamps outside."""
-    found = sorted((float(t), 1 + sum(sum(row[:tree_size - 1]) for row in table[:tree_size - 1])) for t, table in tables.items())
+    total = lambda table: 1 + sum(sum(row[:tree_size - 1]) for row in table[:tree_size - 1])
+    found = sorted((float(t), total(table)) for t, table in tables.items())
     below = max((f for f in found if f[0] <= temperature), default=found[0])
     above = min((f for f in found if f[0] >= temperature), default=found[-1])
     share = (temperature - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0
@@ -63,8 +65,8 @@ def expected_tokens(tables, tree_size, temperature):
 # What a step takes
 
 def seconds(body, device):
-    """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on CUDA the mean of calls
-    back to back, the fastest of some rounds. Takes a tenth of a second, or three rounds of what is slower."""
+    """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on CUDA the mean of
+    calls back to back, the fastest of some rounds. Takes a tenth of a second, or three rounds of what is slower."""
     calls, times = 10 if device.type == "cuda" else 1, []
     body()
     began = time.perf_counter()
@@ -86,8 +88,8 @@ def copy_bandwidth(device):
 
 
 def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, graph=True, capacity=PREFIX + 1):
-    """An engine that can step for ever: its slots are idle, with PREFIX tokens in the cache, or fewer where `capacity`, the
-    most that a sequence will have, is less."""
+    """An engine that can step for ever: its slots are idle, with PREFIX tokens in the cache, or fewer where `capacity`,
+    the most that a sequence will have, is less."""
     prefix = min(PREFIX, model.config.block_size - 1, capacity - 1)
     engine = Engine(model, heads, batch_size=batch_size, capacity=prefix + 1, tree_size=tree_size, beams=beams,
                     sampling=sampling, graph=graph)
@@ -127,8 +129,9 @@ def times_file():
 def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
     """16 hex digits over all that a step's time depends on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = (asdict(model.config), str(model.dtype), asdict(heads.config), batch_size, min(capacity, PREFIX + 1), beams, graph,
-            sampling.temperature > 0, sampling.filtered, gpu, platform.node(), torch.get_num_threads(), torch.__version__)
+    what = (asdict(model.config), str(model.dtype), asdict(heads.config), batch_size, min(capacity, PREFIX + 1), beams,
+            graph, sampling.temperature > 0, sampling.filtered, gpu, platform.node(), torch.get_num_threads(),
+            torch.__version__)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
