@@ -32,7 +32,7 @@ PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
 
 @pytest.mark.static
 def test_every_launch_compiles_without_spills_on_every_target():
-    """Bug: a kernel that only the interpreter understands, that spills registers, or that needs too much shared memory."""
+    """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory."""
     pairs = [(target, launch) for target in static.TARGETS for launch in static.all_launches()]
     check_figures(pairs, static.compile_all(pairs))
 
