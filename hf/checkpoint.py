@@ -384,12 +384,11 @@ def shard_files(index):
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: expected a weight_map of tensor names to file names")
     folder = index.parent.resolve()
-    allowed = [folder]
-    if folder.parent.name == "snapshots":  # the Hugging Face cache: a snapshot's files are links to ../../blobs
-        allowed.append(folder.parent.parent / "blobs")
+    snapshots = [parent for parent in folder.parents if parent.name == "snapshots"]
+    allowed = [folder, *(parent.parent / "blobs" for parent in snapshots)]  # where the Hugging Face cache links to
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
-        if "\0" in file.name or not any(file.resolve().is_relative_to(place) for place in allowed):
+        if "\0" in str(file) or not any(file.resolve().is_relative_to(place) for place in allowed):
             raise InputError(f"{index}: expected files of its own folder, found {str(file)!r}, which is outside; "
                              "fetch the checkpoint again")
         if not file.is_file():

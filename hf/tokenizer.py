@@ -37,14 +37,14 @@ class Encoding(tiktoken.Encoding):
 
     special_tokens: {text: id} of all added tokens. prefix: the ids before a prompt. always: the added tokens that are
     not special; they are found in every text, as the tokenizers package finds them. nfc: texts are normalised first.
-    exact: the package's tokenizer without added tokens, which encodes texts that are too long for tiktoken.
+    exact: the package's tokenizer, which encodes texts that are too long for tiktoken.
     """
 
     def __init__(self, name, pattern, ranks, special, always, exact, nfc):
         super().__init__(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.special_tokens, self.prefix, self.exact, self.nfc = special, [], exact, nfc
         self._split_all, self._split_always = _splitter(special), _splitter(always)
-        self._unused = set(range(self.n_vocab)) - {*ranks.values(), *special.values()}
+        self._ids = {*ranks.values(), *special.values()}
 
     def encode(self, text, *, allowed_special=(), disallowed_special=()):
         """The ids of a text (str). With allowed_special="all" the text of special tokens becomes these tokens."""
@@ -58,12 +58,12 @@ class Encoding(tiktoken.Encoding):
     def _encode_plain(self, text):
         text = normalizers.NFC().normalize_str(_well_formed(text)) if self.nfc else text
         if len(text) > LONG:
-            return self.exact.encode(_well_formed(text)).ids
+            return self.exact.encode(_well_formed(text), add_special_tokens=False).ids
         return super().encode_ordinary(text)
 
     def decode(self, ids, errors="replace"):
         """The text of ids. An id without a token gives nothing."""
-        return super().decode([i for i in ids if 0 <= i < self.n_vocab and i not in self._unused], errors)
+        return super().decode([i for i in ids if i in self._ids], errors)
 
 
 class PackageEncoding:
@@ -247,7 +247,7 @@ def _through_tokenizers(file, spec, package):
     @functools.cache
     def plain():
         tokenizer = _package_tokenizer(file, spec)
-        tokenizer.encode_special_tokens = True  # that is, their text is encoded as any other
+        tokenizer.encode_special_tokens = True  # as any other text
         return tokenizer
 
     def encode(tokenizer, text):
@@ -277,8 +277,8 @@ def _through_tiktoken(file, spec, package):
     if ranks is None or len(set(ids)) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         return None
     always = [token["content"] for token in added if not token["special"]]
-    exact = _package_tokenizer(file, spec | {"added_tokens": [], "post_processor": None})
-    return Encoding(file.parent.name, pattern, ranks, special, always, exact, nfc)
+    package.encode_special_tokens = True  # as any other text
+    return Encoding(file.parent.name, pattern, ranks, special, always, package, nfc)
 
 
 def _split(pattern):
@@ -323,7 +323,7 @@ def _ranks(model, special, bpe):
     counts = {len(bpe.tokenize(token)) for token in ordinary}
     bpe.ignore_merges = whole_pieces
     if (ids != sorted(ids) or special.keys() & set(merged) or not table.keys() <= ordinary.keys()
-            or not set("".join(ordinary)) <= table.keys() or not (counts <= {1} or whole_pieces and 2 not in counts)):
+            or not set("".join(ordinary)) <= table.keys() or not (counts <= {1} or whole_pieces and not counts & {0, 2})):
         return None
     return {bytes(map(table.get, token)): index for token, index in ordinary.items()}
 

@@ -495,7 +495,7 @@ HARMFUL = {  # written to do harm: to read other files, to take memory or time, 
     "shard at an absolute path": (lambda p: one_shard(p, str(p.parent / "b.safetensors"), p.parent / "b.safetensors"),
                                   "outside"),
     "shard behind a link": (linked_outside, "outside"),
-    "shard with a null byte": (lambda p: one_shard(p, "a\0.safetensors"), "outside"),
+    "shard with a null byte": (lambda p: one_shard(p, "a\0/b.safetensors"), "outside"),
     "shard that is a folder": (lambda p: one_shard(p, "."), "no such file"),
     **{f"10^9 {key}": (lambda p, key=key: edit_config(p, **{key: 10**9}), says) for key, says in {
         "num_hidden_layers": "says 1000000000 layers, but the files hold only 20 tensors",

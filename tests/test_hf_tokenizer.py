@@ -422,6 +422,14 @@ def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path
     refusal(lambda: tokenizer.end_of_text(encoding), EOT)
 
 
+def test_an_absurd_id_takes_no_memory(tmp_path):
+    """Catches a table as long as the highest id."""
+    spec = tiny_spec() | {"added_tokens": [added(2**31 - 1, EOT)]}
+    encoding = load_encoding(save(tmp_path, spec))
+    assert encoding.max_token_value == 2**31 - 1 and encoding.decode([64, 2**31 - 2, 2**31 - 1]) == f"a{EOT}"
+    refusal(lambda: load_encoding(save(tmp_path, spec | {"added_tokens": [added(2**70, EOT)]})), tmp_path)
+
+
 def test_a_text_that_a_model_without_an_unknown_token_cannot_hold_is_refused(corpus, tmp_path):
     spec = KINDS["unigram"][0](corpus)
     spec["model"]["unk_id"] = None
