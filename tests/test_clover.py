@@ -133,7 +133,8 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     heads.set_vocabulary([96, 95, 33])
     heads.save_pretrained(tmp_path, dtype=torch.bfloat16)
     same = CloverHeads.from_pretrained(tmp_path, toy)
-    assert same.config.vocabulary == 3 and same.vocabulary.tolist() == [96, 95, 33] and same.vocabulary.dtype == torch.int32
+    assert same.config.vocabulary == 3 and same.vocabulary.tolist() == [96, 95, 33]
+    assert same.vocabulary.dtype == torch.int32
     weights = load_file(tmp_path / "heads.safetensors")
     save_file(weights | dict(vocabulary=torch.tensor([1, 2, 97], dtype=torch.int32)), tmp_path / "heads.safetensors")
     with pytest.raises(InputError, match="outside 0..96"):
@@ -163,7 +164,8 @@ def test_children_as_likely_as_their_parents_keep_them(toy, monkeypatch):
 
 
 @pytest.mark.parametrize("name, switches", [("clover2", dict(mix="none")), ("medusa", dict(projector="linear")),
-                                            ("clover", dict(augment_layers=0)), ("clover", dict(mix="concat", shared=True))])
+                                            ("clover", dict(augment_layers=0)),
+                                            ("clover", dict(mix="concat", shared=True))])
 def test_single_switches_can_be_flipped(toy, name, switches):
     """Catches an ablation that crashes: drafting and training must both run."""
     heads = random_heads(toy, name, **switches)
@@ -259,17 +261,41 @@ def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def change_config(file, **values):
+    change(file, config=json.loads(file.read_text())["config"] | values)
+
+
+def drop_a_weight(file):
+    weights = load_file(file)
+    weights.popitem()
+    save_file(weights, file)
+
+
+def test_older_records_say_heads_instead_of_n_draft(toy, tmp_path):
+    """Catches heads folders that only this version can read: demo/'s are older."""
+    heads = random_heads(toy)
+    heads.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "heads.json").read_text())
+    record["config"]["heads"] = record["config"].pop("n_draft")
+    record["config"].pop("vocabulary")
+    (tmp_path / "heads.json").write_text(json.dumps(record))
+    assert CloverHeads.from_pretrained(tmp_path, toy).config == heads.config
+
+
 BROKEN = {
     "no record": lambda p: (p / "heads.json").unlink(),
     "record is cut": lambda p: (p / "heads.json").write_text("{"),
     "record of something else": lambda p: (p / "heads.json").write_text("{}"),
     "record without base": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(preset="clover")))),
-    "record with wrong types": lambda p: (p / "heads.json").write_text(json.dumps(dict(config=dict(heads="x"), base="y"))),
+    "record with wrong types": lambda p: (p / "heads.json").write_text('{"config": {"n_draft": "x"}, "base": "y"}'),
+    "absurdly many heads": lambda p: change_config(p / "heads.json", n_draft=10**9),
+    "absurdly many layers": lambda p: change_config(p / "heads.json", augment_layers=10**9),
+    "absurd vocabulary": lambda p: change_config(p / "heads.json", vocabulary=10**12),
     "broken acceptance": lambda p: change(p / "heads.json", acceptance=dict(warm=[[0.5]])),
     "acceptance above 1": lambda p: change(p / "heads.json", acceptance={"0": [[1.5]]}),
     "no weights": lambda p: (p / "heads.safetensors").unlink(),
     "weights are cut": lambda p: (p / "heads.safetensors").write_bytes((p / "heads.safetensors").read_bytes()[:999]),
-    "a weight is missing": lambda p: save_file(dict(list(load_file(p / "heads.safetensors").items())[1:]), p / "heads.safetensors"),
+    "a weight is missing": lambda p: drop_a_weight(p / "heads.safetensors"),
 }
 
 

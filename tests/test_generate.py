@@ -131,7 +131,8 @@ def mixed_texts(model, n):
     rng = random.Random(0)
     lengths = [1, 900] + [rng.randint(1, rng.choice((20, 200, 900))) for _ in range(n - 2)]
     prompts = random_prompts(lengths)
-    return prompts, {way: generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens for way in ("greedy", "sampled")}
+    plain = lambda way: generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
+    return prompts, {way: plain(way) for way in ("greedy", "sampled")}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,8 @@ def test_mixed_prompts_in_all_ways(long_toy, many_mixed, name, batch, tree_size,
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_in_bfloat16_every_difference_is_a_tie(way):
     """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal."""
-    model, prompts = toy_model().to(torch.bfloat16), random_prompts([random.Random(i).randint(1, 150) for i in range(16)])
+    model = toy_model().to(torch.bfloat16)
+    prompts = random_prompts([random.Random(i).randint(1, 150) for i in range(16)])
     plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
     for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
         heads = random_heads(model, name).to(torch.bfloat16)
