@@ -421,7 +421,8 @@ def open_pickle(file):
         if not mapped and opened.read(1) != b"\x80":
             raise ValueError("it is no pickle")
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) and value.layout is torch.strided
+                                              for value in state.values()):
         raise ValueError("it does not hold tensors by name")
     return {name: StoredTensor(tuple(value.shape), str(value.dtype).removeprefix("torch."), lambda value=value: value)
             for name, value in state.items()}

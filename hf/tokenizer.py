@@ -111,7 +111,7 @@ def _splitter(tokens):
 def encode_prompt(encoding, text):
     """The ids of a prompt: `encoding.prefix`, such as a BOS token, then the text's, special tokens included.
 
-    Equal to transformers' encode(text), but for what that puts behind the text: a prompt is to be continued."""
+    Equal to transformers' encode(text), except that nothing is put behind the text: a prompt is to be continued."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
@@ -218,7 +218,7 @@ def _package_tokenizer(file, spec):
 
 
 def _call_package(file, call):
-    """Calls the tokenizers package. Its errors are plain Exceptions, and its panics are not even that."""
+    """call(), with the package's errors as InputErrors. It raises plain Exceptions; its panics are BaseExceptions."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit):
@@ -297,7 +297,7 @@ def _pattern(pre_tokenizer):
         return GPT2_PATTERN
     for pattern in SPLITS:
         if splits == [_split(pattern)] and byte_level == _byte_level(False):
-            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"  # the second half never matches; saved hashes contain it
+            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"  # the second half never matches; hashes include it
     return None
 
 

@@ -465,6 +465,7 @@ BROKEN = {
         p / "model.safetensors.index.json").write_text("{}"), "expected a weight_map"),
     "pickle with code": (lambda p: pickled(p, dict(a=Code())), "holds code"),
     "pickle of other things": (lambda p: pickled(p, [1, 2]), "does not hold tensors by name"),
+    "pickle of sparse tensors": (lambda p: pickled(p, dict(a=torch.ones(2, 2).to_sparse())), "does not hold tensors"),
     "pickle is cut": (lambda p: (pickled(p, dict(a=torch.ones(1000))), (p / "pytorch_model.bin").write_bytes(
         (p / "pytorch_model.bin").read_bytes()[:1000])), "truncated or not a bin"),
 }
