@@ -98,7 +98,7 @@ def run_kernels(args):
             raise InputError("--static needs triton, which is not installed; pip install triton")
         return dict(bench="kernels-static", table=static.static_table())
     if not torch.cuda.is_available():
-        raise InputError("python -m bench kernels needs a CUDA device, and there is none; --static only compiles them")
+        raise InputError("timing kernels needs a CUDA device, and there is none; --static only compiles them")
     return dict(bench="kernels", **operations.bench(args))
 
 
