@@ -74,8 +74,7 @@ def cache_bytes(model, tokens):
 
 
 def step_floor(model, batch_size, bandwidth):
-    """The least seconds of a step: its weights and its caches of PREFIX tokens, read once at the speed of a large
-    copy."""
+    """The least seconds of a step: its weights and caches of PREFIX tokens, read once at the speed of a large copy."""
     return (weight_bytes(model) + cache_bytes(model, batch_size * PREFIX)) / bandwidth
 
 

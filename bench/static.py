@@ -1,5 +1,4 @@
-"""Ahead-of-time compilation: registers, spills and shared memory of every launch that kernels.py can choose, without a
-GPU.
+"""Ahead-of-time compilation, without a GPU: registers, spills and shared memory of every launch kernels.py can choose.
 
 A host function runs with stand-ins for its kernels, which record the launches. Each launch is reduced to the signature
 that Triton compiles it by, and each signature is compiled for every target. `pytest -m static` checks the figures;
