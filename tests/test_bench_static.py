@@ -31,7 +31,7 @@ PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
 
 
 def bfloat16_twin(launch):
-    """The bfloat16 launch that differs from a float16 launch in nothing else; None for other launches. On cuda:80, 90 and
+    """The bfloat16 launch that differs from a float16 launch in nothing else; else None. On cuda:80, 90 and
     100 all 63 twins have the same registers, spills and shared memory, so float16 is compiled for one target."""
     name, kinds, *rest = launch
     return (name, tuple(kind.replace("fp16", "bf16") for kind in kinds), *rest) if "*fp16" in kinds else None
