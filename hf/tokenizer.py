@@ -322,8 +322,9 @@ def _ranks(model, special, bpe):
     bpe.ignore_merges = False
     counts = {len(bpe.tokenize(token)) for token in ordinary}
     bpe.ignore_merges = whole_pieces
-    if (ids != sorted(ids) or special.keys() & set(merged) or not table.keys() <= ordinary.keys()
-            or not set("".join(ordinary)) <= table.keys() or not (counts <= {1} or whole_pieces and not counts & {0, 2})):
+    followed = ids == sorted(ids) and (counts <= {1} or whole_pieces and not counts & {0, 2})
+    all_bytes = table.keys() <= ordinary.keys() and set("".join(ordinary)) <= table.keys()
+    if not followed or not all_bytes or special.keys() & set(merged):
         return None
     return {bytes(map(table.get, token)): index for token, index in ordinary.items()}
 
