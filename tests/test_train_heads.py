@@ -20,9 +20,9 @@ from test_clover import random_heads
 import train_heads
 from clover import PRESETS, CloverHeads
 from generate import generate
+from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import cli
 from training import evaluate, parallel
 from training.data import load_tokens, open_tokens
 from training.run import Log
@@ -96,8 +96,8 @@ def test_heads_of_every_family_are_trained_and_used(family, checkpoint, texts, t
     run(tmp_path, texts, tmp_path / "out", "--steps", "3")
     capsys.readouterr()
     for flags in ([], ["--temperature", "0.9", "--seed", "3"]):
-        cli.main(["--model", str(tmp_path), "--heads", str(tmp_path / "out"), "--device", "cpu", "--tree-size", "9",
-                  "--prompt", "line 7", "--max-new-tokens", "30", "--compare", *flags])
+        generate_main(["--model", str(tmp_path), "--heads", str(tmp_path / "out"), "--device", "cpu", "--tree-size", "9",
+                       "--prompt", "line 7", "--max-new-tokens", "30", "--compare", *flags])
         assert "the text is identical, all" in capsys.readouterr().out
 
 
@@ -297,7 +297,7 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     (tmp_path / "script.py").write_text(TORCHRUN)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                            str(tmp_path / "script.py"), json.dumps(runs)], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
+                          timeout=300, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     assert "nowhere: expected a file" in done.stderr and "process 1 ends: the first process cannot go on" in done.stderr
     assert done.stdout.count("held-out accuracy") == 2 and done.stdout.count("--evaluate") == 1

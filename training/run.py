@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pickle
 import signal
 import time
 from pathlib import Path
@@ -55,9 +54,9 @@ def load_state(out, resume, keys, device):
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path}: not a training state ({str(error).splitlines()[0]}); start without "
-                         "--resume") from None
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path}: not a training state ({reason}); start without --resume") from None
     if not isinstance(state, dict) or set(state) != set(keys):
         raise InputError(f"{path}: not a training state of this command and version, which has {', '.join(keys)}; "
                          "start anew in another --out")
