@@ -36,8 +36,8 @@ class Engine:
 
     capacity: the most tokens of a sequence, prompt included; default: the model's context. tree_size: T, 1 for plain
     decoding. beams: W, default about the square root of T. sampling: a `Sampling`, default greedy. graph: on CUDA,
-    capture the step once and replay it. Raises InputError for sizes out of range and for caches that the memory has no
-    room for.
+    capture the step once and replay it.
+    Raises InputError for sizes out of range and for caches that the memory has no room for.
     """
 
     @torch.inference_mode()
@@ -108,6 +108,7 @@ class Engine:
         return path, count * self.slots.active
 
     def commit(self, hidden, target, path, count):
+        """The path's K/V rows move to the front, the heads' own cache takes the path in, the bonus token is the root."""
         slots, lengths = self.slots, self.slots.cache.lengths
         emitted = target.gather(1, path)  # (B, P): the accepted guesses, then the bonus token
         last = (count - 1).clamp_(min=0).long()[:, None]  # (B, 1)
@@ -131,8 +132,8 @@ class Engine:
         stop: token ids and, with an `encoding`, texts that end a sequence; the token that does it is kept.
         on_tokens(index, tokens) is called with the tokens of each step, on_path(index, path) with its accepted nodes.
         keep: for one prompt in one slot, as in a chat. What the prompt has in common with the text of the last call
-        that kept it is not computed again; the model must be the same still. Raises InputError for what cannot be
-        decoded, Interrupted on Ctrl-C.
+        that kept it is not computed again; the model must be the same still.
+        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
         """
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompts(self.model, prompts)

@@ -551,7 +551,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
-    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as json ({error})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
