@@ -46,7 +46,8 @@ def few_prompts(monkeypatch):
 
 def measured(heads, *_):
     K = heads.config.n_draft
-    return dict(accuracy=[0.5] * K, top_accuracy={n: [0.5] * K for n in (1, 2, 4, 8)}, acceptance={"0": [[0.5] * 63] * K})
+    return dict(accuracy=[0.5] * K, top_accuracy={n: [0.5] * K for n in (1, 2, 4, 8)},
+                acceptance={"0": [[0.5] * 63] * K})
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def run(checkpoint, texts, out, *flags):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
-    """Catches heads that are trained towards the wrong token: accuracy must rise far above that of the untrained start."""
+    """Catches heads that are trained towards the wrong token: accuracy must rise far above that of the untrained
+    start."""
     model = GPT.from_pretrained(checkpoint, device="cpu")
     heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
     start = evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)[1]
@@ -86,8 +88,11 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", [
-    pytest.param(family, marks=[pytest.mark.slow] if family in ("mistral", "qwen2", "phi3") else []) for family in FAMILIES])
+LIKE_LLAMA = ("mistral", "qwen2", "phi3")
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=[pytest.mark.slow] if family in LIKE_LLAMA else [])
+                                    for family in FAMILIES])
 def test_heads_of_every_family_are_trained_and_used(family, checkpoint, texts, tmp_path, capsys, unmeasured):
     """Catches a family that loads and cannot be trained on or decoded with, from the command line on."""
     model = toy_model(family=family, vocab_size=258, block_size=128, tied=family == "gpt2", **FAMILIES[family])
@@ -96,7 +101,8 @@ def test_heads_of_every_family_are_trained_and_used(family, checkpoint, texts, t
     run(tmp_path, texts, tmp_path / "out", "--steps", "3")
     capsys.readouterr()
     for flags in ([], ["--temperature", "0.9", "--seed", "3"]):
-        generate_main(["--model", str(tmp_path), "--heads", str(tmp_path / "out"), "--device", "cpu", "--tree-size", "9",
+        generate_main(["--model", str(tmp_path), "--heads", str(tmp_path / "out"), "--device", "cpu",
+                       "--tree-size", "9",
                        "--prompt", "line 7", "--max-new-tokens", "30", "--compare", *flags])
         assert "the text is identical, all" in capsys.readouterr().out
 
@@ -121,8 +127,10 @@ def same_heads(one, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_to_the_same_heads(number, finished, checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches a resume that forgets the optimiser, the schedule or the place in the data; and a signal that loses work."""
+def test_a_stopped_run_goes_on_to_the_same_heads(number, finished, checkpoint, texts, tmp_path, monkeypatch, capsys,
+                                                 unmeasured):
+    """Catches a resume that forgets the optimiser, the schedule or the place in the data; and a signal that loses
+    work."""
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
     optimizer_step, out = torch.optim.AdamW.step, tmp_path / "parts"
 
@@ -157,7 +165,8 @@ def test_a_run_refuses_other_flags_data_and_models_and_states_of_another_format(
             (checkpoint, ["--preset", "medusa"], "holds a run with preset clover, not medusa; repeat its flags"),
             (checkpoint, ["--seed", "2"], "holds a run with seed 1, not 2; repeat its flags"),
             (checkpoint, ["--steps", "10"], "at step 12 already; --steps 10 is less"),
-            (checkpoint, ["--data", str(tmp_path / "more.txt")], "holds a run with data of hash .*, not of hash .*; repeat its"),
+            (checkpoint, ["--data", str(tmp_path / "more.txt")],
+             "holds a run with data of hash .*, not of hash .*; repeat its"),
             (other, [], "holds a run with model of hash .*, not of hash")):
         with pytest.raises(InputError, match=says):
             run(folder, texts, finished, "--steps", "12", "--resume", *flags)
@@ -190,7 +199,8 @@ def mortal(where, name):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **kwargs)
     setattr(where, name, wrapped)
-for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"), (torch.optim.AdamW, "step")):
+for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"),
+                    (torch.optim.AdamW, "step")):
     mortal(where, name)
 torch.set_num_threads(2)
 train_heads.SAVE_EVERY = 0.0  # after each step
@@ -206,7 +216,8 @@ def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_pa
     flags += ["--out", str(tmp_path / "parts")]
     rng, resume = random.Random(kills), []
     for _ in range(kills):
-        done = subprocess.run([sys.executable, "-c", MORTAL, str(rng.randint(10, 60)), *flags, *resume], cwd=ROOT, capture_output=True)
+        done = subprocess.run([sys.executable, "-c", MORTAL, str(rng.randint(10, 60)), *flags, *resume], cwd=ROOT,
+                              capture_output=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
         resume = ["--resume"]
     train_heads.main([*flags, *resume])
@@ -214,7 +225,8 @@ def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_pa
     assert same_heads(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_heads(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_heads(checkpoint, texts, tmp_path, monkeypatch,
+                                                                             unmeasured):
     """Catches NaN weights written over good ones."""
     step, calls = torch.optim.AdamW.step, []
 
@@ -268,7 +280,8 @@ train_heads.SHOW_EVERY, train_heads.PROMPTS, evaluate.DECODED = 1, 2, 16
 finish = train_heads.finish
 
 def checked(run, heldout):
-    assert all(hasattr(p, "to_local") == run.args.shard_base for p in run.heads.model.blocks.parameters())  # after passes too
+    for p in run.heads.model.blocks.parameters():
+        assert hasattr(p, "to_local") == run.args.shard_base  # after passes too
     finish(run, heldout)
 train_heads.finish = checked
 for flags in json.loads(sys.argv[1]):
@@ -285,11 +298,11 @@ def losses_of(out):
 
 
 def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a batch that is not split, gradients that are not averaged, masks counted per process, and a sharded model that
-    says something else."""
+    """Catches a batch that is not split, gradients that are not averaged, masks counted per process, and a sharded
+    model that says something else."""
     chats = tmp_path / "pairs.jsonl"  # windows with few tokens in the loss, unevenly spread
-    chats.write_text("".join(json.dumps(dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))) + "\n"
-                             for i in range(600)))
+    pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
+    chats.write_text("".join(json.dumps(pair(i)) + "\n" for i in range(600)))
     flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), str(chats), "--steps", "20", "--dtype", "float32",
              "--smooth-l1", "0.5", "--on-policy-steps", "5"]
     runs = [[*TINY, "--model", str(checkpoint), "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none")],
@@ -341,7 +354,8 @@ def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_pa
     assert all(sizes[i] > sizes[i - 1] for i in (4, 8, 12))
     own = open_tokens(tmp_path / "whole" / "self_distill" / "0")[0]["train"]  # greedy
     starts = [*own.starts.tolist(), len(own.ids)]
-    assert len(starts) == 3 and own.loss_mask.all()  # two of the eight prompts; the data are texts, so prompts are in the loss
+    assert len(starts) == 3  # two of the eight prompts
+    assert own.loss_mask.all()  # in texts, unlike chats, a prompt is in the loss too
     for a, b in zip(starts, starts[1:]):
         document = own.ids[a:b].tolist()
         want = generate(model, [document[:10]], len(document) - 10, None).tokens[0]  # a block of 40: prompts of 10
@@ -362,13 +376,15 @@ def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_pa
     assert same_heads(tmp_path / "whole", tmp_path / "parts")
 
 
-TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
 def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeypatch, capsys, unmeasured):
     """Catches heads that learn what users say, and self-distillation that is off by default where it is wanted."""
     chats, folder = tmp_path / "chats.jsonl", tmp_path / "model"
-    says = lambda i: [dict(role="user", content=f"{i}?"), dict(role="assistant", content=f"it is {i}, and {i * i}, " * 3)]
+    says = lambda i: [dict(role="user", content=f"{i}?"),
+                      dict(role="assistant", content=f"it is {i}, and {i * i}, " * 3)]
     chats.write_text("".join(json.dumps(dict(messages=says(i))) + "\n" for i in range(300)))
     with pytest.raises(InputError, match="chats.jsonl.*chat template"):
         run(checkpoint, chats, tmp_path / "out", "--steps", "2")
@@ -389,18 +405,21 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
         for row, mask in zip(ids, head):
             text = encoding.decode_bytes(row.tolist()).decode("latin-1")
             assert text.isascii() and len(text) == len(row)
-            for t in mask.nonzero().flatten().tolist():  # head 1 guesses t + 2; it is said by the assistant, in its own turn
+            for t in mask.nonzero().flatten().tolist():  # head 1 guesses t + 2, which must be in an assistant's turn
                 said = text[:t + 3].rpartition("<")[2]
                 assert text[:t + 3].count("<") == 0 or said.startswith("assistant>") or "assistant>".startswith(said)
     assert 0.2 < torch.stack([mask.float().mean() for _, mask in masks]).mean() < 0.95
 
 
 def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path, unmeasured):
-    record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--draft-heads", "3", "--mix", "concat", "--augment-layers", "2", "--shared",
+    record = run(checkpoint, texts, tmp_path / "a", "--steps", "2", "--draft-heads", "3", "--mix", "concat",
+                 "--augment-layers", "2", "--shared",
                  "--mix-before", "--projector", "linear")
-    assert record["config"] == dict(preset="clover", n_draft=3, augment_layers=2, mix="concat", mix_before=True, projector="linear",
+    assert record["config"] == dict(preset="clover", n_draft=3, augment_layers=2, mix="concat", mix_before=True,
+                                    projector="linear",
                                     shared=True, vocabulary=0) and len(record["accuracy"]) == 3
-    assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2", "--no-shared")["config"]["shared"] is False
+    assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2",
+               "--no-shared")["config"]["shared"] is False
     with pytest.raises(InputError, match="holds a run with augment-layers 2, not 1"):
         run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--draft-heads", "3")
 
@@ -437,7 +456,8 @@ def test_data_may_be_short_texts_beside_the_run_itself(checkpoint, tmp_path, unm
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(dict(text=f"{i} is short")) + "\n" for i in range(1000)))
     run(checkpoint, tmp_path, tmp_path / "out", "--steps", "2", "--self-distill", "4")
     (tmp_path / "out" / "notes.txt").write_text("not data either")
-    assert run(checkpoint, tmp_path, tmp_path / "out", "--steps", "4", "--self-distill", "4", "--resume")["training"]["steps"] == 4
+    assert run(checkpoint, tmp_path, tmp_path / "out", "--steps", "4", "--self-distill", "4",
+               "--resume")["training"]["steps"] == 4
     with pytest.raises(InputError, match="5000 windows of 45, but it has"):
         run(checkpoint, tmp_path / "short.jsonl", tmp_path / "few", "--batch-size", "5000")
 
@@ -467,9 +487,10 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_
         found[objective], accuracy = run.losses(ids, loss_mask, None)
     hidden = model(ids)
     whole = model.lm_head(hidden)
-    for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the token at t + 2 + i is chosen after position t + 1 + i
+    for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the model predicts token t + 2 + i at t + 1 + i
         logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
-        torch.testing.assert_close(found["distill"][i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found["distill"][i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4,
+                                   rtol=1e-4)
         torch.testing.assert_close(found["data"][i], F.nll_loss(logs.flatten(0, 1), ids[:, i + 2:i + 2 + T].flatten()))
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
 

@@ -1,4 +1,5 @@
-"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and the loss mask is exact."""
+"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and the loss mask is
+exact."""
 
 import gzip
 import json
@@ -21,11 +22,13 @@ def tiny_spec():
     """A tokenizer of the 256 bytes under GPT-2's ids, five merges, and one special token after a gap."""
     symbols = map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)))
     vocab = {symbol: i for i, symbol in enumerate([*symbols, "he", "ll", "hell", "Ġw", "ĠĠ"])}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
+        "version": "1.0",
         "added_tokens": [{"id": 300, "content": EOT, "special": True}],
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "decoder": {"type": "ByteLevel"},
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": ["h e", "l l", "he ll", "Ġ w", "Ġ Ġ"]},
     }
 
@@ -93,8 +96,10 @@ def test_documents_come_from_named_files_folders_and_jsonl_lines(tmp_path):
 
 
 def test_patterns_take_what_fits_them_once_in_order_and_names_that_look_like_patterns_stay_names(tmp_path):
-    """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be named."""
-    write(tmp_path, {"b.txt": "b", "a[1].txt": "a1", "a1.txt": "other", "deep/er/c.odd": "c", "deep/d.md": "d", "x.bin": b"\xff"})
+    """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be
+    named."""
+    write(tmp_path,
+          {"b.txt": "b", "a[1].txt": "a1", "a1.txt": "other", "deep/er/c.odd": "c", "deep/d.md": "d", "x.bin": b"\xff"})
     assert list(corpus.read_documents([f"{tmp_path}/*.txt"])) == ["other", "a1", "b"]
     assert list(corpus.read_documents([tmp_path / "a[1].txt"])) == ["a1"]
     assert list(corpus.read_documents([f"{tmp_path}/deep/**"])) == ["d", "c"]
@@ -113,11 +118,13 @@ def jsonl(values):
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
     """Would catch: a field that is overlooked, or a kind that a column of nulls beside it hides."""
-    lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""}, {"text": "t"} | PAIR])
+    lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
+                   {"text": "t"} | PAIR])
     write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
     found = list(corpus.read_records([tmp_path / "plain"], CHATML))
     assert [record.kind for record in found] == "text completion chat completion chat text".split()
-    assert found[0].parts == (("t", True),) and found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
+    assert found[0].parts == (("t", True),)
+    assert found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
     for path in ("packed", "packed/a.jsonl.gz", "pack*/*.gz"):
         assert list(corpus.read_records([tmp_path / path], CHATML)) == found
 
@@ -126,7 +133,8 @@ def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_o
     """Would catch: training.base learning completions without their prompts, or skipping conversations in silence."""
     write(tmp_path, {"a.jsonl": jsonl([PAIR, {"text": "t"}]), "b.jsonl": jsonl([PAIR] * 500 + [CHAT])})
     assert list(corpus.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
-    refusal(lambda: list(corpus.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501", "chat template")
+    refusal(lambda: list(corpus.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501",
+            "chat template")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,8 @@ def test_one_broken_line_in_a_hundred_is_skipped_and_said_more_are_refused(broke
     write(tmp_path, {"a.jsonl": "\n\n".join(lines)})
     said = []
     if broken == 4:
-        message = refusal(lambda: list(corpus.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl", "4 of 300")
+        message = refusal(lambda: list(corpus.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl",
+                          "4 of 300")
         assert all(f"line {n}" in message for n in (9, 29, 49)) and "69" not in message and "not JSON" in message
         assert said == []
         return
@@ -230,7 +239,8 @@ FORGETFUL = ChatTemplate(
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     {},
 )
-TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"), ("assistant", "he")]
+TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"),
+         ("assistant", "he")]
 
 
 @pytest.fixture
@@ -274,7 +284,8 @@ def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgot
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
     [record] = corpus.read_records([tmp_path / "a.jsonl"], template)
     ids, counts = data.encode_record(record, chatty)
-    shown = [(role, "hell" if i == forgotten else content) for i, (role, content) in enumerate(turns) if content != "bye"]
+    shown = [(role, "hell" if i == forgotten else content) for i, (role, content) in enumerate(turns)
+             if content != "bye"]
     expected = conversation(chatty, shown, counted)
     assert (ids.tolist(), counts.tolist()) == expected and sum(expected[1]) >= 3
 
@@ -320,7 +331,8 @@ def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tin
     assert [record.text for _, record in found if record.kind == "completion"] == [long + long[::-1]]
     texts = [(split, record.text) for split, record in found if record.kind == "text"]
     assert "".join(text for _, text in texts) == long and len(texts) > 3
-    assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:])) and {split for split, _ in texts} == set(corpus.SPLITS)
+    assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:]))
+    assert {split for split, _ in texts} == set(corpus.SPLITS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,11 +408,13 @@ def test_stored_tokens_are_those_that_load_tokens_gives(chunk, paths, chatty, tm
     assert stored["train"].loss_mask.tolist() == [in_loss for _, mask in expected for in_loss in mask]
     assert stored["train"].starts.tolist() == np.cumsum([0, *(len(ids) for ids, _ in expected[:-1])]).tolist()
     assert sorted(file.name for file in (tmp_path / "out" / "tokens").iterdir()) == [
-        "heldout.ids", "heldout.loss_mask", "heldout.starts", "meta.json", "train.ids", "train.loss_mask", "train.starts"]
+        "heldout.ids", "heldout.loss_mask", "heldout.starts", "meta.json", "train.ids", "train.loss_mask",
+        "train.starts"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokens"]
 
 
-def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(paths, chatty, tmp_path, monkeypatch):
+def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template_changes(paths, chatty, tmp_path,
+                                                                                         monkeypatch):
     """Would catch: hours of tokenising for each --resume, and tokens of yesterday's text."""
     out = tmp_path / "out"
     first, _ = data.store_tokens(out, paths, chatty, CHATML)
@@ -437,7 +451,8 @@ def copied(tokens):
     return {split: data.Tokens(*(array.copy() for array in arrays)) for split, arrays in tokens.items()}
 
 
-@pytest.mark.parametrize("name", ["train.ids", "train.loss_mask", "train.starts", "train.*", "heldout.ids", "meta.json"])
+@pytest.mark.parametrize("name",
+                         ["train.ids", "train.loss_mask", "train.starts", "train.*", "heldout.ids", "meta.json"])
 @pytest.mark.parametrize("damage", ["gone", "short", "longer", "empty"])
 def test_stored_files_that_are_damaged_are_made_anew(name, damage, library, tiny, tmp_path):
     """Would catch: files that do not fit each other, mapped because the key is right."""
@@ -447,17 +462,21 @@ def test_stored_files_that_are_damaged_are_made_anew(name, damage, library, tiny
         content = file.read_bytes()
         file.unlink()
         if damage != "gone":
-            file.write_bytes({"short": content[:len(content) // 8 * 4], "longer": content + content, "empty": b""}[damage])
+            file.write_bytes({"short": content[:len(content) // 8 * 4], "longer": content + content,
+                              "empty": b""}[damage])
     if damage == "gone" or name != "meta.json":
         refusal(lambda: data.open_tokens(out))
     stored, _ = data.store_tokens(out, [library], tiny)
     assert all(same(first[split], stored[split]) for split in first)
 
 
-@pytest.mark.parametrize("meta", [[], {}, {"lengths": {"train": 3}}, {"lengths": {"train": ["3", 1, 1]}, "dtype": "uint16"},
-                                  {"lengths": {"train": [3, 3, 1]}, "dtype": "hope"}, {"lengths": {"train": [3]}, "dtype": "u2"}])
+@pytest.mark.parametrize("meta",
+                         [[], {}, {"lengths": {"train": 3}}, {"lengths": {"train": ["3", 1, 1]}, "dtype": "uint16"},
+                          {"lengths": {"train": [3, 3, 1]}, "dtype": "hope"},
+                          {"lengths": {"train": [3]}, "dtype": "u2"}])
 def test_a_meta_json_of_another_shape_is_refused_in_one_line(meta, tmp_path):
-    write(tmp_path, {"meta.json": json.dumps(meta), "train.ids": b"123456", "train.loss_mask": b"111", "train.starts": bytes(8)})
+    write(tmp_path,
+          {"meta.json": json.dumps(meta), "train.ids": b"123456", "train.loss_mask": b"111", "train.starts": bytes(8)})
     with pytest.raises(InputError) as caught:
         data.open_tokens(tmp_path)
     assert "\n" not in str(caught.value)
@@ -481,9 +500,11 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, lib
         (out / "train.loss_mask").unlink()
         stop()
 
-    write(library, {f"{i:03}.txt": f"{text}!" for i, text in enumerate(corpus.read_documents([library]))})  # all are longer
+    longer = [f"{text}!" for text in corpus.read_documents([library])]
+    write(library, {f"{i:03}.txt": text for i, text in enumerate(longer)})
     with monkeypatch.context() as patch:
-        where, name, by = {"encode": (data, "encode_record", encode_some), "remove": (data.shutil, "rmtree", remove_some),
+        where, name, by = {"encode": (data, "encode_record", encode_some),
+                           "remove": (data.shutil, "rmtree", remove_some),
                            "rename": (os, "replace", stop)}[moment]
         patch.setattr(where, name, by)
         with pytest.raises(KeyboardInterrupt):
@@ -503,9 +524,10 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, lib
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line_and_no_files(library, tiny, tmp_path, monkeypatch):
     """Would catch: a traceback, and gigabytes of half-written files on a disk that is full."""
-    fake = lambda file, mode: open("/dev/full" if "heldout.ids" in str(file) else file, mode)  # noqa: E731
+    fake = lambda file, mode: open("/dev/full" if "heldout.ids" in str(file) else file, mode)
     monkeypatch.setattr(data, "open", fake, raising=False)
-    refusal(lambda: data.store_tokens(tmp_path / "new" / "out", [library], tiny), tmp_path / "new" / "out", "No space left")
+    refusal(lambda: data.store_tokens(tmp_path / "new" / "out", [library], tiny), tmp_path / "new" / "out",
+            "No space left")
     assert list((tmp_path / "new").iterdir()) == []
     write(tmp_path, {"file": "x"})
     refusal(lambda: data.store_tokens(tmp_path / "file" / "out", [library], tiny), tmp_path / "file")
@@ -600,7 +622,8 @@ def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they
     longest = max(map(len, texts))
     assert data.prompts(tokens, 1, longest) == [max(texts, key=len)]
     [half] = data.prompts(tokens, 1, longest + 1)  # no text is that long
-    assert len(half) == (longest + 1) // 2 and any(half == text[at : at + len(half)] for text in texts for at in range(len(text)))
+    assert len(half) == (longest + 1) // 2
+    assert any(half == text[at:at + len(half)] for text in texts for at in range(len(text)))
     refusal(lambda: data.prompts(tokens, 1, 0))
 
 
@@ -614,11 +637,14 @@ def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(cha
     found = {chatty.decode(prompt) for prompt in data.prompts(tokens, 500, 25)}
     opening = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     both = [opening.format(c) + f"hell<|im_end|>\n{opening.format(c + c)}" for c in "abcdefgh"]
-    allowed = {opening.format(c) for c in "abcdefgh"} | set(both) | {4 * c for c in "stuvwxyz"} | {100 * c for c in "ijk"}
+    allowed = {opening.format(c) for c in "abcdefgh"} | set(both)
+    allowed |= {4 * c for c in "stuvwxyz"} | {100 * c for c in "ijk"}
     assert found <= allowed and len(found) > 15 and any(text in found for text in both)
     assert {len(prompt) for prompt in data.prompts(tokens, 40, 1)} == {4}
-    assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, max_len=1)} <= {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
-    tokens_of = lambda *loss_mask: data.Tokens(np.arange(5, dtype=np.uint16), np.array(loss_mask) > 0, np.array([0]))  # noqa: E731
+    last = {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
+    assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, max_len=1)} <= last
+    ids = np.arange(5, dtype=np.uint16)
+    tokens_of = lambda *loss_mask: data.Tokens(ids, np.array(loss_mask) > 0, np.array([0]))
     answered = tokens_of(1, 1, 0, 0, 1)
     assert data.prompts(answered, 20, 2) == [[0, 1, 2, 3]] * 20
     refusal(lambda: data.prompts(tokens_of(0, 0, 0, 0, 0), 1, 1))

@@ -42,7 +42,8 @@ def plain(model, outputs, hidden, tokens, guess_mask, objective, top_n=0):
 @pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, top_n):
-    """Catches a border between chunks that is off by one, a guess that should not count, and a gradient of the wrong scale."""
+    """Catches a border between chunks that is off by one, a guess that should not count, and a gradient of the wrong
+    scale."""
     model = toy_model()
     outputs, hidden, tokens, guess_mask = inputs(model)
     kept = guess_mask.clone()
