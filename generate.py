@@ -108,7 +108,7 @@ class Engine:
         return path, count * self.slots.active
 
     def commit(self, hidden, target, path, count):
-        """The path's K/V rows move to the front, the heads' own cache takes the path in, the bonus token is the root."""
+        """Keeps the path: its K/V rows move to the front, the heads read it, the bonus token is the next root."""
         slots, lengths = self.slots, self.slots.cache.lengths
         emitted = target.gather(1, path)  # (B, P): the accepted guesses, then the bonus token
         last = (count - 1).clamp_(min=0).long()[:, None]  # (B, 1)

@@ -110,5 +110,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m bench"  # the name in error lines
     command(main)

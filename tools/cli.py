@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
 def command(main):
     """Runs a command line. Bad input and a lack of memory are one line on standard error and exit code 2. SIGTERM acts
     as Ctrl-C."""
-    name = Path(sys.argv[0]).name
+    spec = sys.modules["__main__"].__spec__
+    name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
