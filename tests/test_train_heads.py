@@ -272,7 +272,6 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
 TORCHRUN = """
 import json, os, sys
 import torch
-import torch.distributed as dist
 import train_heads
 from training import evaluate
 torch.set_num_threads(1)
@@ -289,8 +288,17 @@ for flags in json.loads(sys.argv[1]):
         train_heads.main(flags)
     except train_heads.InputError as error:
         print(f"process {os.environ['RANK']} ends: {error}", file=sys.stderr, flush=True)
-        dist.destroy_process_group()
 """
+
+
+def torchrun(folder, *runs):
+    """Runs train_heads.py in two processes, once for each list of flags; a sharded run must be the last."""
+    (folder / "script.py").write_text(TORCHRUN)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(folder / "script.py"), json.dumps(runs)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=200, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def losses_of(out):
@@ -305,14 +313,8 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     chats.write_text("".join(json.dumps(pair(i)) + "\n" for i in range(600)))
     flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), str(chats), "--steps", "20", "--dtype", "float32",
              "--smooth-l1", "0.5", "--on-policy-steps", "5"]
-    runs = [[*TINY, "--model", str(checkpoint), "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none")],
-            [*flags, "--out", str(tmp_path / "two")], [*flags, "--out", str(tmp_path / "sharded"), "--shard-base"]]
-    (tmp_path / "script.py").write_text(TORCHRUN)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(tmp_path / "script.py"), json.dumps(runs)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr
-    assert "nowhere: expected a file" in done.stderr and "process 1 ends: the first process cannot go on" in done.stderr
+    done = torchrun(tmp_path, [*flags, "--out", str(tmp_path / "two")],
+                    [*flags, "--out", str(tmp_path / "sharded"), "--shard-base"])
     assert done.stdout.count("held-out accuracy") == 2 and done.stdout.count("--evaluate") == 1
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train_heads.main([*flags, "--out", str(tmp_path / "one")])
@@ -322,6 +324,14 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     for name in ("one", "sharded"):
         for a, b in zip(trained(tmp_path / "two").values(), trained(tmp_path / name).values()):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+
+
+def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, tmp_path):
+    """Catches processes that wait for ever for one that has ended."""
+    done = torchrun(tmp_path, [*TINY, "--model", str(checkpoint), "--data", str(tmp_path / "nowhere"),
+                               "--out", str(tmp_path / "out")])
+    assert "process 0 ends: " in done.stderr and "nowhere: expected a file" in done.stderr
+    assert "process 1 ends: the first process cannot go on" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_batch_that_does_not_divide_is_refused():

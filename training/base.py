@@ -144,7 +144,7 @@ class Run:
 # Command line
 
 def parse(argv):
-    parser = Parser("Trains a small base model from scratch.")
+    parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
     add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
     parser.add_argument("--out", default="out/base")
     for name in SIZES:
