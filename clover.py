@@ -1,7 +1,7 @@
 """Draft heads and token trees. Four presets of one class: medusa (arXiv 2401.10774), hydra (arXiv 2402.05109),
 clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 
-Letters: B sequences, T tree nodes (root included), K heads, W beams, C hidden size, V vocabulary.
+Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hidden size, V vocabulary.
 """
 
 import json
@@ -30,7 +30,7 @@ from model import (
 )
 
 MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
-MAX_DRAFT, MAX_AUGMENT = 32, 64  # heads and augmenting layers that anyone would want
+MAX_DRAFT, MAX_AUGMENT = 32, 64  # heads and augmenting layers: far more than help, and few enough to build at once
 
 
 @dataclass
@@ -65,12 +65,13 @@ def preset(name, **switches):
 
 class AttentionDecoder(nn.Module):
     """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e), per attention head.
-    With a single key a softmax would always be 1, hence the cosine."""
+    With a single key a softmax would always be 1, hence the cosine. Wv starts near 0, so that z hardly changes at
+    first, Wq and Wk near the identity, as in the paper."""
 
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.n_head = math.gcd(config.n_head, C)
+        self.n_head = math.gcd(config.n_head, C)  # the model's, where that divides C
         self.norm = Norm(config.norm, C, config.norm_eps)
         self.query = Linear(C, C)
         self.key_value = Linear(C, 2 * C)
@@ -146,9 +147,13 @@ class Head(nn.Module):
         return state, self.project(state, e)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree and the heads
+
 class Tree(NamedTuple):
-    """Token trees of B sequences, parents before children. Node 0 is the root.
-    tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a spare node."""
+    """Token trees of B sequences: parents before children, node 0 the root, no token twice under one parent.
+    tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a spare node, which pads a tree of
+    fewer than T nodes."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
@@ -201,8 +206,8 @@ class CloverHeads(nn.Module):
         """Whether a guess depends on the token before it. Medusa's do not: its heads run once for all beams."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
-    def head(self, i):
-        """Head i, counted from 0."""
+    def draft_head(self, i):
+        """Head i, counted from 0; with shared weights all but the first are one."""
         return self.heads[min(i, len(self.heads) - 1)]
 
     def embedding(self, tokens):
@@ -235,7 +240,7 @@ class CloverHeads(nn.Module):
         T = hidden.shape[1]
         state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
         for i in range(self.config.n_draft):
-            state, out = self.head(i)(state, self.embedding(tokens[:, i:i + T]))
+            state, out = self.draft_head(i)(state, self.embedding(tokens[:, i:i + T]))
             outputs.append(out)
         return outputs
 
@@ -248,14 +253,15 @@ class CloverHeads(nn.Module):
         parent's and ties go to the shallower node. So what is kept is a tree, parents stand before children, and a
         smaller tree is the front of a larger one with as many beams. Nothing is read back to the host.
         """
-        (B, C), W, K = state.shape, beams, min(self.config.n_draft, tree_size - 1)
+        (B, C), W = state.shape, beams
+        K = min(self.config.n_draft, tree_size - 1)  # a path of tree_size nodes needs no more heads
         states, tokens = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         joint = state.new_zeros(B, 1, dtype=torch.float32)
         index = torch.zeros_like(tokens)  # where the beams stand in the list of all proposals, the root first
         # (joint log-probability, token, index of the parent), each [B, 1], then [B, w * W]
         proposals, size = [(joint, tokens, index)], 1
         for depth in range(K):
-            states, out = self.head(depth)(states, self.embedding(tokens))
+            states, out = self.draft_head(depth)(states, self.embedding(tokens))
             w = tokens.shape[1]
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
             if out.shape[1] < w:  # a head that does not read the token guesses the same for all beams
@@ -342,8 +348,8 @@ def read_record(path):
     record = read_json(path)
     base, config = record.get("base"), record.get("config")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older heads have no such key
-    config = {"n_draft" if key == "heads" else key: value for key, value in config.items()}  # and call this one heads
+    config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older records have no such key
+    config = {"n_draft" if key == "heads" else key: value for key, value in config.items()}  # older records say heads
     if not ({name: type(value) for name, value in config.items()} == types
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
             and 1 <= config["n_draft"] <= MAX_DRAFT and 0 <= config["augment_layers"] <= MAX_AUGMENT

@@ -57,7 +57,7 @@ class Engine:
             pack(module)
         device = model.device
         self.offsets = torch.arange(P, device=device)
-        self.chain = (2 << self.offsets) - 1  # ancestors of nodes in a row: the path as the heads' cache takes it in
+        self.chain = (2 << self.offsets) - 1  # ancestors in a path, a tree without branches: node j sees nodes 0..j
         self.buffers = new_slots(model, heads, batch_size, self.capacity, self.tree_size, P)
         self.set_active_slots(batch_size)
         self.fit = None        # how tools/tune.py chose the tree, if it did
@@ -76,10 +76,10 @@ class Engine:
 
     def step(self):
         tree = self.draft()                                 # tokens, parents, depths, ancestors: [B, T]
-        hidden = self.verify(tree)                          # [B, T, C]; K/V rows go to lengths..lengths+T of the cache
+        hidden = self.verify(tree)                          # [B, T, C]; keys and values go to cache rows lengths..
         target = self.sample(tree, hidden)                  # [B, T]: the model's own next token at every node
         path, count = self.accept(tree, target)             # [B, P]: accepted nodes, root first; [B]: how many
-        emitted = self.commit(hidden, target, path, count)  # [B, P]: the token after each accepted node
+        emitted = self.commit(hidden, target, path, count)  # [B, P]: the token after each accepted node; `count` count
         return torch.cat((emitted, path, count[:, None]), dim=1)  # [B, 2P + 1], all that the host reads
 
     def draft(self):
@@ -108,9 +108,11 @@ class Engine:
         return path, count * self.slots.active
 
     def commit(self, hidden, target, path, count):
-        """Keeps the path: its K/V rows move to the front, the heads read it, the bonus token is the next root."""
+        """Keeps the path's cache rows, lets the heads read the path, and makes the bonus token the next root. Rows that
+        the heads write from `count` on are junk, which the next step overwrites."""
         slots, lengths = self.slots, self.slots.cache.lengths
-        emitted = target.gather(1, path)  # (B, P): the accepted guesses, then the bonus token
+        # (B, P): the accepted guesses, then the bonus token; the root was emitted a step ago
+        emitted = target.gather(1, path)
         last = (count - 1).clamp_(min=0).long()[:, None]  # (B, 1)
         if self.heads:
             commit_path(slots.cache.kv, lengths, path, count)
@@ -204,8 +206,8 @@ class Engine:
     def prefill(self, slot, prompt, start):
         """Reads a prompt's next chunk, from token `start`, into a slot -> where the chunk after it starts.
 
-        The prompt's last token becomes the root, so that every step emits what it accepts. Steps between two chunks
-        write their trees behind the rows that are there, where the next chunk goes.
+        The prompt's last token is not read here: it is the root of the first step, which is then like any other. Steps
+        between two chunks write their trees behind the rows that are there, where the next chunk goes.
         """
         end, slots = min(start + PREFILL_CHUNK, len(prompt) - 1), self.slots
         tokens = torch.tensor([prompt[start:end + 1]])
@@ -273,11 +275,11 @@ class Engine:
         as long for an idle slot as for a busy one. On a GPU a graph needs every tensor to stay where it is."""
         if self.steps_ahead or self.waiting or self.filling or not 0 < len(self.running) < len(self.slots.root):
             return
-        for target in range(len(self.running)):
-            if target not in self.running:
+        for free in range(len(self.running)):
+            if free not in self.running:
                 source = max(self.running)
-                self.buffers.move(source, target)
-                self.running[target] = self.running.pop(source)
+                self.buffers.move(source, free)
+                self.running[free] = self.running.pop(source)
         self.set_active_slots(len(self.running))
 
     def reusable_prefix(self, prompt):
@@ -306,13 +308,14 @@ class Slots:
         return Slots(self.cache.slots(0, n), self.heads_cache and self.heads_cache.slots(0, n), self.root[:n],
                      None if self.state is None else self.state[:n], self.sequence[:n], self.active[:n])
 
-    def move(self, source, target):
+    def move(self, source, free):
+        """Copies slot `source` to slot `free`."""
         n = int(self.cache.lengths[source])
         for cache in filter(None, (self.cache, self.heads_cache)):
-            cache.kv[:, :, target, :, :n] = cache.kv[:, :, source, :, :n]
+            cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
         for tensor in (self.cache.lengths, self.root, self.state, self.sequence, self.active):
             if tensor is not None:
-                tensor[target] = tensor[source]
+                tensor[free] = tensor[source]
 
 
 def new_slots(model, heads, batch_size, capacity, tree_size, max_path):
@@ -575,7 +578,8 @@ def check_stops(stop, encoding):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
              tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None, encoding=None, graph=True):
-    """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, tree or batch size.
+    """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, tree or batch size,
+    up to ties of the model's best two, which half precision makes.
 
     tree_size: nodes T verified per step, root included. 1 is plain decoding; None takes the size that is fastest here,
     which is measured first. beams: W, default about the square root of T. stop: token ids and, with an `encoding` to

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,11 +94,14 @@ class KVCache:
 class AttentionContext:
     """Where the T tokens of one forward pass stand, and what each of them sees. All layers share one.
 
-    no cache             whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which
-    do                      not see one another. cache                the tokens continue their sequence at cache rows
-    `positions` (int64 [B, T]). `end` is one past                      the last of them; a caller that gives it saves
-    reading it back from a GPU. cache and ancestors  the tokens are tree nodes at cache rows lengths..lengths+T;
-    ancestors int64 [B, T], see                      `kernels.tree_attention`.
+    Without a cache: whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which do
+    not see one another.
+
+    With a cache: the tokens continue their sequence at cache rows `positions` (int64 [B, T]). `end` is one past the
+    last of them; a caller that gives it saves reading it back from a GPU.
+
+    With a cache and `ancestors` (int64 [B, T]): the tokens are tree nodes at cache rows lengths..lengths+T, see
+    `kernels.tree_attention`.
 
     slopes: ALiBi's, float32 [Hq], or None.
     """
@@ -498,7 +502,7 @@ def identity(state):
                         for name, value in state.items()})
 
 
-def sample_positions(shape, start=0, size=None):
+def fingerprint_indices(shape, start=0, size=None):
     """(rows, columns) of the elements of a parameter that `identity` looks at: one in every numel // 64 of them. With
     start and size: those within `size` rows from `start`, counted from there."""
     size, width, numel = shape[0] if size is None else size, math.prod(shape[1:]), math.prod(shape)
@@ -585,5 +589,8 @@ def free_memory(device):
 
 
 if __name__ == "__main__":
-    from tools.cli import command, describe
+    try:
+        from tools.cli import command, describe
+    except ModuleNotFoundError as error:
+        sys.exit(f"model.py: this needs {error.name}, which is not here; copy the folders tools/ and hf/ here too")
     command(describe)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from model import GPT, GPTConfig, InputError, fingerprint, read_json, sample_positions
+from model import GPT, GPTConfig, InputError, fingerprint, fingerprint_indices, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 
@@ -531,7 +531,7 @@ def read_state(path, config, shapes, dtype, device):
         value = tensor.load()
         value = value.T if is_transposed(name, config) else value
         state[name][start:start + size].copy_(value)
-        rows, columns = sample_positions(shapes[name], start, size)
+        rows, columns = fingerprint_indices(shapes[name], start, size)
         samples.setdefault(name, {})[start] = value[rows, columns] if value.dim() > 1 else value[columns]
     if config.unit_head:
         for rows in state["head.weight"].split(4096):  # in float32, a few at a time

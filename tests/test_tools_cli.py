@@ -90,7 +90,7 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
     """Catches a choice that is not the best of its own table, and one that is not what decodes."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 8, "--explain"]
     said = run(capsys, *flags)
-    assert "no acceptance table, hence a tree of 5" in said and "tree size 5;" in said
+    assert "no acceptance table, hence by default a tree of 5" in said and "tree size 5;" in said
     monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, size, *_: (1 + size / 10) / 1000)
     record = json.loads((folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2

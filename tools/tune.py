@@ -186,8 +186,8 @@ def fit_tree(model, heads, batch_size, capacity, sampling, beams=None, graph=Tru
         tried.append(size)
         if expected(MAX_TREE) / times[size] < max(map(rate, tried)):  # a larger one cannot win: its steps are no faster
             break
-    for size in new * (ROUNDS - 1 if model.device.type == "cpu" else 0):
-        times[size] = min(times[size], measure(size))
+    for _ in range(ROUNDS - 1 if model.device.type == "cpu" else 0):
+        times |= {size: min(times[size], measure(size)) for size in new}
     if new:
         MEASURED[key] = times
         if file:
@@ -206,8 +206,8 @@ def explain(engine, heads, graph=True):
         lines += ["", "tree size   ms per step   tokens per step (expected)   tokens per second and sequence"]
         lines += [f"{size:>9}{seconds * 1e3:>14.2f}{tokens:>20.2f}{tokens / seconds:>26.0f}"
                   + ("   <- chosen" if size == fit.tree_size else "") for size, seconds, tokens in fit.table]
-    elif engine.heads and not heads.info.get("acceptance"):
-        lines.append(f"these heads carry no acceptance table, hence a tree of {engine.tree_size} unmeasured; "
+    elif heads and not heads.info.get("acceptance"):
+        lines.append(f"these heads carry no acceptance table, hence by default a tree of {DEFAULT_TREE}, unmeasured; "
                      "train_heads.py --evaluate makes one")
     lines += ["", "ms per stage" + "".join(f"{stage:>10}" for stage in STAGES)]
     for tree_size in sorted({1, engine.tree_size}):
