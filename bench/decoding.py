@@ -9,16 +9,15 @@ import torch
 
 from bench import Table, print_head, print_row
 from clover import CloverHeads, preset
-from generate import STAGES, Sampling, prepare
+from generate import DEFAULT_TREE, STAGES, Sampling, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory
 from tools.cli import load_model, pick_device
-from tools.tune import copy_bandwidth, fit_tree, stage_times, step_time
+from tools.tune import PREFIX, copy_bandwidth, fit_tree, stage_times, step_time
 from training.data import load_tokens, prompts
 
 GB = 1e9
-PREFIX = 256  # tokens in each sequence's cache while a step is timed
 SIZES = {  # name -> (its fields of a GPTConfig, the model)
     "7b": (dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=32, head_size=128, n_embd=4096, n_inner=11008),
            "Llama 2 7B"),
@@ -100,7 +99,7 @@ def with_peak_memory(body, device):
 def best_tree(fit):
     """The best tree of a `Fit` that is more than a root."""
     rows = [row for row in fit.table if row[0] > 1]
-    return max(rows, key=lambda row: row[2] / row[1])[0] if rows else max(fit.tree_size, 5)
+    return max(rows, key=lambda row: row[2] / row[1])[0] if rows else DEFAULT_TREE
 
 
 DECODING = {
