@@ -19,17 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from clover import MIXERS, PRESETS, PROJECTORS, CloverHeads, model_identity, preset
+from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, CloverHeads, model_identity, preset
 from generate import check
 from hf.chat import load_chat_template, stop_tokens
 from hf.tokenizer import tokenizer_hash
 from model import InputError, atomic_write
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
+from training.common import Log, Progress, Signals, add_flags, check_flags, check_same, load_state, set_learning_rate
 from training.data import load_tokens, most_frequent, open_tokens, prompts, store_tokens, tokens_key, window_batch
 from training.evaluate import DECODED, head_accuracy, measure, plot, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
-from training.run import Log, Progress, Signals, add_flags, check_flags, check_same, load_state, set_learning_rate
 from training.self_distill import SELF_PROMPTS, SelfDistillation
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
@@ -350,8 +350,8 @@ def parse(argv):
     args = make_parser().parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     args.config = preset(args.preset, **{name: getattr(args, name) for name in SWITCHES if hasattr(args, name)})
-    check("draft heads", args.config.n_draft, 1, 32, whole=True)
-    check("augment layers", args.config.augment_layers, 0, 64, whole=True)
+    check("draft heads", args.config.n_draft, 1, MAX_DRAFT, whole=True)
+    check("augment layers", args.config.augment_layers, 0, MAX_AUGMENT, whole=True)
     check_flags(args)
     check("smooth L1", args.smooth_l1, 0, 1e6)
     check("on-policy steps", args.on_policy_steps, 0, args.steps, whole=True)

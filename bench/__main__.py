@@ -23,7 +23,7 @@ from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
-from training.run import add_data_flag
+from training.common import add_data_flag
 
 
 def add_decoding_flags(parser, prompts, batch_sizes, tree_sizes):

@@ -26,7 +26,9 @@ LARGE = 10**9  # bytes of weights; reading more than these is reported file by f
 # ---------------------------------------------------------------------------------------------------------------------
 # Families
 
-LLAMA_NAMES = {  # ours -> the checkpoint's, without "model."; several tensors are stacked, in order, into one of ours
+# Our parameters -> the checkpoint's tensors, without the family's prefix. N stands for the layer's number, {} for
+# weight or bias. Several tensors are stacked, in order, into one of ours.
+LLAMA_NAMES = {
     "embed.{}": ("embed_tokens.{}",),
     "norm.{}": ("norm.{}",),
     "head.{}": ("lm_head.{}",),
@@ -39,7 +41,7 @@ LLAMA_NAMES = {  # ours -> the checkpoint's, without "model."; several tensors a
     "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_proj.{}", "layers.N.mlp.up_proj.{}"),
     "blocks.N.mlp.down.{}": ("layers.N.mlp.down_proj.{}",),
 }
-GPT2_NAMES = {  # without "transformer."; linear layers are stored as [inputs, outputs]
+GPT2_NAMES = {
     "embed.{}": ("wte.{}",),
     "embed_positions.{}": ("wpe.{}",),
     "norm.{}": ("ln_f.{}",),
@@ -71,6 +73,8 @@ class Family(NamedTuple):
     written: Callable = lambda config: {}  # the inverse of flags
     transposed: tuple = ()                 # ends of our parameters' names that are stored as [inputs, outputs]
     window: Callable = lambda raw: None    # how many tokens attention sees, its own included; None: all
+    prefix: str = "model."                 # of all tensors but the LM head's
+    defaults: Callable = lambda raw: {}    # config.json -> what a missing key of `keys` means
 
 
 def read_biases(raw):
@@ -98,7 +102,8 @@ def read_baichuan(raw):
     normalised, is recognised by its key z_loss_weight or by its vocabulary."""
     alibi = "max_position_embeddings" not in raw or raw["hidden_size"] == 5120
     unit = "z_loss_weight" in raw or raw["vocab_size"] == 125696
-    return dict(unit_head=unit) | (dict(positions="alibi", block_size=whole(raw, "model_max_length")) if alibi else {})
+    positions = dict(positions="alibi", block_size=integer(raw, "model_max_length")) if alibi else {}
+    return dict(unit_head=unit) | positions
 
 
 def write_baichuan(config):
@@ -123,8 +128,9 @@ FAMILIES = {  # by model_type
     "baichuan": Family("BaichuanForCausalLM", flags=read_baichuan, written=write_baichuan,
                        names=LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.W_pack.{}",)},
                        keys={k: v for k, v in LLAMA_KEYS.items() if k not in ("n_kv_head", "head_size", "block_size")}),
-    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2,
-                   transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight")),
+    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2, prefix="transformer.",
+                   transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"),
+                   defaults=lambda raw: dict(activation="gelu_new", tied=True, n_inner=4 * integer(raw, "n_embd"))),
 }
 
 
@@ -142,7 +148,7 @@ def value_of(raw, key, default, kind, expected):
     return value
 
 
-def whole(raw, key, default=None):
+def integer(raw, key, default=None):
     """raw[key] as an int from 1 to 2**31 - 1, else InputError."""
     value = value_of(raw, key, default, int, "a whole number")
     if not 1 <= value < 2**31:
@@ -185,35 +191,34 @@ def parse_config(raw, path):
 
 
 def _parse_config(raw):
-    family, keys = _family(raw)
-    C, heads = whole(raw, keys["n_embd"]), whole(raw, keys["n_head"])
-    if heads > C:
-        raise InputError(f"{heads} attention heads do not fit a hidden size of {C}")
-    gpt2 = raw["model_type"] == "gpt2"
+    family = _family(raw)
+    key, defaults = family.keys.get, dict(activation="silu", tied=False, n_inner=None) | family.defaults(raw)
+    C, n_head = integer(raw, key("n_embd")), integer(raw, key("n_head"))
+    if n_head > C:
+        raise InputError(f"{n_head} attention heads do not fit a hidden size of {C}")
     sizes = dict(
-        family=raw["model_type"], n_embd=C, n_head=heads, activation=_activation(raw, keys["activation"], gpt2),
-        vocab_size=whole(raw, "vocab_size"), n_layer=whole(raw, keys["n_layer"]),
-        n_inner=whole(raw, keys["n_inner"], 4 * C if gpt2 else None),
-        n_kv_head=whole(raw, keys.get("n_kv_head", ""), heads),
-        head_size=whole(raw, keys.get("head_size", ""), C // heads),
-        norm_eps=number(raw, keys["norm_eps"]), tied=flag(raw, keys["tied"], gpt2))
+        family=raw["model_type"], n_embd=C, n_head=n_head, vocab_size=integer(raw, key("vocab_size")),
+        activation=_activation(raw, key("activation"), defaults["activation"]), n_layer=integer(raw, key("n_layer")),
+        n_inner=integer(raw, key("n_inner"), defaults["n_inner"]), n_kv_head=integer(raw, key("n_kv_head"), n_head),
+        head_size=integer(raw, key("head_size"), C // n_head), norm_eps=number(raw, key("norm_eps")),
+        tied=flag(raw, key("tied"), defaults["tied"]))
     config = GPTConfig(**dict(block_size=0) | sizes | family.flags(raw))
-    config.block_size = config.block_size or whole(raw, keys.get("block_size", "max_position_embeddings"))
+    config.block_size = config.block_size or integer(raw, key("block_size", "max_position_embeddings"))
     if config.positions == "rope":
         config.rope_theta, config.rope_scaling, config.block_size = read_rope(raw, config.block_size, config.head_size)
     window = family.window(raw)
     if window is not None:
-        config.block_size = min(config.block_size, whole(dict(sliding_window=window), "sliding_window"))
+        config.block_size = min(config.block_size, integer(dict(sliding_window=window), "sliding_window"))
     if config.tied and config.unit_head:
         raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose rows are normalised")
-    if heads % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
+    if n_head % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
         raise InputError("the number of heads must be a multiple of that of key/value heads, and the head size even, "
-                         f"from 16 to 256; found {heads}, {config.n_kv_head}, {config.head_size}")
+                         f"from 16 to 256; found {n_head}, {config.n_kv_head}, {config.head_size}")
     return config
 
 
 def _family(raw):
-    """(Family, its keys of config.json). Raises InputError for an unknown family and for quantised weights."""
+    """Raises InputError for an unknown family and for quantised weights."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
@@ -222,11 +227,11 @@ def _family(raw):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which is not supported; "
                          "use the float16 or bfloat16 one")
-    return FAMILIES[model_type], FAMILIES[model_type].keys
+    return FAMILIES[model_type]
 
 
-def _activation(raw, key, gpt2):
-    name = raw.get(key, "gelu_new" if gpt2 else "silu")
+def _activation(raw, key, default):
+    name = raw.get(key, default)
     if name not in ACTIVATIONS:
         raise InputError(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -250,7 +255,7 @@ def read_rope(raw, context, head_size):
         return theta, None, context
     if kind == "linear":
         return theta, dict(rope_type=kind, factor=number(settings, "factor")), context
-    original = whole(raw, "original_max_position_embeddings",
+    original = integer(raw, "original_max_position_embeddings",
                      settings.get("original_max_position_embeddings") or context)
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
@@ -336,15 +341,14 @@ def is_transposed(name, config):
 
 def split_weight(name, value, config):
     """A parameter as the checkpoint stores it: {tensor name: tensor}."""
-    prefix, transposed = "transformer." if config.family == "gpt2" else "model.", is_transposed(name, config)
+    prefix = "" if name == "head.weight" else FAMILIES[config.family].prefix
     parts = zip(checkpoint_names(name, config), value.split(part_sizes(name, value.shape[0], config)))
-    return {(part if part.startswith("lm_head") else prefix + part): (x.T if transposed else x).contiguous()
-            for part, x in parts}
+    return {prefix + part: (x.T if is_transposed(name, config) else x).contiguous() for part, x in parts}
 
 
-def base_name(name):
-    """A tensor's name without the base model's prefix, which only some folders have."""
-    return name.removeprefix("model.").removeprefix("transformer.")
+def base_name(name, config):
+    """A tensor's name without the family's prefix, which only some folders have."""
+    return name.removeprefix(FAMILIES[config.family].prefix)
 
 
 def ignored(name):
@@ -475,11 +479,12 @@ def match_tensors(path, config, shapes):
         for i, part in enumerate(checkpoint_names(name, config)):
             parts[part] = name, sum(sizes[:i]), sizes[i]
     missing = dict(parts)
+    (head,), (embedding,) = checkpoint_names("head.weight", config), checkpoint_names("embed.weight", config)
     for file in weight_files(path):
         for key, tensor in open_weights(file).items():
-            part = base_name(key)
-            if part == "lm_head.weight" and config.tied:  # some folders keep one of the two names, some keep both
-                part = checkpoint_names("embed.weight", config)[0]
+            part = base_name(key, config)
+            if config.tied and part == head:  # some folders keep one of the two names, some keep both
+                part = embedding
                 if part not in missing:
                     continue
             if ignored(key):

@@ -24,8 +24,8 @@ from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from training import evaluate, parallel
+from training.common import Log
 from training.data import load_tokens, open_tokens
-from training.run import Log
 
 ROOT = Path(__file__).parent.parent
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()

@@ -17,9 +17,9 @@ from generate import check
 from hf.tokenizer import end_of_text, load_encoding
 from model import GPT, GPTConfig, InputError, atomic_write
 from tools.cli import Parser, command, pick_device
+from training.common import Progress, Signals, add_flags, check_flags, load_state, make_folder, set_learning_rate
 from training.corpus import split_records
 from training.data import batch, token_array
-from training.run import Progress, Signals, add_flags, check_flags, load_state, make_folder, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
 # a word with one character before it, up to three digits, punctuation with its line end, line ends, other space

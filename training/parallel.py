@@ -67,11 +67,9 @@ class World:
         time. All machines must have the same number of processes."""
         for _ in range(self.local_rank):
             self.barrier()
-        try:
-            yield
-        finally:
-            for _ in range(self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
-                self.barrier()
+        yield
+        for _ in range(self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
+            self.barrier()
 
     def close(self):
         """Ends the group: no process waits for another from here on."""
