@@ -597,22 +597,19 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, tree_size=None, beams
             times_file=None, fresh=False, **sampling):
     """The Engine that `generate` runs these prompts on, with the same arguments. times_file: where the step times that
     the tree is chosen from are kept, see tools/tune.py; fresh: measure them again."""
-    sampling = Sampling(**sampling)
+    sampling, fit = Sampling(**sampling), None
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    check("batch size", DEFAULT_BATCH if batch_size is None else batch_size, 1, 2**16, whole=True)
-    if tree_size is not None:
-        check("tree size", tree_size, 1, MAX_TREE, whole=True)
     check_prompts(model, prompts)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
-    batch_size, fit = min(len(prompts), batch_size or DEFAULT_BATCH), None
-    if tree_size is None and heads:
-        tree_size = DEFAULT_TREE
-        if heads.info.get("acceptance"):
-            with needs_folder("tools", ", or give a tree_size"):
-                from tools.tune import fit_tree
-            fit = fit_tree(model, heads, batch_size, capacity, sampling, beams, graph, times_file, fresh)
-            tree_size = fit.tree_size
-    engine = Engine(model, heads, batch_size=batch_size, capacity=capacity, tree_size=tree_size or 1, beams=beams,
+    batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
+    if tree_size is None and heads and heads.info.get("acceptance"):
+        with needs_folder("tools", ", or give a tree_size"):
+            from tools.tune import fit_tree
+        fit = fit_tree(model, heads, batch_size, capacity, sampling, beams, graph, times_file, fresh)
+        tree_size = fit.tree_size
+    elif tree_size is None:
+        tree_size = DEFAULT_TREE if heads else 1
+    engine = Engine(model, heads, batch_size=batch_size, capacity=capacity, tree_size=tree_size, beams=beams,
                     sampling=sampling, graph=graph)
     engine.fit = fit
     return engine

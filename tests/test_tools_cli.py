@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from clover import PRESETS, CloverHeads
 from generate import Sequence, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import tune
+from tools import cli, tune
 from tools.compare import first_difference
 
 ROOT = Path(__file__).parent.parent
@@ -252,6 +253,23 @@ def test_bad_flags_are_refused_in_one_line(folder, case):
     with pytest.raises(InputError) as caught:
         command_line.main(["--model", str(folder), "--device", "cpu", *flags])
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8), lambda: throw("CUDA is full")],
+                         ids=["cpu", "cuda"])
+def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
+    """Catches a traceback; other errors of torch must keep theirs."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as caught:
+        cli.command(allocate)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.count("\n") == 1 and "out of memory" in said and "--batch-size" in said
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        cli.command(lambda: torch.ones(2) + torch.ones(3))
+
+
+def throw(message):
+    raise torch.OutOfMemoryError(message)
 
 
 def test_bad_input_exits_with_2_and_one_line(folder):

@@ -47,8 +47,10 @@ def command(main):
     except InputError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:  # torch's, on a CPU
+            raise
         print(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts",
               file=sys.stderr)
         sys.exit(2)
