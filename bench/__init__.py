@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,39 +11,33 @@ import torch
 import kernels
 
 
-def print_head(*names):
-    print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names), flush=True)
-
-
-def print_row(*cells):
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-class Table:
-    """A table that prints each row, a dict, as it is added. columns: {heading: (key of a row, format of its value)}."""
+class Table(list):
+    """Rows, as dicts, each printed when it is added. columns: {heading: "key format"}, as {"ms": "step_ms {:.2f}"}."""
 
     def __init__(self, columns):
-        self.columns, self.rows = columns, []
-        print_head(*columns)
+        self.columns = [column.rsplit(" ", 1) for column in columns.values()]
+        print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
 
-    def add(self, row):
-        self.rows.append(row)
-        print_row(*("-" if row[key] is None else form.format(row[key]) for key, form in self.columns.values()))
+    def add(self, row, **shown):
+        """shown: what is printed beside the row's values, or in their place."""
+        self.append(row)
+        self.show(row | shown)
+
+    def show(self, row):
+        """Prints a row without adding it: a text as it is, a dash for what is missing or None."""
+        values = [(row.get(key), form) for key, form in self.columns]
+        cells = ["-" if value is None else value if isinstance(value, str) else form.format(value)
+                 for value, form in values]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def machine():
-    """What the numbers were measured on, as a dict for the JSON line."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    try:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = done.stdout.strip() or None
-    except OSError:  # git is not installed
-        commit = None
-    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
+    """What the numbers were measured on, for the JSON line."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True,
+                            text=True).stdout.strip()  # nothing where git is not installed
+    return dict(cpu=names[0] if names else platform.processor() or platform.machine(), cores=os.cpu_count(),
+                threads=torch.get_num_threads(), python=platform.python_version(), torch=torch.__version__,
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                python=platform.python_version(), torch=torch.__version__,
-                triton=kernels.triton.__version__ if kernels.HAS_TRITON else None, commit=commit)
+                triton=kernels.triton.__version__ if kernels.HAS_TRITON else None, commit=commit or None)

@@ -15,9 +15,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
-import kernels
 from bench import decoding, kinds, machine, operations, static
 from clover import MAX_TREE
 from generate import Sampling, check
@@ -25,88 +22,88 @@ from model import InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
 from training.common import add_data_flag
 
+NUMBERS = {  # flags: least, most, help
+    "prompts": (1, 10**6, "held-out ones; with decode, a larger batch takes as many as it has slots"),
+    "prompt_length": (1, 10**6, "tokens of each prompt"),
+    "max_new_tokens": (1, 10**6, "of each prompt"),
+    "batch_sizes": (1, 1024, "sequences decoded together"),
+    "tree_sizes": (1, MAX_TREE, "nodes; with decode, the sizes to count tokens per step for, or to time"),
+    "tree_size": (1, MAX_TREE, "for all heads; default: the best of those above one node"),
+    "steps": (1, 10**6, "of training, each kind"),
+    "runs": (1, 10**6, "paired runs, of which the medians count"),
+    "prefixes": (0, 2**20, "committed tokens"),
+    "capacity": (0, 2**20, "tokens of the KV cache, if prefix and tree need fewer"),
+    "rows": (1, 4096, "hidden states projected at once"),
+}
 
-def add_decoding_flags(parser, prompts, batch_sizes, tree_sizes):
+
+def add_numbers(parser, **defaults):
+    """Flags of NUMBERS; those with a list as default take several values."""
+    for name, default in defaults.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, nargs="+" if isinstance(default, list) else None,
+                            default=default, help=NUMBERS[name][2])
+
+
+def add_names(parser, flag, default, choices=None, help=None):
+    """A flag of several names."""
+    parser.add_argument(flag, nargs="+", default=list(default), choices=choices, help=help)
+
+
+def add_decoding_flags(parser, **defaults):
     add_model_flags(parser)
     add_data_flag(parser)
-    parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
-                        help="folders of draft heads")
-    parser.add_argument("--prompts", type=int, default=prompts,
-                        help="held-out ones; with decode, a larger batch takes as many as it has slots")
-    parser.add_argument("--prompt-length", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=batch_sizes)
-    parser.add_argument("--tree-sizes", type=int, nargs="+", default=tree_sizes,
-                        help="nodes; with decode, the sizes to count tokens per step for, or to time")
-
-
-def add_kernel_flags(parser):
-    operation_names = ("attention", "projections", "commit")
-    parser.add_argument("--static", action="store_true", help="only compile, for four targets; needs no GPU")
-    parser.add_argument("--operations", nargs="+", default=list(operation_names), choices=operation_names,
-                        help="what to time")
-    parser.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=tuple(operations.HEADS),
-                        help="the models whose attention heads are taken")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="sequences")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768], help="committed tokens")
-    parser.add_argument("--capacity", type=int, default=0, help="tokens of the KV cache, if prefix and tree need fewer")
-    parser.add_argument("--tree-sizes", type=int, nargs="+", default=[1, 8, 16, 64], help="nodes")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="hidden states projected at once")
+    add_names(parser, "--heads", [str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    add_numbers(parser, prompt_length=64, max_new_tokens=128, **defaults)
 
 
 def parse(argv):
     parser = Parser("Measures decoding, draft heads and kernels.", prog="python -m bench")
     what = parser.add_subparsers(dest="what", required=True)
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
-    add_decoding_flags(heads, prompts=50, batch_sizes=[1], tree_sizes=[5, 17])
+    add_decoding_flags(heads, prompts=50, batch_sizes=[1], tree_sizes=[5, 17], steps=500)
     heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
-    heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=tuple(kinds.KINDS), help="to train")
-    heads.add_argument("--steps", type=int, default=500, help="of training, each kind")
+    add_names(heads, "--kinds", kinds.KINDS, kinds.KINDS, "to train")
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
-    add_decoding_flags(decode, prompts=16, batch_sizes=[1, 2, 4, 8, 16, 32, 64], tree_sizes=[1, 2, 4, 8, 16, 32, 64])
-    decode.add_argument("--tree-size", type=int, help="for all heads; default: the best of those above one node")
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    add_decoding_flags(decode, prompts=16, batch_sizes=sizes, tree_sizes=sizes, tree_size=None, runs=3)
     decode.add_argument("--temperature", type=float, default=0.0)
-    decode.add_argument("--runs", type=int, default=3, help="paired runs, of which the medians count")
     decode.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
-    decode.add_argument("--random-weights", choices=tuple(decoding.SIZES), help="time its steps")
-    add_kernel_flags(what.add_parser("kernels", help="kernels against the memory's bandwidth and other code"))
+    decode.add_argument("--random-weights", choices=decoding.SIZES, help="time its steps")
+    timed = what.add_parser("kernels", help="kernels against the memory's bandwidth and other code")
+    timed.add_argument("--static", action="store_true", help="only compile, for four targets; needs no GPU")
+    add_names(timed, "--operations", operations.OPERATIONS, operations.OPERATIONS, "what to time")
+    add_names(timed, "--heads", ["8b", "70b"], operations.HEADS, "the models whose attention heads are taken")
+    add_numbers(timed, batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], capacity=0, tree_sizes=[1, 8, 16, 64],
+                rows=[1, 8, 16, 64])
     args = parser.parse_args(argv)
     check_flags(args)
     return args
 
 
 def check_flags(args):
-    """Raises InputError for numbers out of range."""
-    batch_limit = 1024 if args.what == "kernels" else 2**16
-    limits = dict(tree_sizes=(1, MAX_TREE), tree_size=(1, MAX_TREE), batch_sizes=(1, batch_limit), prefixes=(0, 2**20),
-                  rows=(1, 4096), capacity=(0, 2**20), prompts=(1, 10**6), prompt_length=(1, 10**6),
-                  max_new_tokens=(1, 10**6), steps=(1, 10**6), runs=(1, 10**6))
-    for name, (low, high) in limits.items():
+    """Raises InputError for numbers out of range, and for heads that a table could not tell apart."""
+    for name, (low, high, _) in NUMBERS.items():
         values = getattr(args, name, None)
         for value in values if isinstance(values, list) else [] if values is None else [values]:
             check(name.replace("_", " "), value, low, high, whole=True)
     for temperature in getattr(args, "temperatures", [getattr(args, "temperature", 0.0)]):
         Sampling(temperature)
-    if args.what != "kernels" and len({Path(path).name for path in args.heads}) < len(args.heads):
-        raise InputError("two of the heads folders have the same name; rename one, to tell their rows apart")
-
-
-def run_kernels(args):
-    if args.static:
-        if not kernels.HAS_TRITON:
-            raise InputError("--static needs triton, which is not installed; pip install triton")
-        return dict(bench="kernels-static", table=static.static_table())
-    if not torch.cuda.is_available():
-        raise InputError("timing kernels needs a CUDA device, and there is none; --static only compiles them")
-    return dict(bench="kernels", **operations.bench(args))
+    names = ["plain", *(Path(path).name for path in args.heads)]
+    if args.what != "kernels" and len(set(names)) < len(names):
+        raise InputError("two of the heads folders have the same name, or one is called plain; rename one, to tell "
+                         "their rows apart")
 
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    decode = decoding.bench_random if getattr(args, "random_weights", None) else decoding.bench
-    result = dict(kernels=run_kernels, heads=kinds.bench, decode=decode)[args.what](args)
-    print(json.dumps(result | dict(machine=machine())))
+    if args.what == "kernels":
+        bench = static.bench if args.static else operations.bench
+    elif args.what == "heads":
+        bench = kinds.bench
+    else:
+        bench = decoding.bench_random if args.random_weights else decoding.bench
+    print(json.dumps(bench(args) | dict(machine=machine())))
 
 
 if __name__ == "__main__":

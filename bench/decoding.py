@@ -3,11 +3,12 @@ transformers; and the times of single steps at the sizes of real models, with ra
 
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from bench import Table, print_head, print_row
+from bench import Table
 from clover import CloverHeads, preset
 from generate import DEFAULT_TREE, STAGES, Sampling, prepare
 from hf.chat import load_chat_template
@@ -38,18 +39,6 @@ def load(args, folders):
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
 
 
-def warm_engine(model, given, args, heads=None, **options):
-    """An engine for the prompts that has already decoded a few tokens, so that everything is compiled and loaded."""
-    engine = prepare(model, given, args.max_new_tokens, heads, **options)
-    engine.generate(given[:engine.batch_size], min(8, args.max_new_tokens))
-    return engine
-
-
-def share_equal(texts, others):
-    """The share of texts that are the same in both lists."""
-    return sum(a == b for a, b in zip(texts, others)) / len(others)
-
-
 def settings(args, model):
     """What every result of decoding says of its run."""
     names = ("prompts", "prompt_length", "max_new_tokens")
@@ -57,132 +46,109 @@ def settings(args, model):
                 **{name: getattr(args, name) for name in names})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Limits
+def decode_in_turns(model, given, kinds, args, runs=1, **options):
+    """Decodes the prompts with each kind, {name: (heads, tree size)}, `runs` times in turns, after a few tokens that
+    compile and load everything. The first kind is plain decoding.
+    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as `identical`; and plain
+    decoding's texts."""
+    outputs, peaks = {name: [] for name in kinds}, {}
+    engines = {name: prepare(model, given, args.max_new_tokens, heads, tree_size=tree_size, **options)
+               for name, (heads, tree_size) in kinds.items()}
+    for engine in engines.values():
+        engine.generate(given[:engine.batch_size], min(8, args.max_new_tokens))
+    for name, engine in list(engines.items()) * runs:
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(model.device)
+        outputs[name].append(engine.generate(given, args.max_new_tokens))
+        if model.device.type == "cuda":
+            peaks[name] = torch.cuda.max_memory_allocated(model.device) / GB
+    rows, plain = {}, next(iter(outputs.values()))
+    for name, done in outputs.items():
+        median = sorted(done, key=lambda out: out.seconds)[runs // 2]
+        rows[name] = dict(
+            heads=name, tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
+            tokens_per_second=median.tokens_per_second, peak_gb=peaks.get(name),
+            speed_up=statistics.median(slow.seconds / out.seconds for out, slow in zip(done, plain)),
+            identical=share_equal(done[0].tokens, plain[0].tokens))
+    return rows, plain[0].tokens
 
-def weight_bytes(model):
-    """Bytes of weights that one step reads: all but an embedding table that is not the LM head as well."""
-    unread = 0 if model.config.tied else model.embed.weight.nbytes
-    return sum(p.nbytes for p in model.parameters()) - unread
+
+def share_equal(texts, others):
+    """The share of texts that are the same in both lists."""
+    return sum(a == b for a, b in zip(texts, others)) / len(others)
 
 
-def cache_bytes(model, tokens):
-    """Bytes of keys and values of so many tokens."""
+def step_bytes(model, batch_size):
+    """What one step must read: all weights, but for an embedding table that is not the LM head as well, and the keys
+    and values of PREFIX tokens of each sequence."""
     c = model.config
-    return 2 * c.n_layer * c.n_kv_head * c.head_size * tokens * model.dtype.itemsize
-
-
-def step_floor(model, batch_size, bandwidth):
-    """The least seconds of a step: its weights and caches of PREFIX tokens, read once at the speed of a large copy."""
-    return (weight_bytes(model) + cache_bytes(model, batch_size * PREFIX)) / bandwidth
-
-
-def with_peak_memory(body, device):
-    """(body(), the most bytes held meanwhile): on CUDA by tensors, on Linux by the process, elsewhere None."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return body(), torch.cuda.max_memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's count
-    except OSError:
-        pass
-    result, peak = body(), None
-    if Path("/proc/self/status").is_file():
-        lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-        peak = 1024 * int(lines["VmHWM"].split()[0])
-    return result, peak
+    weights = sum(p.nbytes for p in model.parameters()) - (0 if c.tied else model.embed.weight.nbytes)
+    return weights + batch_size * PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding a checkpoint
 
-def best_tree(fit):
-    """The best tree of a `Fit` that is more than a root."""
-    rows = [row for row in fit.table if row[0] > 1]
-    return max(rows, key=lambda row: row[2] / row[1])[0] if rows else DEFAULT_TREE
-
-
-DECODING = {
-    "batch size": ("batch_size", "{}"), "heads": ("heads", "{}"), "tree size": ("tree_size", "{}"),
-    "auto takes": ("auto", "{}"), "tokens per step": ("tokens_per_step", "{:.2f}"),
-    "tokens per second": ("tokens_per_second", "{:.0f}"), "speed-up": ("speed_up", "{:.2f}x"),
-    "ms per step": ("step_ms", "{:.2f}"), "floor, ms": ("floor_ms", "{:.2f}"), "peak memory, GB": ("peak_gb", "{:.2f}"),
-    "identical texts": ("identical", "{:.0%}")}
-
-
-def measure_batch(model, given, heads, batch_size, bandwidth, args, table):
-    """Adds the rows of one batch size: plain decoding and each kind of heads with its best tree, in paired runs.
+def measure_batch(model, given, heads, batch_size, floor, args, table):
+    """Adds the rows of one batch size: plain decoding, and each kind of heads with its best tree of more than a root.
     Returns the texts of plain decoding."""
-    options = dict(batch_size=batch_size, temperature=args.temperature, graph=not args.no_graph)
-    sampling = Sampling(args.temperature)
-    engines, auto = {"plain": warm_engine(model, given, args, tree_size=1, **options)}, {"plain": 1}
+    kinds, auto = {"plain": (None, 1)}, {"plain": 1}
+    sampling, graph = Sampling(args.temperature), not args.no_graph
+    capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
     for name, kind in heads.items():
-        fit = fit_tree(model, kind, batch_size, engines["plain"].capacity, sampling, graph=not args.no_graph)
-        auto[name] = fit.tree_size
-        engines[name] = warm_engine(model, given, args, kind, tree_size=args.tree_size or best_tree(fit), **options)
-    runs, peaks = {name: [] for name in engines}, {}
-    for _ in range(args.runs):
-        for name, engine in engines.items():
-            output, peaks[name] = with_peak_memory(lambda: engine.generate(given, args.max_new_tokens), model.device)
-            runs[name].append(output)
-    for name, engine in engines.items():
-        median = sorted(runs[name], key=lambda out: out.seconds)[args.runs // 2]
-        seconds = step_time(model, heads.get(name), batch_size, engine.tree_size, sampling, graph=not args.no_graph)
-        table.add(dict(
-            batch_size=batch_size, heads=name, tree_size=engine.tree_size, auto=auto[name],
-            tokens_per_step=median.tokens_per_step, tokens_per_second=median.tokens_per_second,
-            speed_up=statistics.median(plain.seconds / out.seconds for out, plain in zip(runs[name], runs["plain"])),
-            step_ms=seconds * 1e3, floor_ms=step_floor(model, batch_size, bandwidth) * 1e3,
-            peak_gb=peaks[name] and peaks[name] / GB,
-            identical=share_equal(runs[name][0].tokens, runs["plain"][0].tokens)))
-    return runs["plain"][0].tokens
+        fit = fit_tree(model, kind, batch_size, capacity, sampling, graph=graph)
+        trees = {tokens / seconds: size for size, seconds, tokens in fit.table if size > 1} or {0: DEFAULT_TREE}
+        kinds[name], auto[name] = (kind, args.tree_size or trees[max(trees)]), fit.tree_size
+    rows, texts = decode_in_turns(model, given, kinds, args, args.runs, batch_size=batch_size, graph=graph,
+                                  temperature=args.temperature)
+    for name, row in rows.items():
+        seconds = step_time(model, kinds[name][0], batch_size, row["tree_size"], sampling, graph=graph)
+        table.add(dict(batch_size=batch_size, auto=auto[name], step_ms=1e3 * seconds, floor_ms=1e3 * floor) | row)
+    return texts
 
 
 def measure_trees(model, given, heads, args):
     """Tokens per step of each kind of heads over tree sizes, printed: {heads: {tree size: tokens per step}}."""
-    found = {name: {} for name in heads}
+    columns = {f"tokens per step, T = {size}": f"{size} {{:.2f}}" for size in args.tree_sizes}
+    table = Table({"heads": "heads {}"} | columns)
     for name, kind in heads.items():
-        for tree_size in args.tree_sizes:
-            engine = prepare(model, given, args.max_new_tokens, kind, tree_size=tree_size, temperature=args.temperature)
-            found[name][tree_size] = engine.generate(given, args.max_new_tokens).tokens_per_step
-        print_row(name, *(f"{value:.2f}" for value in found[name].values()))
-    return found
-
-
-def decode_with_transformers(theirs, given, max_new_tokens, **flags):
-    """transformers' generate, one prompt at a time: (new tokens of each, seconds)."""
-    outputs, times = [], []
-    for prompt in [given[0], *given]:  # the first call warms up
-        start = time.perf_counter()
-        tokens = torch.tensor([prompt], device=theirs.device)
-        with torch.inference_mode():
-            out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
-                                  max_new_tokens=max_new_tokens, **flags)
-        outputs.append(out[0, len(prompt):].tolist())  # waits for the device
-        times.append(time.perf_counter() - start)
-    return outputs[1:], sum(times[1:])
+        found = {}
+        for size in args.tree_sizes:
+            engine = prepare(model, given, args.max_new_tokens, kind, tree_size=size, temperature=args.temperature)
+            found[str(size)] = engine.generate(given, args.max_new_tokens).tokens_per_step
+        table.add(found, heads=name)
+    return dict(zip(heads, table))
 
 
 def transformers_rows(model, given, wanted, args):
-    """Rows of transformers' generate with the same weights and prompts, printed, or why it cannot be measured."""
+    """Rows of transformers' generate, with the same weights, one prompt at a time; or why there are none."""
     if args.temperature:
         return "measured at temperature 0 only"
-    table = Table({"one at a time": ("how", "{}"), "tokens per second": ("tokens_per_second", "{:.0f}"),
-                   "identical texts": ("identical", "{:.0%}")})
     try:
         import transformers
     except ImportError:
-        reason = "transformers is not installed (pip install transformers)"
-        table.add(dict(how=reason, tokens_per_second=None, identical=None))
-        return reason
+        return "transformers is not installed (pip install transformers)"
     transformers.logging.set_verbosity_error()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=model.dtype).to(model.device).eval()
     theirs.generation_config.eos_token_id = None  # our runs do not stop either
+
+    @torch.inference_mode()
+    def decode(prompt, flags):
+        tokens = torch.tensor([prompt], device=model.device)
+        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
+                              max_new_tokens=args.max_new_tokens, **flags)
+        return out[0, len(prompt):].tolist()
+
+    table = Table({"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
+                   "identical texts": "identical {:.0%}"})
     for name, flags in dict(greedy={}, prompt_lookup=dict(prompt_lookup_num_tokens=10)).items():
-        outputs, seconds = decode_with_transformers(theirs, given, args.max_new_tokens, **flags)
-        table.add(dict(how=f"transformers {transformers.__version__}, {name}",
-                       tokens_per_second=sum(map(len, outputs)) / seconds, identical=share_equal(outputs, wanted)))
-    return table.rows
+        decode(given[0], flags)  # warms up
+        start = time.perf_counter()
+        outputs = [decode(prompt, flags) for prompt in given]
+        speed = sum(map(len, outputs)) / (time.perf_counter() - start)
+        table.add(dict(how=f"transformers {transformers.__version__}, {name}", tokens_per_second=speed,
+                       identical=share_equal(outputs, wanted)))
+    return table
 
 
 def bench(args):
@@ -191,16 +157,17 @@ def bench(args):
     bandwidth = copy_bandwidth(model.device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth {bandwidth / GB:.1f} "
           "GB/s (bytes read and written)")
-    table, wanted = Table(DECODING), None
+    table = Table({
+        "batch size": "batch_size {}", "heads": "heads {}", "tree size": "tree_size {}", "auto takes": "auto {}",
+        "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
+        "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
+        "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"})
     for batch_size in args.batch_sizes:
         given = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        plain = measure_batch(model, given, heads, batch_size, bandwidth, args, table)
-        wanted = wanted or plain[:args.prompts]
-    given = prompts(heldout, args.prompts, args.prompt_length)
-    print_head("heads", *(f"tokens per step, T = {size}" for size in args.tree_sizes))
-    trees = measure_trees(model, given, heads, args)
+        texts = measure_batch(model, given, heads, batch_size, step_bytes(model, batch_size) / bandwidth, args, table)
+    given, wanted = given[:args.prompts], texts[:args.prompts]
     return dict(bench="decode", **settings(args, model), temperature=args.temperature, runs=args.runs,
-                copy_gb_per_s=bandwidth / GB, decoding=table.rows, trees=trees,
+                copy_gb_per_s=bandwidth / GB, decoding=table, trees=measure_trees(model, given, heads, args),
                 transformers=transformers_rows(model, given, wanted, args))
 
 
@@ -222,34 +189,28 @@ def random_model(name, device, dtype):
     return model.requires_grad_(False).eval()
 
 
-def measure_step(model, heads, batch_size, tree_size, bandwidth, args):
-    """A row of one step, printed: its time, its floor and the time of each stage."""
-    options = dict(sampling=Sampling(args.temperature), graph=not args.no_graph)
-    seconds = step_time(model, heads, batch_size, tree_size, **options)
-    stages = stage_times(model, heads, batch_size, tree_size, **options)
-    floor = step_floor(model, batch_size, bandwidth)
-    print_row(batch_size, tree_size, f"{seconds * 1e3:.2f}", f"{floor * 1e3:.2f}", f"{floor / seconds:.0%}",
-              *(f"{stages[name] * 1e3:.2f}" for name in STAGES))
-    return dict(batch_size=batch_size, tree_size=tree_size, step_ms=seconds * 1e3, floor_ms=floor * 1e3,
-                stages_ms={name: value * 1e3 for name, value in stages.items()})
-
-
 def bench_random(args):
     """`python -m bench decode --random-weights`: the time of one step for each batch and tree size."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(args.random_weights, device, dtype)
     heads = CloverHeads(preset("clover"), model).to(device=device, dtype=dtype).requires_grad_(False).eval()
-    bandwidth, rows = copy_bandwidth(device), []
+    bandwidth, options = copy_bandwidth(device), dict(sampling=Sampling(args.temperature), graph=not args.no_graph)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters; "
           f"copy bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
-    print_head("batch size", "tree size", "ms per step", "floor, ms", "share of the floor", *STAGES)
-    for batch_size in args.batch_sizes:
-        for tree_size in args.tree_sizes:
-            try:
-                rows.append(measure_step(model, heads, batch_size, tree_size, bandwidth, args))
-            except (InputError, torch.OutOfMemoryError):
-                print_row(batch_size, tree_size, "does not fit the memory", *["-"] * (2 + len(STAGES)))
+    table = Table({"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
+                   "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
+                   **{stage: f"{stage} {{:.2f}}" for stage in STAGES}})
+    for batch_size, tree_size in product(args.batch_sizes, args.tree_sizes):
+        row = dict(batch_size=batch_size, tree_size=tree_size)
+        try:
+            step = 1e3 * step_time(model, heads, batch_size, tree_size, **options)
+            times = stage_times(model, heads, batch_size, tree_size, **options)
+        except (InputError, torch.OutOfMemoryError):
+            table.show(row | dict(step_ms="does not fit the memory"))
+            continue
+        floor, stages = 1e3 * step_bytes(model, batch_size) / bandwidth, {name: 1e3 * t for name, t in times.items()}
+        table.add(row | dict(step_ms=step, floor_ms=floor, stages_ms=stages), share=floor / step, **stages)
     return dict(bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
-                copy_gb_per_s=bandwidth / GB, steps=rows)
+                copy_gb_per_s=bandwidth / GB, steps=table)

@@ -11,10 +11,9 @@ from bench import operations
 from model import InputError
 
 FP32 = torch.float32
-pytestmark = pytest.mark.skipif(bool(kernels.INTERPRETED), reason="tests no kernel")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_rivals_compute_the_same_attention():
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -28,7 +27,19 @@ def test_rivals_compute_the_same_attention():
     assert not torch.allclose(kernels.tree_attention(*inputs[0]), kernels.tree_attention(*inputs[1]))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_rivals_compute_the_same_projection():
+    """Bug: the benchmark compares with something easier."""
+    hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
+    want = kernels.project_topk(hidden, weight, 4)
+    for rival in (operations.log_softmax, operations.logsumexp):
+        for got, expected in zip(rival(hidden, weight, 4), want):
+            assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.equal(operations.argmax(hidden, weight, 1), want[1][:, 0])
+    draws = torch.stack([operations.gumbel(hidden, weight, 1)[0] for _ in range(4000)])
+    expected = 4000 * torch.softmax(hidden[0] @ weight.T / 0.8, -1)
+    assert (torch.bincount(draws, minlength=300) - expected).abs().max() < 6 * expected.max() ** 0.5
+
+
 def test_tables_hold_what_was_timed(monkeypatch, capsys):
     """Bug: a row that belongs to other shapes, a wrong byte count, or a rival that differs and still gets a time."""
     monkeypatch.setattr(operations, "median_us", lambda calls: (len(calls) * 1000.0, calls[0]())[0])
@@ -38,35 +49,22 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200)
-    one, five = operations.bench_attention(args, 1e9, "cpu")
+    rows = {name: operations.timed_rows(cases(args, "cpu"), 1e9) for name, cases in operations.OPERATIONS.items()}
+    one, five = rows["attention"]
     assert five["bytes"] == 2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16) and five["T"] == 5 and five["prefix"] == 70
     assert five["share_of_copy"] == pytest.approx(five["bytes"] / 1e9 / 2000e-6) and five["speed_up"] == 1.0
-    top, top32, argmax, sample = operations.bench_projections(args, 1e9, "cpu")
+    top, top32, argmax, sample = rows["projections"]
     assert top["bytes"] == 2 * 64 * 303 and (top["operation"], top32["operation"]) == ("top 8", "top 32")
     assert "gumbel" in sample and "argmax" in argmax
-    moved, = operations.bench_commit(args, 1e9, "cpu")
+    moved, = rows["commit"]
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
     for line in capsys.readouterr().out.split("\n\n"):
         assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
-    rivals = dict(other=[lambda: 2], broken=[lambda: 1 / 0])
-    wrong = operations.timed_row({}, 1, 1e9, [lambda: 1], rivals, lambda a, b: b - a)
-    assert wrong["other"] == 1000.0 and "ZeroDivisionError" in wrong["broken"]
-    wrong = operations.timed_row({}, 1, 1e9, [lambda: 3], dict(other=[lambda: 2]), lambda a, b: b - a)
-    assert "differs by 1" in wrong["other"] and wrong["speed_up"] is None
-
-
-def test_rivals_compute_the_same_projection():
-    """Bug: the benchmark compares with something easier."""
-    inputs = [(torch.randn(5, 16), torch.randn(300, 16))]
-    rivals = operations.project_rivals(inputs, 4, 0.8)
-    want = kernels.project_topk(*inputs[0], 4)
-    for rival in ("log_softmax", "logsumexp"):
-        for got, expected in zip(rivals[rival][0](), want):
-            assert torch.allclose(got, expected, atol=1e-5)
-    assert torch.equal(rivals["argmax"][0](), want[1][:, 0])
-    counts = torch.bincount(torch.stack([rivals["gumbel"][0]()[0] for _ in range(4000)]), minlength=300)
-    expected = 4000 * torch.softmax(inputs[0][0][0] @ inputs[0][1].T / 0.8, -1)
-    assert (counts - expected).abs().max() < 6 * expected.max() ** 0.5
+    a, b = ([lambda value=value: torch.tensor(value)] for value in (3.0, 2.0))
+    row, = operations.timed_rows([(dict(of="toy"), 1, a, dict(equal=a, other=b, broken=[lambda: 1 / 0]))], 1e9)
+    assert row["equal"] == 1000.0 and row["speed_up"] == 1.0 and "ZeroDivisionError" in row["broken"]
+    assert "differs by 1" in row["other"] and "| the result differs by 1.0 |" in capsys.readouterr().out
+    assert operations.timed_row({}, 1, 1e9, a, dict(other=b))["speed_up"] is None
 
 
 def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):

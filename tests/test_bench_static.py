@@ -24,10 +24,12 @@ def check_figures(pairs, figures):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-SAMPLE = [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
-          *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
-          *static.commit_launches(5, 80, BF16)]
-PARTS = ("_mix64_kernel", "_gumbel_kernel")  # called by kernels, not launched
+@pytest.fixture(scope="module")
+def sample():
+    """A launch of every kernel."""
+    return [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
+            *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
+            *static.commit_launches(5, 80, BF16)]
 
 
 def bfloat16_twin(launch):
@@ -46,18 +48,19 @@ def test_every_launch_compiles_without_spills_on_every_target():
     check_figures(pairs, static.compile_all(pairs))
 
 
-def test_a_launch_of_every_kernel_compiles_without_spills():
+def test_a_launch_of_every_kernel_compiles_without_spills(sample):
     """Bug: as above, in a sample of seconds."""
-    launches = static.signatures(SAMPLE)
-    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")} - {*PARTS}
+    launches = static.signatures(sample)
+    called = {"_mix64_kernel", "_gumbel_kernel"}  # by other kernels, not launched
+    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")} - called
     assert set(launches) <= set(static.all_launches())
     pairs = [("cuda:90", launch) for launch in launches]
     check_figures(pairs, (static.usage(*pair) for pair in pairs))
 
 
-def test_kernel_arguments_are_named_by_what_they_are():
+def test_kernel_arguments_are_named_by_what_they_are(sample):
     """Bug: a pointer without _ptr, a stride or another number with it, a constant in small letters."""
-    for name, _, args, named in SAMPLE:
+    for name, _, args, named in sample:
         for i, parameter in enumerate(getattr(kernels, name).params):
             value = args[i] if i < len(args) else named[parameter.name]
             is_pointer = value is None or isinstance(value, torch.Tensor)
@@ -86,11 +89,9 @@ def test_the_gate_knows_every_shape_class():
     def options(launch):
         return static.shape_class(launch), launch[-1]
 
-    known = {options(launch) for launch in static.all_launches()}
-    generator = torch.Generator().manual_seed(0)
+    known, generator = {options(launch) for launch in static.all_launches()}, torch.Generator().manual_seed(0)
     for _ in range(200):
-        for name, _, args, named in random_launches(generator):
-            assert options(static.signature(name, args, named)) in known
+        assert {options(launch) for launch in static.signatures(random_launches(generator))} <= known
 
 
 def test_figures_are_read_from_the_binary():
@@ -101,20 +102,16 @@ def test_figures_are_read_from_the_binary():
     assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
 
 
-rest = pytest.mark.static  # `pytest` takes the others
-
-
 @pytest.mark.parametrize("launches, args, product", [
-    pytest.param(static.attention_launches, (2, 4, 128, BF16), "HMMA", id="attention-8-rows", marks=rest),
     pytest.param(static.attention_launches, (16, 4, 128, BF16), "HGMMA", id="attention-64-rows"),
-    pytest.param(static.attention_launches, (16, 8, 128, BF16), "HGMMA", id="attention-128-rows", marks=rest),
-    pytest.param(static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA",
-                 id="alibi-64-rows", marks=rest),
     pytest.param(static.project_launches, (8, 8, BF16), "HGMMA", id="project-8-rows"),
-    pytest.param(static.project_launches, (32, 8, BF16), "HMMA", id="project-32-rows", marks=rest),
-    pytest.param(static.project_launches, (64, 8, BF16), "HGMMA", id="project-64-rows", marks=rest),
-    pytest.param(static.project_launches, (8, 8, BF16, None, True), "HGMMA", id="gathered-rows", marks=rest),
-])
+    *(pytest.param(*case, id=name, marks=pytest.mark.static) for name, case in {  # `pytest` takes the others
+        "attention-8-rows": (static.attention_launches, (2, 4, 128, BF16), "HMMA"),
+        "attention-128-rows": (static.attention_launches, (16, 8, 128, BF16), "HGMMA"),
+        "alibi-64-rows": (static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA"),
+        "project-32-rows": (static.project_launches, (32, 8, BF16), "HMMA"),
+        "project-64-rows": (static.project_launches, (64, 8, BF16), "HGMMA"),
+        "gathered-rows": (static.project_launches, (8, 8, BF16, None, True), "HGMMA")}.items())])
 def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand
     idle."""
@@ -127,14 +124,12 @@ def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
 
 def test_static_table_keeps_the_worst_of_a_row(monkeypatch, capsys):
     """Bug: a spilling launch hidden behind a good one of the same tile, or a target's figures under another's name."""
-    launches = static.all_launches()[:2]
-    assert static.shape_class(launches[0])[0] == "tree_attention"
-    monkeypatch.setattr(static, "all_launches", lambda: [launches[0], launches[0]])
+    launch = static.all_launches()[0]
+    assert static.shape_class(launch)[0] == "tree_attention"
+    monkeypatch.setattr(static, "all_launches", lambda: [launch, launch])
     used = [dict(registers=n, spilled=8 * (n == 3), shared=100 - n) for n in range(8)]
     monkeypatch.setattr(static, "compile_all", lambda pairs: used)
-    row, = static.static_table()
+    row, = static.bench(None)["table"]
     assert row["cuda:80"] == dict(launches=2, registers=4, spilled=0, shared=100)
     assert row["hip:gfx942"] == dict(launches=2, registers=7, spilled=8, shared=97)
     assert "| 4 / 0 / 100 |" in capsys.readouterr().out
-
-

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import kernels
-from bench.static import Recorder, record
+from bench.static import record
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = bool(kernels.INTERPRETED)
@@ -237,6 +238,7 @@ def test_tree_attention_takes_any_strides(dtype, D, prepare, device):
 
 
 @plain
+@needs_triton
 def test_launches_follow_the_shapes_alone():
     """Bug: a grid that changes with the lengths cannot be captured in a CUDA graph."""
     q, cache = torch.empty(3, 5, 8, 64, dtype=BF16), torch.empty(3, 2, 9000, 64, dtype=BF16)
@@ -250,6 +252,7 @@ def test_launches_follow_the_shapes_alone():
 
 
 @plain
+@needs_triton
 def test_strides_of_single_rows_do_not_matter():
     """Bug: a batch of one, cut out of something odd, takes the slow loads or has its cache copied."""
     q, cache = torch.empty(1, 5, 8, 64, dtype=BF16), torch.empty(1, 2, 300, 64, dtype=BF16)
@@ -266,11 +269,12 @@ def test_a_large_cache_is_cut_like_a_small_one(S, device, monkeypatch):
     """Bug: splits cut by the cache's capacity leave a short text to a few programs."""
     launches = []
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernels, "_combine_splits_kernel", Recorder("combine", launches))
+    combine = defaultdict(lambda: lambda *args, **named: launches.append(args))  # of any grid
+    monkeypatch.setattr(kernels, "_combine_splits_kernel", combine)
     q, cache = torch.randn(1, 1, 1, 16, device=device), torch.randn(1, 1, S, 16, device=device)
     place = torch.tensor([999], device=device)
     kernels.tree_attention_triton(q, cache, cache, place.int(), torch.ones(1, 1, dtype=torch.int64, device=device))
-    lse = launches[0][2][1]  # NaN where no program wrote
+    lse = launches[0][1]  # NaN where no program wrote
     assert lse.shape[-1] == -(-S // 128) and int((~lse.isnan()).sum()) == 8
 
 
