@@ -1,5 +1,6 @@
 """What a folder says about conversations: its chat template, in Jinja, and the tokens that end a generation."""
 
+import contextlib
 import json
 import time
 from datetime import datetime
@@ -11,7 +12,7 @@ from jinja2.compiler import CodeGenerator
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hf.tokenizer import end_of_text, optional_json, read_text, token_text
+from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
 from model import InputError
 
 MAX_SECONDS = 5      # that a template may take; milliseconds are usual
@@ -21,17 +22,12 @@ MAX_LENGTH = 10**7   # characters that it may give
 # ---------------------------------------------------------------------------------------------------------------------
 # A folder's files
 
-def _folder(path):
-    return Path(path) if Path(path).is_dir() else Path(path).parent
-
-
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json, else end_of_text.
 
     With a chat template, tokenizer_config.json's eos_token is one more. Raises InputError for broken files and for ids
     that the tokenizer does not have."""
-    folder = _folder(path)
-    ids, file = None, None
+    folder, ids, file = _folder(path), None, None
     for name in ("generation_config.json", "config.json"):
         if ids is None:
             file, ids = folder / name, optional_json(folder / name).get("eos_token_id")
@@ -49,14 +45,16 @@ def load_chat_template(path):
 
     Of several templates the one named "default" is taken. Raises InputError for broken files and for a template that
     does not parse."""
-    folder = _folder(path)
-    file, source = _template_source(folder)
+    file, source = _template_source(_folder(path))
     if source is None:
         return None
-    config = optional_json(folder / "tokenizer_config.json")
-    named = optional_json(folder / "special_tokens_map.json") | config
-    tokens = {key: token_text(value) for key, value in named.items() if key.endswith("_token")}
-    return ChatTemplate(file, source, {key: text for key, text in tokens.items() if text is not None})
+    settings = token_settings(_folder(path)).items()
+    return ChatTemplate(file, source, {key: token_text(value) for key, value in settings
+                                       if key.endswith("_token") and token_text(value) is not None})
+
+
+def _folder(path):
+    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def _template_source(folder):
@@ -66,14 +64,12 @@ def _template_source(folder):
         return file, read_text(file)
     file = folder / "tokenizer_config.json"
     source = optional_json(file).get("chat_template")
-    try:
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}["default"]
-        if source is not None and not isinstance(source, str):
-            raise TypeError(type(source).__name__)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one named default, but: "
-                         f"{error}; correct the file") from error
+    if isinstance(source, list):
+        entries = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+        source = next(entries, {}).get("template", source)
+    if not isinstance(source, str | None):
+        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one named default, but it "
+                         f"is a {type(source).__name__} without; correct the file")
     return file, source
 
 
@@ -90,26 +86,31 @@ class ChatTemplate:
         self.file, self.source, self.tokens = file, source, tokens
         extensions = [Generation, jinja2.ext.loopcontrols]
         self.environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        try:
+        with self._named_errors():
             self.template = self.environment.from_string(source)
-        except Exception as error:  # a template can raise anything
-            raise InputError(f"{file}: expected a chat template, but: {_reason(error)}; correct it") from error
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the template uses, such
         as tools. Raises InputError, with the reason, if the template raises, leaves its sandbox or does not end."""
         given = dict(messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
         self.environment.deadline = time.monotonic() + MAX_SECONDS
-        try:
-            parts, length = [], 0
+        parts, length = [], 0
+        with self._named_errors():
             for part in self.template.generate(**self.tokens | given | variables):
                 parts.append(part)
                 length += len(part)
                 if length > MAX_LENGTH:
                     raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
-            return "".join(parts)
+        return "".join(parts)
+
+    @contextlib.contextmanager
+    def _named_errors(self):
+        try:
+            yield
         except Exception as error:  # a template can raise anything
-            raise InputError(f"{self.file}: expected messages that the chat template takes, but: {_reason(error)}; "
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise InputError(f"{self.file}: expected a chat template that takes these messages, but: {line}{reason}; "
                              "correct the messages or the template") from error
 
 
@@ -123,7 +124,7 @@ class TimedLoops(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on time: every step of a loop and every call of a macro checks the clock."""
+    """Jinja's sandbox, with a limit on time: every step of a loop and every call checks the clock."""
 
     code_generator_class = TimedLoops
     intercepted_binops = frozenset({"*", "**"})
@@ -175,8 +176,3 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _raise(message):
     raise jinja2.TemplateError(message)
-
-
-def _reason(error):
-    line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return f"{line}{' '.join(str(error).split())[:300] or type(error).__name__}"

@@ -4,8 +4,10 @@ Reads config.json and the weights of model.safetensors or pytorch_model.bin, in 
 folder in words. Writes config.json. A further family of models is a further entry of FAMILIES.
 """
 
+import itertools
 import math
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -79,20 +81,20 @@ class Family(NamedTuple):
 
 def read_biases(raw):
     """One key stands for the biases of all four projections of attention."""
-    bias = flag(raw, "attention_bias", False)
+    bias = value_of(raw, "attention_bias", bool, False)
     return dict(qkv_bias=bias, proj_bias=bias)
 
 
 def qwen_window(raw):
     """Qwen always names a window; a second key says whether it is used."""
-    return raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window", False) else None
+    return raw.get("sliding_window", 4096) if value_of(raw, "use_sliding_window", bool, False) else None
 
 
 def read_gpt2(raw):
     """GPT-2's fixed fields. Raises InputError for variants of its attention."""
     usual = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     for key, value in usual.items():
-        if flag(raw, key, value) != value:
+        if value_of(raw, key, bool, value) != value:
             raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
     return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True, mlp_bias=True)
 
@@ -102,7 +104,7 @@ def read_baichuan(raw):
     normalised, is recognised by its key z_loss_weight or by its vocabulary."""
     alibi = "max_position_embeddings" not in raw or raw["hidden_size"] == 5120
     unit = "z_loss_weight" in raw or raw["vocab_size"] == 125696
-    positions = dict(positions="alibi", block_size=integer(raw, "model_max_length")) if alibi else {}
+    positions = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int)) if alibi else {}
     return dict(unit_head=unit) | positions
 
 
@@ -114,7 +116,7 @@ def write_baichuan(config):
 
 FAMILIES = {  # by model_type
     "llama": Family("LlamaForCausalLM",
-                    flags=lambda raw: read_biases(raw) | dict(mlp_bias=flag(raw, "mlp_bias", False)),
+                    flags=lambda raw: read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False)),
                     written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
     "mistral": Family("MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096),
                       written=lambda c: dict(sliding_window=None)),
@@ -130,43 +132,34 @@ FAMILIES = {  # by model_type
                        keys={k: v for k, v in LLAMA_KEYS.items() if k not in ("n_kv_head", "head_size", "block_size")}),
     "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2, prefix="transformer.",
                    transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"),
-                   defaults=lambda raw: dict(activation="gelu_new", tied=True, n_inner=4 * integer(raw, "n_embd"))),
+                   defaults=lambda raw: dict(activation="gelu_new", tied=True,
+                                             n_inner=4 * value_of(raw, "n_embd", int))),
 }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json. A key that is null counts as missing.
 
-def value_of(raw, key, default, kind, expected):
-    """raw[key], or the default, of type `kind`. Raises InputError for another type, or for a missing value."""
-    value = raw.get(key)
-    value = default if value is None else value
+EXPECTED = {int: "a whole number of at least 1 and below 2**31", float: "a number above 0", bool: "true or false"}
+
+
+def value_of(raw, key, kind, default=None):
+    """raw[key], or the default, of a type and range in EXPECTED. Raises InputError for another value, and for none."""
+    value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise InputError(f"the key {key!r} is missing")
-    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        raise InputError(f"{key} has the wrong type: expected {expected}, found {value!r}")
+    fits = {int: type(value) is int and 1 <= value < 2**31, bool: type(value) is bool,
+            float: type(value) in (int, float) and 0 < value < math.inf}
+    if not fits[kind]:
+        raise InputError(f"{key}: expected {EXPECTED[kind]}, found {value!r}")
+    return kind(value)
+
+
+def one_of(supported, what, value):
+    """The value, a key of `supported`. Raises InputError for any other."""
+    if not isinstance(value, str) or value not in supported:
+        raise InputError(f"{what} {value!r} is not supported; supported: {', '.join(supported)}")
     return value
-
-
-def integer(raw, key, default=None):
-    """raw[key] as an int from 1 to 2**31 - 1, else InputError."""
-    value = value_of(raw, key, default, int, "a whole number")
-    if not 1 <= value < 2**31:
-        raise InputError(f"{key} must be at least 1 and below 2**31, found {value}")
-    return value
-
-
-def number(raw, key, default=None):
-    """raw[key] as a float above 0, else InputError."""
-    value = value_of(raw, key, default, (int, float), "a number")
-    if not 0 < value < math.inf:
-        raise InputError(f"{key} must be above 0, found {value}")
-    return float(value)
-
-
-def flag(raw, key, default):
-    """raw[key] as a bool, else InputError."""
-    return value_of(raw, key, default, bool, "true or false")
 
 
 def read_config(path):
@@ -191,50 +184,34 @@ def parse_config(raw, path):
 
 
 def _parse_config(raw):
-    family = _family(raw)
+    name, quantised = one_of(FAMILIES, "model_type", raw.get("model_type")), raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which is not supported; "
+                         "use the float16 or bfloat16 one")
+    family = FAMILIES[name]
     key, defaults = family.keys.get, dict(activation="silu", tied=False, n_inner=None) | family.defaults(raw)
-    C, n_head = integer(raw, key("n_embd")), integer(raw, key("n_head"))
+    size = lambda field, default=None: value_of(raw, key(field), int, default)
+    C, n_head, activation = size("n_embd"), size("n_head"), key("activation")
     if n_head > C:
         raise InputError(f"{n_head} attention heads do not fit a hidden size of {C}")
-    sizes = dict(
-        family=raw["model_type"], n_embd=C, n_head=n_head, vocab_size=integer(raw, key("vocab_size")),
-        activation=_activation(raw, key("activation"), defaults["activation"]), n_layer=integer(raw, key("n_layer")),
-        n_inner=integer(raw, key("n_inner"), defaults["n_inner"]), n_kv_head=integer(raw, key("n_kv_head"), n_head),
-        head_size=integer(raw, key("head_size"), C // n_head), norm_eps=number(raw, key("norm_eps")),
-        tied=flag(raw, key("tied"), defaults["tied"]))
-    config = GPTConfig(**dict(block_size=0) | sizes | family.flags(raw))
-    config.block_size = config.block_size or integer(raw, key("block_size", "max_position_embeddings"))
+    config = GPTConfig(**dict(block_size=0) | dict(
+        family=name, n_embd=C, n_head=n_head, vocab_size=size("vocab_size"), n_layer=size("n_layer"),
+        n_inner=size("n_inner", defaults["n_inner"]), n_kv_head=size("n_kv_head", n_head),
+        head_size=size("head_size", C // n_head), norm_eps=value_of(raw, key("norm_eps"), float),
+        activation=ACTIVATIONS[one_of(ACTIVATIONS, activation, raw.get(activation) or defaults["activation"])],
+        tied=value_of(raw, key("tied"), bool, defaults["tied"])) | family.flags(raw))
+    config.block_size = config.block_size or value_of(raw, key("block_size", "max_position_embeddings"), int)
     if config.positions == "rope":
         config.rope_theta, config.rope_scaling, config.block_size = read_rope(raw, config.block_size, config.head_size)
-    window = family.window(raw)
-    if window is not None:
-        config.block_size = min(config.block_size, integer(dict(sliding_window=window), "sliding_window"))
+    window = dict(sliding_window=family.window(raw))
+    config.block_size = min(config.block_size, value_of(window, "sliding_window", int, config.block_size))
     if config.tied and config.unit_head:
         raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose rows are normalised")
     if n_head % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
         raise InputError("the number of heads must be a multiple of that of key/value heads, and the head size even, "
                          f"from 16 to 256; found {n_head}, {config.n_kv_head}, {config.head_size}")
     return config
-
-
-def _family(raw):
-    """Raises InputError for an unknown family and for quantised weights."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    quantised = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which is not supported; "
-                         "use the float16 or bfloat16 one")
-    return FAMILIES[model_type]
-
-
-def _activation(raw, key, default):
-    name = raw.get(key, default)
-    if name not in ACTIVATIONS:
-        raise InputError(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 def read_rope(raw, context, head_size):
@@ -245,22 +222,21 @@ def read_rope(raw, context, head_size):
     if not isinstance(settings, dict):
         raise InputError(f"rope parameters of the wrong type: expected an object, found {settings!r}")
     kind = settings.get("rope_type", settings.get("type")) or "default"
-    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
-    if kind not in ROPE_KINDS:
-        raise InputError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    if number(settings, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)) != 1:
+    kind = one_of(ROPE_KINDS, "rope type", "longrope" if kind == "su" else kind)  # su: Phi-3's first name for it
+    number = lambda key, default=None: value_of(settings, key, float, default)
+    if number("partial_rotary_factor", value_of(raw, "partial_rotary_factor", float, 1.0)) != 1:
         raise InputError("a partial_rotary_factor other than 1 is not supported; use a model that rotates whole heads")
-    theta = number(settings, "rope_theta", number(raw, "rope_theta", 10000.0))
+    theta = number("rope_theta", value_of(raw, "rope_theta", float, 10000.0))
     if kind in ("default", "dynamic"):  # dynamic changes theta beyond the context only, and texts end there
         return theta, None, context
     if kind == "linear":
-        return theta, dict(rope_type=kind, factor=number(settings, "factor")), context
-    original = integer(raw, "original_max_position_embeddings",
-                     settings.get("original_max_position_embeddings") or context)
+        return theta, dict(rope_type=kind, factor=number("factor")), context
+    original = value_of(raw, "original_max_position_embeddings", int,
+                        settings.get("original_max_position_embeddings") or context)
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
         return theta, scaling | _llama3(settings), context
-    factor = number(settings, "factor", context / original)
+    factor = number("factor", context / original)
     if kind == "yarn":
         return theta, scaling | _yarn(settings, theta, factor), max(context, int(factor * original))
     # beyond the original context the long factors would apply, to all keys of a text; texts end there instead
@@ -268,7 +244,7 @@ def read_rope(raw, context, head_size):
 
 
 def _llama3(settings):
-    scaling = {key: number(settings, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling = {key: value_of(settings, key, float) for key in ("factor", "low_freq_factor", "high_freq_factor")}
     if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise InputError("low_freq_factor must be below high_freq_factor")
     return scaling
@@ -283,9 +259,9 @@ def _yarn(settings, theta, factor):
 
     scales = settings.get("mscale"), settings.get("mscale_all_dim")
     default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
-    return dict(factor=factor, beta_fast=number(settings, "beta_fast", 32.0),
-                beta_slow=number(settings, "beta_slow", 1.0), truncate=bool(settings.get("truncate", True)),
-                attention_factor=number(settings, "attention_factor", default))
+    return dict(factor=factor, beta_fast=value_of(settings, "beta_fast", float, 32.0),
+                beta_slow=value_of(settings, "beta_slow", float, 1.0), truncate=bool(settings.get("truncate", True)),
+                attention_factor=value_of(settings, "attention_factor", float, default))
 
 
 def _longrope(settings, head_size, factor, original):
@@ -294,9 +270,9 @@ def _longrope(settings, head_size, factor, original):
         values = settings.get(key)
         if not isinstance(values, list) or len(values) != head_size // 2:
             raise InputError(f"{key} must be a list of {head_size // 2} numbers, half of the head size")
-        scaling[key] = [number({key: value}, key) for value in values]
+        scaling[key] = [value_of({key: value}, key, float) for value in values]
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return scaling | dict(attention_factor=number(settings, "attention_factor", default))
+    return scaling | dict(attention_factor=value_of(settings, "attention_factor", float, default))
 
 
 def hf_config(config, dtype):
@@ -315,23 +291,14 @@ def hf_config(config, dtype):
 # ---------------------------------------------------------------------------------------------------------------------
 # Names: one of our parameters may be stacked from several tensors of the checkpoint, its parts
 
-def checkpoint_names(name, config):
-    """The names of a parameter's parts in the checkpoint, without the base model's prefix."""
-    stem, _, kind = name.rpartition(".")
-    parts = stem.split(".")
-    number = parts[1] if parts[0] == "blocks" else ""
-    if number:
-        parts[1] = "N"
-    pattern = ".".join(parts) + ".{}"
-    return [part.format(kind).replace(".N.", f".{number}.") for part in FAMILIES[config.family].names[pattern]]
-
-
-def part_sizes(name, rows, config):
-    """How many of a parameter's rows each of its parts fills."""
-    c, count = config, len(checkpoint_names(name, config))
-    if count == 3:
-        return [c.n_head * c.head_size, c.n_kv_head * c.head_size, c.n_kv_head * c.head_size]
-    return [rows // count] * count
+def stored_parts(name, rows, config):
+    """The parts of a parameter of so many rows: [(tensor's name without the family's prefix, first row, rows)]."""
+    c, (stem, _, kind) = config, name.rpartition(".")
+    number, pattern = re.search(r"\d+|$", stem).group(), re.sub(r"\d+", "N", stem) + ".{}"
+    keys = [key.format(kind).replace(".N.", f".{number}.") for key in FAMILIES[c.family].names[pattern]]
+    heads = (c.n_head, c.n_kv_head, c.n_kv_head)
+    sizes = [n * c.head_size for n in heads] if len(keys) == 3 else [rows // len(keys)] * len(keys)
+    return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
 
 
 def is_transposed(name, config):
@@ -342,18 +309,8 @@ def is_transposed(name, config):
 def split_weight(name, value, config):
     """A parameter as the checkpoint stores it: {tensor name: tensor}."""
     prefix = "" if name == "head.weight" else FAMILIES[config.family].prefix
-    parts = zip(checkpoint_names(name, config), value.split(part_sizes(name, value.shape[0], config)))
-    return {prefix + part: (x.T if is_transposed(name, config) else x).contiguous() for part, x in parts}
-
-
-def base_name(name, config):
-    """A tensor's name without the family's prefix, which only some folders have."""
-    return name.removeprefix(FAMILIES[config.family].prefix)
-
-
-def ignored(name):
-    """Whether a tensor follows from the config, as old folders' rotary tables and GPT-2's causal masks do."""
-    return name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+    parts = ((key, value[start:start + size]) for key, start, size in stored_parts(name, value.shape[0], config))
+    return {prefix + key: (x.T if is_transposed(name, config) else x).contiguous() for key, x in parts}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,6 +323,12 @@ class StoredTensor(NamedTuple):
     load: Callable
 
 
+QUANTISED = {  # the last part of a tensor's name -> what it says about quantisation
+    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "scales": "GPTQ or AWQ", "g_idx": "GPTQ", "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes", "weight_format": "bitsandbytes", "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8",
+    "input_scale": "fp8"}
+# Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
 
@@ -435,17 +398,6 @@ def open_pickle(file):
 # ---------------------------------------------------------------------------------------------------------------------
 # From files to parameters
 
-def parameter_shapes(config):
-    """{name: shape} of the parameters of GPT(config). Builds a single layer, without memory, and repeats its names."""
-    with torch.device("meta"):
-        model = GPT(replace(config, n_layer=1))
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        layers = range(config.n_layer) if name.startswith("blocks.0.") else [0]
-        shapes |= {name.replace("blocks.0.", f"blocks.{i}."): tuple(parameter.shape) for i in layers}
-    return shapes
-
-
 def check_headers(path, config):
     """The shapes of all parameters, {name: shape}, once the headers of the folder's files agree with the config.
 
@@ -460,10 +412,15 @@ def check_headers(path, config):
         raise InputError(f"{path}: by config.json the embeddings should have shape {table}, but no tensor of the files "
                          "has; fetch the checkpoint again")
     try:
-        expected = parameter_shapes(config)
+        with torch.device("meta"):  # a single layer, without memory, whose names are repeated
+            parameters = GPT(replace(config, n_layer=1)).named_parameters()
     except (RuntimeError, TypeError) as error:  # sizes whose product does not fit an int64
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch it again") from None
+    expected = {}
+    for name, parameter in parameters:
+        layers = range(config.n_layer) if name.startswith("blocks.0.") else [0]
+        expected |= {name.replace("blocks.0.", f"blocks.{i}."): tuple(parameter.shape) for i in layers}
     for _ in match_tensors(path, config, expected):
         pass
     return expected
@@ -473,52 +430,37 @@ def match_tensors(path, config, shapes):
     """Yields (file, stored tensor, parameter's name, first row, rows) for every tensor of a folder, file by file.
 
     The tensor fills these rows of the parameter. Raises InputError as check_headers does."""
-    parts = {}
-    for name, shape in shapes.items():
-        sizes = part_sizes(name, shape[0], config)
-        for i, part in enumerate(checkpoint_names(name, config)):
-            parts[part] = name, sum(sizes[:i]), sizes[i]
-    missing = dict(parts)
-    (head,), (embedding,) = checkpoint_names("head.weight", config), checkpoint_names("embed.weight", config)
+    family = FAMILIES[config.family]
+    parts = {key: (name, start, size) for name, shape in shapes.items()
+             for key, start, size in stored_parts(name, shape[0], config)}
+    missing, embedding = dict(parts), family.names["embed.{}"][0].format("weight")
     for file in weight_files(path):
         for key, tensor in open_weights(file).items():
-            part = base_name(key, config)
-            if config.tied and part == head:  # some folders keep one of the two names, some keep both
+            part = key.removeprefix(family.prefix)  # which only some folders have
+            if config.tied and part == "lm_head.weight":  # some folders keep one of the two names, some keep both
                 part = embedding
                 if part not in missing:
                     continue
-            if ignored(key):
+            if key.endswith(IGNORED):
                 continue
             if part not in parts:
-                kind = quantised_kind(key)
+                kind = QUANTISED.get(key.rpartition(".")[2])
                 raise InputError(f"{file}: the checkpoint has a tensor that its config.json gives no place to: {key}"
                                  + (f"; it looks quantised ({kind}), which is not supported" if kind else ""))
             name, start, size = parts[part]
-            check_tensor(file, key, tensor, (size, *shapes[name][1:]), is_transposed(name, config))
+            expected = (size, *shapes[name][1:])[::-1 if is_transposed(name, config) else 1]
+            if tensor.dtype not in FLOATS:
+                raise InputError(f"{file}: {key} is quantised ({tensor.dtype}), which is not supported; use the "
+                                 "float16 or bfloat16 checkpoint")
+            if tensor.shape != expected:
+                raise InputError(f"{file}: {key} should have shape {expected} by config.json, the checkpoint has "
+                                 f"{tensor.shape}")
             missing.pop(part, None)
             yield file, tensor, name, start, size
     if missing:
         part, (name, _, _) = next(iter(missing.items()))
         raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it does not fit its "
                          "config.json")
-
-
-def check_tensor(file, key, tensor, shape, transposed):
-    if tensor.dtype not in FLOATS:
-        raise InputError(f"{file}: {key} is quantised ({tensor.dtype}), which is not supported; use the float16 or "
-                         "bfloat16 checkpoint")
-    expected = shape[::-1] if transposed else shape
-    if tensor.shape != expected:
-        raise InputError(f"{file}: {key} should have shape {expected} by config.json, the checkpoint has "
-                         f"{tensor.shape}")
-
-
-def quantised_kind(key):
-    """What a tensor's name says about quantisation, or None."""
-    kinds = {"qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "scales": "GPTQ or AWQ", "g_idx": "GPTQ",
-             "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8", "input_scale": "fp8", "absmax": "bitsandbytes",
-             "SCB": "bitsandbytes", "weight_format": "bitsandbytes"}
-    return kinds.get(key.rpartition(".")[2])
 
 
 def read_state(path, config, shapes, dtype, device):
@@ -559,18 +501,17 @@ def report_progress(files, file):
 def describe(path):
     """What a checkpoint folder holds, in lines of text. Reads headers only. Raises InputError as check_headers does."""
     c, files = read_config(path), weight_files(path)
-    parameters = sum(map(math.prod, check_headers(path, c).values()))
-    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size
+    count = sum(map(math.prod, check_headers(path, c).values()))
+    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
     scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
+    gb = lambda size: f"{size / 1e9:.2f} GB"
     return "\n".join((
         f"family        {c.family} ({FAMILIES[c.family].architecture})",
         f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' if c.gated else ''}",
         f"heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
         f"vocabulary    {c.vocab_size}, LM head {'tied to the embeddings' if c.tied else 'of its own'}",
         f"context       {c.block_size} tokens, positions by {c.positions}{scaling}",
-        f"parameters    {parameters / 1e6:.1f} million: {parameters * 4 / 1e9:.2f} GB in float32, "
-        f"{parameters * 2 / 1e9:.2f} GB in bfloat16",
-        f"weights       {shards}, {sum(f.stat().st_size for f in files) / 1e9:.2f} GB",
-        f"KV cache      {per_token * 4 / 1024:.1f} KiB per token in float32, "
-        f"{per_token * 2 / 1024:.1f} KiB in bfloat16"))
+        f"parameters    {count / 1e6:.1f} million: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
+        f"weights       {shards}, {gb(sum(f.stat().st_size for f in files))}",
+        f"KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16"))

@@ -4,16 +4,15 @@ The tokenizers package reads every tokenizer.json. tiktoken, which is faster, do
 byte-level BPE with one of the patterns below. sentencepiece serves folders that have a tokenizer.model alone.
 """
 
-import functools
 import hashlib
 import itertools
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import tiktoken
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 
 from model import InputError, read_json
 
@@ -23,89 +22,38 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 DEMO_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{DEMO_PATTERN}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-SPLITS = DEMO_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
+STRIPS = ("single_word", "lstrip", "rstrip")  # flags of added tokens that take the text around them into account
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }, to append to a ModelProto
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What load_encoding gives
+class Encoding:
+    """A tokenizer, whichever package does the work.
 
-class Encoding(tiktoken.Encoding):
-    """tiktoken's encoding of a plain byte-level BPE, with these additions.
-
-    special_tokens: {text: id} of all added tokens. prefix: the ids before a prompt. always: the added tokens that are
-    not special; they are found in every text, as the tokenizers package finds them. nfc: texts are normalised first.
-    exact: the package's tokenizer, which encodes texts that are too long for tiktoken.
+    encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str; it may take a space off the
+    start of a text, as the folder's own tokenizer does. special_tokens: {text: id} of all added tokens. ids: those of
+    all tokens. prefix: the ids before a prompt. hash: 16 hex digits of `identity`.
     """
 
-    def __init__(self, name, pattern, ranks, special, always, exact, nfc):
-        super().__init__(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self.special_tokens, self.prefix, self.exact, self.nfc = special, [], exact, nfc
-        self._split_all, self._split_always = _splitter(special), _splitter(always)
-        self._ids = {*ranks.values(), *special.values()}
+    def __init__(self, encode, encode_plain, decode, special_tokens, ids, identity):
+        self._encode, self._encode_plain, self._decode = encode, encode_plain, decode
+        self.special_tokens, self.ids, self.prefix = special_tokens, set(ids), []
+        self.max_token_value = max(self.ids)
+        self.n_vocab = self.max_token_value + 1
+        self.hash = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
-    def encode(self, text, *, allowed_special=(), disallowed_special=()):
+    def encode(self, text, *, allowed_special=()):
         """The ids of a text (str). With allowed_special="all" the text of special tokens becomes these tokens."""
-        parts = (self._split_all if allowed_special == "all" else self._split_always)(text)
-        ids = ([self.special_tokens[part]] if i % 2 else self._encode_plain(part) for i, part in enumerate(parts))
-        return list(itertools.chain.from_iterable(ids))
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # U+FFFD for lone surrogates
+        return (self._encode if allowed_special == "all" else self._encode_plain)(text)
 
     def encode_ordinary(self, text):
         return self.encode(text)
 
-    def _encode_plain(self, text):
-        text = normalizers.NFC().normalize_str(_well_formed(text)) if self.nfc else text
-        if len(text) > LONG:
-            return self.exact.encode(_well_formed(text), add_special_tokens=False).ids
-        return super().encode_ordinary(text)
-
-    def decode(self, ids, errors="replace"):
-        """The text of ids. An id without a token gives nothing."""
-        return super().decode([i for i in ids if i in self._ids], errors)
-
-
-class PackageEncoding:
-    """The same methods and attributes over another package.
-
-    encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str. identity: what tokenizer_hash
-    hashes. Decoding may take a space off the start of a text, as the folder's own tokenizer does.
-    """
-
-    def __init__(self, name, encode, encode_plain, decode, special, last, identity):
-        self.name, self._encode, self._encode_plain, self._decode = name, encode, encode_plain, decode
-        self.special_tokens = self._special_tokens = special
-        self.max_token_value, self.identity, self.prefix = last, identity, []
-
-    @property
-    def n_vocab(self):
-        return self.max_token_value + 1
-
-    def encode(self, text, *, allowed_special=(), disallowed_special=()):
-        return (self._encode if allowed_special == "all" else self._encode_plain)(_well_formed(text))
-
-    def encode_ordinary(self, text):
-        return self._encode_plain(_well_formed(text))
-
-    def encode_ordinary_batch(self, texts, *, num_threads=8):
-        with ThreadPoolExecutor(num_threads) as pool:
-            return list(pool.map(self.encode_ordinary, texts))
-
     def decode(self, ids):
-        return self._decode([i for i in ids if 0 <= i < self.n_vocab])
-
-
-def _well_formed(text):
-    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _splitter(tokens):
-    """A function: text -> [plain, token, plain, ..., plain]. Where several tokens begin, it takes the longest."""
-    if not tokens:
-        return lambda text: [text]
-    return re.compile("(" + "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)) + ")").split
+        """The text of ids. An id without a token gives nothing."""
+        return self._decode([i for i in ids if i in self.ids])
 
 
 def encode_prompt(encoding, text):
@@ -117,19 +65,14 @@ def encode_prompt(encoding, text):
 
 def tokenizer_hash(encoding):
     """16 hex digits of a tokenizer: its vocabulary, pattern and special tokens."""
-    if isinstance(encoding, PackageEncoding):
-        content = (encoding.identity, sorted(encoding.special_tokens.items()))
-    else:
-        vocabulary, special = sorted(encoding._mergeable_ranks.items()), sorted(encoding._special_tokens.items())
-        content = (vocabulary, encoding._pat_str, special) + ("NFC",) * getattr(encoding, "nfc", False)
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    return encoding.hash
 
 
 def end_of_text(encoding):
     """The id that separates documents: the first of SEPARATORS that the encoding has. Raises InputError for none."""
     for text in SEPARATORS:
-        if text in encoding._special_tokens:
-            return encoding._special_tokens[text]
+        if text in encoding.special_tokens:
+            return encoding.special_tokens[text]
     raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}, but it has none; add one to its file")
 
 
@@ -137,34 +80,26 @@ def end_of_text(encoding):
 # A folder's files
 
 def load_encoding(path):
-    """The tokenizer of a Hugging Face folder, or of one of its files: an `Encoding` or a `PackageEncoding`.
+    """The Encoding of a Hugging Face folder, or of one of its files.
 
     Reads the first of tokenizer.json, vocab.json with merges.txt, tokenizer.model. Raises InputError for files that are
     missing, broken or unknown, and for a missing package.
     """
-    file = _tokenizer_file(Path(path))
-    read = {"vocab.json": _read_vocab, "tokenizer.model": _read_sentencepiece}.get(file.name, _read_tokenizer)
+    file = Path(path)
+    if file.is_dir():
+        names = ["tokenizer.json", *["vocab.json"] * (file / "merges.txt").exists(), "tokenizer.model"]
+        names += sorted(found.name for found in file.glob("*.tiktoken"))
+        file = next((file / name for name in names if (file / name).exists()), file / "tokenizer.json")
+    if file.suffix == ".tiktoken":
+        _refuse(file, "tiktoken's format")
+    read_older = {"vocab.json": _read_vocab, "tokenizer.model": _read_sentencepiece}.get(file.name)
     try:
-        return read(file)
-    except OSError as error:
-        name = error.filename or file
-        raise InputError(f"{name}: expected a {Path(name).name}, but: {error.strerror}; check the path") from error
-    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{file}: expected a {file.name}, but misshapen: {reason}; fetch it again") from error
-
-
-def _tokenizer_file(path):
-    if path.is_dir():
-        names = ["tokenizer.json", *["vocab.json"] * (path / "merges.txt").exists(), "tokenizer.model"]
-        path = next((path / name for name in names if (path / name).exists()), path / "tokenizer.json")
-    if path.suffix == ".tiktoken" or not path.exists() and (tiktoken_files := sorted(path.parent.glob("*.tiktoken"))):
-        found = path if path.suffix == ".tiktoken" else tiktoken_files[0]
-        raise InputError(f"{found}: expected a tokenizer.json, but this is a .tiktoken file, which is not supported; "
-                         "fetch the model's tokenizer.json")
-    return path
+        return read_older(file) if read_older else _from_spec(file, read_json(file))
+    except (InputError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the packages raise plain Exceptions, and panics, which are BaseExceptions
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
 
 def optional_json(file):
@@ -182,61 +117,46 @@ def read_text(file):
 
 def _refuse(file, what):
     raise InputError(f"{file}: expected a tokenizer that can be read exactly, but it has {what}; "
-                     "fetch the model's tokenizer.json again, or take another model")
+                     "fetch the model's tokenizer.json, or take another model")
+
+
+def _with_special(special, encode):
+    """A function: text -> ids, special tokens included. Where several of them begin, it takes the longest.
+
+    encode(text, behind) gives the ids of a plain text; behind: whether a special token stands before it."""
+    longest_first = sorted(special, key=len, reverse=True)
+    split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if special else lambda text: [text]
+
+    def encode_all(text):  # split gives plain, special, plain, ..., plain
+        ids = ([special[part]] if i % 2 else encode(part, i > 0) for i, part in enumerate(split(text)))
+        return list(itertools.chain.from_iterable(ids))
+
+    return encode_all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenizer.json
 
-def _read_tokenizer(file):
-    return _from_spec(file, read_json(file))
-
-
 def _from_spec(file, spec):
-    """The content of a tokenizer.json -> Encoding or PackageEncoding."""
+    """The content of a tokenizer.json -> Encoding."""
     if spec["model"].get("dropout"):
         _refuse(file, "a BPE model with dropout, whose ids are random")
-    added = [token for token in spec.get("added_tokens") or [] if token["content"]]
-    spec = {"version": "1.0"} | spec | {"truncation": None, "padding": None}
-    spec["added_tokens"] = [_flags(token) | token for token in added]
-    package = _package_tokenizer(file, spec)
-    encoding = _through_tiktoken(file, spec, package) or _through_tokenizers(file, spec, package)
-    encoding.prefix = _call_package(file, lambda: _prefix(package))
-    if max(encoding.prefix, default=0) > encoding.max_token_value:
+    added = [dict.fromkeys(STRIPS, False) | {"normalized": not token.get("special"), "special": False} | token
+             for token in spec.get("added_tokens") or [] if token["content"]]
+    spec = {"version": "1.0"} | spec | {"truncation": None, "padding": None, "added_tokens": added}
+    package, plain = (Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
+    plain.encode_special_tokens = True  # as any other text
+    special = {token["content"]: token["id"] for token in added}
+    encoding = (_through_tiktoken(spec, special, package, plain)
+                or _through_tokenizers(file, spec, special, package, plain))
+    encoded = package.encode("a")  # with the special tokens that the post_processor puts before a text
+    encoding.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
+    if not encoding.ids.issuperset(encoding.prefix):
         _refuse(file, f"the ids {encoding.prefix} before a text, which are no tokens")
     return encoding
 
 
-def _prefix(package):
-    """The ids that the post_processor puts before a text."""
-    encoded = package.encode("a")
-    return encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
-
-
-def _package_tokenizer(file, spec):
-    return _call_package(file, lambda: Tokenizer.from_str(json.dumps(spec)))
-
-
-def _call_package(file, call):
-    """call(), with the package's errors as InputErrors. It raises plain Exceptions; its panics are BaseExceptions."""
-    try:
-        return call()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{file}: expected a tokenizer that the package tokenizers reads, but: {reason}; fetch it "
-                         "again") from error
-
-
-def _flags(token):
-    """The flags that a file may leave out of an added token."""
-    return dict(single_word=False, lstrip=False, rstrip=False, normalized=not token.get("special"), special=False)
-
-
-def _through_tokenizers(file, spec, package):
-    """PackageEncoding over the tokenizers package."""
-    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
+def _through_tokenizers(file, spec, special, package, plain):
     vocab = package.get_vocab(with_added_tokens=True)
     for text, index in special.items():  # the package numbers added tokens itself
         if vocab.get(text) != index:
@@ -244,41 +164,38 @@ def _through_tokenizers(file, spec, package):
     if len(set(vocab.values())) < len(vocab):
         _refuse(file, "an id that stands for two tokens")
 
-    @functools.cache
-    def plain():
-        tokenizer = _package_tokenizer(file, spec)
-        tokenizer.encode_special_tokens = True  # as any other text
-        return tokenizer
-
     def encode(tokenizer, text):
         try:
             return tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
             raise InputError(f"{file}: expected a text in its vocabulary, but: {error}; change the text") from error
 
-    parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-    return PackageEncoding(
-        file.parent.name, encode=lambda text: encode(package, text), encode_plain=lambda text: encode(plain(), text),
-        decode=lambda ids: package.decode(ids, skip_special_tokens=False), special=special, last=max(vocab.values()),
-        identity=json.dumps([spec.get(part) for part in parts], sort_keys=True))
+    parts = [spec.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    decode, identity = partial(package.decode, skip_special_tokens=False), json.dumps(parts, sort_keys=True)
+    return Encoding(partial(encode, package), partial(encode, plain), decode, special, vocab.values(),
+                    (identity, sorted(special.items())))
 
 
-def _through_tiktoken(file, spec, package):
-    """Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken gives the same ids."""
-    model, added, nfc = spec["model"], spec["added_tokens"], spec.get("normalizer") == {"type": "NFC"}
-    pattern, special = _pattern(spec.get("pre_tokenizer")), {token["content"]: token["id"] for token in added}
-    options = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-    if (pattern is None or model.get("type", "BPE") != "BPE" or any(model.get(option) for option in options)
-            or (spec.get("normalizer") and not nfc) or (spec.get("decoder") or {}).get("type") != "ByteLevel"
-            or not _plainly_added(added, nfc)):
+def _through_tiktoken(spec, special, package, plain):
+    """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken gives the same ids."""
+    model, added, pattern = spec["model"], spec["added_tokens"], _pattern(spec.get("pre_tokenizer"))
+    others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    if (pattern is None or spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel"
+            or model.get("type", "BPE") != "BPE" or any(map(model.get, others))
+            or any(token[flag] for token in added for flag in STRIPS) or not all(token["special"] for token in added)
+            or len({token["normalized"] for token in added}) > 1):  # the package finds these in two rounds
         return None
     ranks = _ranks(model, special, package.model)
     ids = [*(ranks or {}).values(), *special.values()]
-    if ranks is None or len(set(ids)) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    if ranks is None or len(set(ids)) < len(ids) or max(ids) >= 2**31:
         return None
-    always = [token["content"] for token in added if not token["special"]]
-    package.encode_special_tokens = True  # as any other text
-    return Encoding(file.parent.name, pattern, ranks, special, always, package, nfc)
+    bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+    def encode(text, behind=False):
+        return plain.encode(text, add_special_tokens=False).ids if len(text) > LONG else bpe.encode_ordinary(text)
+
+    return Encoding(_with_special(special, encode), encode, bpe.decode, special, ids,
+                    (sorted(ranks.items()), pattern, sorted(special.items())))
 
 
 def _split(pattern):
@@ -291,22 +208,14 @@ def _byte_level(use_regex):
 
 def _pattern(pre_tokenizer):
     """tiktoken's pattern for a pre_tokenizer, or None."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else [{}]
-    splits, byte_level = steps[:-1], {"use_regex": True} | steps[-1] | {"trim_offsets": True}  # which changes no id
-    if not splits and byte_level == _byte_level(True):
+    *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
+    if steps == [_byte_level(True)]:
         return GPT2_PATTERN
-    for pattern in SPLITS:
-        if splits == [_split(pattern)] and byte_level == _byte_level(False):
+    for pattern in (DEMO_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN):
+        if steps == [_split(pattern), _byte_level(False)]:
             return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"  # the second half never matches; hashes include it
     return None
-
-
-def _plainly_added(added, nfc):
-    """Whether cutting added tokens out of the text finds them as the tokenizers package does."""
-    normalized, always = {token["normalized"] for token in added}, [t["content"] for t in added if not t["special"]]
-    nested = any(a != t["content"] and (a in t["content"] or t["content"] in a) for a in always for t in added)
-    strips = any(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip"))
-    return not strips and not nested and len(normalized) <= 1 and not (nfc and True in normalized)
 
 
 def _ranks(model, special, bpe):
@@ -342,52 +251,12 @@ def _byte_symbols():
 def _tokenizer_class(file, config, *known):
     """tokenizer_config.json's tokenizer_class, which must be one of `known`. Where it has none, Qwen's by config.json's
     model_type, else the first."""
-    kind = config.get("tokenizer_class")
-    if not kind:
-        qwen = str(optional_json(file.parent / "config.json").get("model_type")).startswith("qwen")
-        kind = "Qwen2Tokenizer" if qwen and "Qwen2Tokenizer" in known else known[0]
-    if kind.removesuffix("Fast") not in known:
+    qwen = str(optional_json(file.parent / "config.json").get("model_type")).startswith("qwen")
+    default = "Qwen2Tokenizer" if qwen and "Qwen2Tokenizer" in known else known[0]
+    kind = (config.get("tokenizer_class") or default).removesuffix("Fast")
+    if kind not in known:
         _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json ({' and '.join(known)} need none)")
-    return kind.removesuffix("Fast")
-
-
-def _added_tokens(folder, config, index_of, defaults):
-    """The added tokens in a tokenizer.json's form, from tokenizer_config.json, added_tokens.json and, if the first has
-    no added_tokens_decoder, special_tokens_map.json. index_of(text): the vocabulary's id, or None."""
-    decoder = config.get("added_tokens_decoder") or {}
-    found = [(int(index), token) for index, token in decoder.items()]
-    found += [(index, text) for text, index in optional_json(folder / "added_tokens.json").items()]
-    named = ({} if decoder else optional_json(folder / "special_tokens_map.json")) | config
-    for key, value in named.items():
-        if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
-            found += [(None, token) for token in (value if isinstance(value, list) else [value])]
-    found += [(None, text) for text in defaults if index_of(text) is not None]
-    tokens = {}
-    for index, token in found:
-        text, flags = token_text(token), token if isinstance(token, dict) else {}
-        if not text:
-            continue
-        known = tokens[text]["id"] if text in tokens else index_of(text)
-        index = known if index is None else index
-        if type(index) is not int or index < 0 or known not in (None, index):
-            _refuse(folder / "tokenizer_config.json", f"the token {text!r} with the id {index}, elsewhere {known}")
-        strips = {flag: bool(flags.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
-        tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False, "special": True})
-    ids = [token["id"] for token in tokens.values()]
-    if len(set(ids)) < len(ids):
-        _refuse(folder / "tokenizer_config.json", f"one id for two tokens among {ids}")
-    return list(tokens.values())
-
-
-def _bos(folder, config, special, default, text=None):
-    """The prefix: the id of bos_token (`text` if none is named), if add_bos_token (else `default`) says so."""
-    if not config.get("add_bos_token", default):
-        return []
-    named = config.get("bos_token") or optional_json(folder / "special_tokens_map.json").get("bos_token")
-    text = token_text(named or text)
-    if text not in special:
-        _refuse(folder / "tokenizer_config.json", f"add_bos_token, but a bos_token ({text!r}) without an id")
-    return [special[text]]
+    return kind
 
 
 def token_text(token):
@@ -396,9 +265,49 @@ def token_text(token):
     return text if isinstance(text, str) else None
 
 
+def token_settings(folder):
+    """The content of tokenizer_config.json over that of special_tokens_map.json, the older file."""
+    return optional_json(folder / "special_tokens_map.json") | optional_json(folder / "tokenizer_config.json")
+
+
+def _added_tokens(folder, config, index_of, defaults):
+    """The added tokens in a tokenizer.json's form, from the settings and added_tokens.json, in the order of their ids.
+
+    index_of(text): the vocabulary's id, or None. defaults: texts of tokens that need not be named."""
+    found = [(int(index), token) for index, token in (config.get("added_tokens_decoder") or {}).items()]
+    found += [(index, text) for text, index in optional_json(folder / "added_tokens.json").items()]
+    found += [(None, token) for key, value in config.items() if key.endswith(("_token", "_special_tokens"))
+              for token in (value if isinstance(value, list) else [value])]
+    found += [(None, text) for text in defaults if index_of(text) is not None]
+    tokens = {}
+    for index, token in found:
+        text = token_text(token)
+        if not text:
+            continue
+        known = tokens[text]["id"] if text in tokens else index_of(text)
+        index = known if index is None else index
+        if type(index) is not int or index < 0 or known not in (None, index):
+            _refuse(folder / "tokenizer_config.json", f"the token {text!r} with the id {index}, elsewhere {known}")
+        strips = {flag: bool(isinstance(token, dict) and token.get(flag)) for flag in STRIPS}
+        tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False, "special": True})
+    if len({token["id"] for token in tokens.values()}) < len(tokens):
+        _refuse(folder / "tokenizer_config.json", f"one id for two tokens among {[*tokens.values()]}")
+    return sorted(tokens.values(), key=lambda token: token["id"])
+
+
+def _bos(file, config, special, default, text=None):
+    """The prefix: the id of bos_token (`text` if none is named), if add_bos_token (else `default`) says so."""
+    if not config.get("add_bos_token", default):
+        return []
+    text = token_text(config.get("bos_token") or text)
+    if text not in special:
+        _refuse(file, f"add_bos_token, but a bos_token ({text!r}) without an id")
+    return [special[text]]
+
+
 def _read_vocab(file):
     """vocab.json with merges.txt, GPT-2's or Qwen's, through the tokenizer.json that they stand for."""
-    folder, vocab, config = file.parent, read_json(file), optional_json(file.parent / "tokenizer_config.json")
+    folder, vocab, config = file.parent, read_json(file), token_settings(file.parent)
     qwen = _tokenizer_class(file, config, "GPT2Tokenizer", "Qwen2Tokenizer") == "Qwen2Tokenizer"
     byte_level = _byte_level(not qwen) | {"add_prefix_space": bool(config.get("add_prefix_space")) and not qwen}
     split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
@@ -410,42 +319,40 @@ def _read_vocab(file):
         "decoder": _byte_level(True),
         "model": {"type": "BPE", "vocab": vocab, "merges": [x for x in lines[lines[0].startswith("#version"):] if x]},
     })
-    encoding.prefix = _bos(folder, config, encoding.special_tokens, False)
+    encoding.prefix = _bos(file, config, encoding.special_tokens, False)
     return encoding
 
 
 def _read_sentencepiece(file):
     """tokenizer.model alone, Llama's or Baichuan's. By default Llama's bos_token is a prefix, and Baichuan's is not."""
-    content, config = file.read_bytes(), optional_json(file.parent / "tokenizer_config.json")
+    content, config = file.read_bytes(), token_settings(file.parent)
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", content):
-        raise InputError(f"{file}: expected a sentencepiece model, but this is tiktoken's format, which is not "
-                         "supported; fetch the model's tokenizer.json")
-    kind = _tokenizer_class(file, config, "LlamaTokenizer", "BaichuanTokenizer")
-    if config.get("add_prefix_space") is False or config.get("sp_model_kwargs"):
-        _refuse(file, "add_prefix_space=false or sp_model_kwargs in its tokenizer_config.json")
-    first = _sentencepiece(file, content)
-    # what follows a special token starts with the model's dummy prefix, a space, unless legacy is false
-    rest = first if config.get("legacy", True) else _sentencepiece(file, content + NO_DUMMY_PREFIX)
-    special = _pieces_added(file, config, first)
-    encode, decode = _piece_functions(special, first, rest)
-    last = max([first.get_piece_size() - 1, *special.values()])
-    encoding = PackageEncoding(file.parent.name, encode, first.encode, decode, special, last,
-                               identity=(hashlib.sha256(content).hexdigest(), rest is first))
-    encoding.prefix = _bos(file.parent, config, special, kind == "LlamaTokenizer", "<s>")
-    return encoding
-
-
-def _sentencepiece(file, content):
+        _refuse(file, "tiktoken's format")
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
         raise InputError(f"{file}: expected the package sentencepiece, which a tokenizer.model needs, but it is "
                          "missing; pip install sentencepiece") from None
-    try:
-        return SentencePieceProcessor(model_proto=content or b"\0")
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{file}: expected a sentencepiece model, but: {reason}; fetch it again") from error
+    kind = _tokenizer_class(file, config, "LlamaTokenizer", "BaichuanTokenizer")
+    if config.get("add_prefix_space") is False or config.get("sp_model_kwargs"):
+        _refuse(file, "add_prefix_space=false or sp_model_kwargs in its tokenizer_config.json")
+    first = SentencePieceProcessor(model_proto=content or b"\0")
+    # what follows a special token starts with the model's dummy prefix, a space, unless legacy is false
+    rest = first if config.get("legacy", True) else SentencePieceProcessor(model_proto=content + NO_DUMMY_PREFIX)
+    special = _pieces_added(file, config, first)
+    names = {index: text for text, index in special.items() if index != first.unk_id()}
+
+    def decode(ids):
+        runs = itertools.groupby(ids, names.__contains__)
+        return "".join("".join(map(names.get, run)) if is_special else (rest if i else first).decode(list(run))
+                       for i, (is_special, run) in enumerate(runs))
+
+    encode = _with_special(special, lambda text, behind: (rest if behind else first).encode(text))
+    ids = [*range(first.get_piece_size()), *special.values()]
+    identity = (hashlib.sha256(content).hexdigest(), rest is first), sorted(special.items())
+    encoding = Encoding(encode, first.encode, decode, special, ids, identity)
+    encoding.prefix = _bos(file, config, special, kind == "LlamaTokenizer", "<s>")
+    return encoding
 
 
 def _pieces_added(file, config, model):
@@ -457,27 +364,8 @@ def _pieces_added(file, config, model):
     added = _added_tokens(file.parent, config, index_of, ["<s>", "</s>", "<unk>"])
     for token in added:
         text, index = token["content"], token["id"]
-        if token["single_word"] or token["lstrip"] or token["rstrip"]:
-            _refuse(file, "an added token with single_word, lstrip or rstrip")
+        if any(token[flag] for flag in STRIPS):
+            _refuse(file, f"an added token with {', '.join(STRIPS[:2])} or {STRIPS[2]}")
         if index < model.get_piece_size() and model.id_to_piece(index) != text:
             _refuse(file, f"the id {index} for {text!r}, which is {model.id_to_piece(index)!r}")
     return {token["content"]: token["id"] for token in added}
-
-
-def _piece_functions(special, first, rest):
-    """(encode, decode): special tokens are cut out; `first` takes the text before them, `rest` what follows them."""
-    split = _splitter(special)
-    names = {index: text for text, index in special.items() if index != first.unk_id()}
-    known = {*range(first.get_piece_size()), *names}
-
-    def encode(text):
-        ids = ([special[part]] if i % 2 else (rest if i else first).encode(part) for i, part in enumerate(split(text)))
-        return list(itertools.chain.from_iterable(ids))
-
-    def decode(ids):
-        runs = itertools.groupby(filter(known.__contains__, ids), names.__contains__)
-        texts = ("".join(map(names.get, run)) if is_special else (rest if i else first).decode(list(run))
-                 for i, (is_special, run) in enumerate(runs))
-        return "".join(texts)
-
-    return encode, decode
