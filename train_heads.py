@@ -25,7 +25,7 @@ from hf.chat import load_chat_template, stop_tokens
 from hf.tokenizer import tokenizer_hash
 from model import InputError, atomic_write
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
-from training.common import Log, Progress, Signals, add_flags, check_flags, check_same, load_state, set_learning_rate
+from training.common import Log, Signals, add_flags, add_number, load_state, progress, set_learning_rate
 from training.data import load_tokens, most_frequent, open_tokens, prompts, store_tokens, tokens_key, window_batch
 from training.evaluate import DECODED, head_accuracy, measure, plot, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
@@ -43,17 +43,15 @@ PROMPTS = 32        # held-out ones, decoded to measure the heads
 # Training
 
 class Run:
-    """One training run: the heads, their optimiser, the step it is at. args: as `parse` gives them, block size filled
-    in."""
+    """One training run: the heads, their optimiser, the step it is at."""
 
-    def __init__(self, args, heads, tokenizer, world, vocab_ids=None, state=None):
+    def __init__(self, args, heads, tokenizer, world, state=None):
         self.args, self.out, self.tokenizer, self.world = args, Path(args.out), tokenizer, world
         self.heads, self.step, self.saved = heads.to(heads.model.device), 0, time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.autocast = torch.autocast(heads.model.device.type, torch.bfloat16, enabled=args.dtype != "float32")
-        saved_ids = state["heads"].pop("vocabulary", []) if state else []
-        heads.set_vocabulary(saved_ids if vocab_ids is None else vocab_ids)
         if state:
+            heads.set_vocabulary(state["heads"].pop("vocabulary", []))
             heads.load_state_dict(heads.state_dict() | state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
@@ -64,7 +62,7 @@ class Run:
     def train(self, corpus, self_distillation=None):
         """Trains to the last step, or until Ctrl-C or SIGTERM, which let the current step finish -> whether all were
         done."""
-        a, progress = self.args, Progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
+        a, show = self.args, progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         log = Log(self.out / "log.jsonl", self.step) if self.world.rank == 0 else None
         with Signals() as signals:
             while self.step < a.steps and not self.interrupted(signals):
@@ -74,7 +72,7 @@ class Run:
                     self.check_finite(loss)
                     if log:
                         shares = " ".join(f"{share:.3f}" for share in accuracies.tolist())
-                        progress.show(self.step, f"loss {loss:.3f}  accuracy {shares}")
+                        show(self.step, f"loss {loss:.3f}  accuracy {shares}")
                         log.add(step=self.step, tokens=self.step * a.batch_size * a.block_size, loss=loss.item(),
                                 accuracy=accuracies.tolist(), lr=self.optimizer.param_groups[0]["lr"])
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
@@ -94,7 +92,7 @@ class Run:
         return loss.detach(), accuracies
 
     def losses(self, ids, loss_mask, documents):
-        """Windows as `window_batch` gives them -> (losses in nats, head accuracies), each [K], over all processes. Only
+        """Windows as `batch` gives them -> (losses in nats, head accuracies), each [K], over all processes. Only
         this process's part of a loss has a gradient, times the number of processes, since DDP divides by it."""
         a, model, world = self.args, self.heads.model, self.world
         top_n = ON_POLICY_TOP if self.step >= a.steps - a.on_policy_steps else 0
@@ -110,30 +108,21 @@ class Run:
         return total + world.size * (losses - losses.detach()), world.sum(hits) / count(guess_mask)
 
     def batch(self, corpus, own_text):
-        """This process's part of the step's windows, see `window_batch`; --self-distill-ratio of them from the model's
-        own text. They are seeded by the step, so they are the same in a resumed run and with any number of
-        processes."""
-        a, heads, world, seed = self.args, self.heads, self.world, self.args.seed * 1_000_003 + self.step
-        length, own_windows = a.block_size + heads.config.n_draft + 1, 0
+        """This process's part of the step's windows; --self-distill-ratio of them from the model's own text. They are
+        seeded by the step, so they are the same in a resumed run and with any number of processes."""
+        a, seed, own_windows = self.args, self.args.seed * 1_000_003 + self.step, 0
+        length = a.block_size + self.heads.config.n_draft + 1
         if own_text and len(own_text.ids) >= length:  # the first round may be shorter
             due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # up to a step
             own_windows = due(self.step + 1) - due(self.step)
-        parts = [window_batch(tokens, n, length, seed, heads.model.device)
-                 for tokens, n in ((corpus, a.batch_size - own_windows), (own_text, own_windows)) if n]
-        mine = slice(world.rank, None, world.size)
-        ids, loss_mask = (torch.cat([part[i] for part in parts])[mine] for i in (0, 1))
-        if all(documents is None for *_, documents in parts):
-            return ids, loss_mask, None
-        documents = [torch.zeros_like(part[0]) if part[2] is None else part[2] for part in parts]
-        return ids, loss_mask, torch.cat(documents)[mine]
+        parts = [(corpus, a.batch_size - own_windows), (own_text, own_windows)][:2 if own_windows else 1]
+        mine = slice(self.world.rank, None, self.world.size)
+        return window_batch(parts, length, seed, self.heads.model.device, mine)
 
     def interrupted(self, signals):
         """Whether a signal came to any process. Several processes ask only every tenth step, since asking waits for
         all."""
         return (self.world.size == 1 or self.step % 10 == 0) and self.world.any(signals.came)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Saving
 
     def save(self, **info):
         """Writes heads and training state; `info` goes into heads.json. InputError, with the last ones intact, on
@@ -187,7 +176,11 @@ def load_data(args, heads, encoding, world, state):
     def store():
         args.key = tokens_key(args.data, encoding, template)
         if state:
-            check_same(args.out, state["settings"], settings(args, heads))
+            wanted, saved = settings(args, heads), state["settings"]
+            for name in [*wanted, *saved]:
+                if saved.get(name) != wanted.get(name):
+                    raise InputError(f"{args.out} holds a run with {name.replace('_', '-')} {saved.get(name)}, not "
+                                     f"{wanted.get(name)}; repeat its flags and data, or choose another --out")
             if state["step"] > args.steps:
                 raise InputError(f"{args.out} holds a run that is at step {state['step']} already; --steps "
                                  f"{args.steps} is less: choose more steps or another --out")
@@ -206,26 +199,28 @@ def prepare(args, world):
     out = Path(args.out)
     state = load_state(out, args.resume, ("settings", "step", "heads", "optimizer"), "cpu")
     heads, encoding = load_for_training(args, world)
-    check_draft_vocabulary(args, heads.model)
-    args.block_size = block_size(args, heads)
+    args.block_size = check_sizes(args, heads)
     splits, kinds = load_data(args, heads, encoding, world, state)
     if args.self_distill and args.shard_base:
         raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
     check_lengths(splits, args)
     heldout_prompts(splits["heldout"], heads.model)  # raises where there are none
-    vocab_ids = draft_vocabulary(args, splits["train"], heads.model)
-    run = Run(args, heads, tokenizer_hash(encoding), world, vocab_ids, state)
+    run = Run(args, heads, tokenizer_hash(encoding), world, state)
+    if args.draft_vocabulary is not None:
+        heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary, heads.model.config.vocab_size))
     distillation = None
     if args.self_distill:
         distillation = SelfDistillation(run, splits["train"], stop_tokens(args.model, encoding), kinds)
     if world.rank == 0:
-        for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
+        for leftover in out.glob("*.*.tmp*"):  # of a run that was killed while it saved
             leftover.unlink()
     return run, splits, distillation
 
 
-def block_size(args, heads):
-    """--block-size, by default 256 or what the context holds. After a window all heads must have a token to guess."""
+def check_sizes(args, heads):
+    """Checks what depends on the model -> --block-size, by default 256 or what the context holds. After a window all
+    heads must have a token to guess."""
+    check("draft vocabulary", args.draft_vocabulary or 0, 0, heads.model.config.vocab_size, whole=True)
     longest = heads.model.config.block_size - heads.config.n_draft - 1
     size = args.block_size or min(256, longest)
     check("block size", size, 1, longest, whole=True)
@@ -240,18 +235,6 @@ def check_lengths(splits, args):
             raise InputError(f"expected at least {windows * window} tokens in the {split} split, {windows} windows of "
                              f"{window}, but it has {len(splits[split].ids)}; give more text, or a smaller "
                              "--block-size or --batch-size")
-
-
-def check_draft_vocabulary(args, model):
-    if args.draft_vocabulary is not None:
-        check("draft vocabulary", args.draft_vocabulary, 0, model.config.vocab_size, whole=True)
-
-
-def draft_vocabulary(args, tokens, model):
-    """The token ids that --draft-vocabulary allows heads to draft, [] for all; None without the flag."""
-    if args.draft_vocabulary is None:
-        return None
-    return most_frequent(tokens.ids, args.draft_vocabulary, model.config.vocab_size)
 
 
 def heldout_prompts(heldout, model):
@@ -284,12 +267,12 @@ def finish(run, heldout):
 def evaluate_folder(args):
     """--evaluate: measures the heads in --out, and writes that into their heads.json."""
     model, encoding = load_model(args)
-    check_draft_vocabulary(args, model)
     tokenizer, template = tokenizer_hash(encoding), load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
-    size, heldout = block_size(args, heads), load_tokens(args.data, encoding, "heldout", template)
+    size, heldout = check_sizes(args, heads), load_tokens(args.data, encoding, "heldout", template)
     if args.draft_vocabulary is not None:
-        heads.set_vocabulary(draft_vocabulary(args, load_tokens(args.data, encoding, "train", template), model))
+        ids = load_tokens(args.data, encoding, "train", template).ids
+        heads.set_vocabulary(most_frequent(ids, args.draft_vocabulary, model.config.vocab_size))
     found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size, size)
     info = {name: value for name, value in heads.info.items() if name not in ("config", "base")} | found
     if args.draft_vocabulary is None:
@@ -302,44 +285,39 @@ def evaluate_folder(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-SWITCHES = {  # of CloverConfig, as flags; n_draft is --draft-heads
-    "n_draft": dict(type=int, metavar="N", help="how many heads, K"),
-    "augment_layers": dict(type=int, help="transformer blocks before the heads"),
-    "mix": dict(choices=(*MIXERS, "none"), help="how a head takes in the token guessed before it"),
-    "mix_before": dict(action=argparse.BooleanOptionalAction, help="take in the root before the augmenting block too"),
-    "projector": dict(choices=tuple(PROJECTORS), help="what stands before the LM head"),
-    "shared": dict(action=argparse.BooleanOptionalAction, help="all heads but the first share their weights"),
-}
-OLD_FLAGS = {"--own-drafts": ("on_policy_steps", int), "--self-share": ("self_distill_ratio", float)}  # still accepted
-
-
 def make_parser():
     parser = Parser("Trains draft heads on a frozen model.")
     add_model_flags(parser)
     add_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
     parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
-    for name, options in SWITCHES.items():
-        options = options | dict(default=argparse.SUPPRESS, help=f"{options['help']}; default: the preset's")
-        flag = "--draft-heads" if name == "n_draft" else f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, dest=name, **options)
+    switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
+    add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N", **switch("how many heads, K"))
+    add_number(parser, "--augment-layers", 0, MAX_AUGMENT, **switch("transformer blocks before the heads"))
+    parser.add_argument("--mix", choices=(*MIXERS, "none"), **switch("how a head takes in the token guessed before it"))
+    parser.add_argument("--mix-before", action=argparse.BooleanOptionalAction,
+                        **switch("take in the root before the augmenting block too"))
+    parser.add_argument("--projector", choices=tuple(PROJECTORS), **switch("what stands before the LM head"))
+    parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
+                        **switch("all heads but the first share their weights"))
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill",
                         help="train towards the model's next-token distribution or towards the text")
-    parser.add_argument("--smooth-l1", type=float, default=0.0, metavar="X",
-                        help="add X times the SmoothL1 distance between the heads' states and the model's")
-    parser.add_argument("--on-policy-steps", type=int, default=0, metavar="N",
-                        help="in the last N steps, train a head only after tokens that drafting would try: each among "
-                             f"the {ON_POLICY_TOP} likeliest of the head before")
-    parser.add_argument("--self-distill", type=int, metavar="N",
-                        help="let the model continue N prompts from the data, and train on that too; default: "
-                             f"{SELF_PROMPTS} where the data are mostly chats, else 0")
-    parser.add_argument("--self-distill-ratio", type=float, default=0.5, metavar="X",
-                        help="the share of windows from the model's own text")
-    for flag, (name, kind) in OLD_FLAGS.items():
-        parser.add_argument(flag, dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    parser.add_argument("--draft-vocabulary", type=int, metavar="N",
-                        help="let the heads draft only among the N most frequent tokens of the data; 0: all; default: "
-                             "all, or as the heads in --out have it")
+    add_number(parser, "--smooth-l1", 0, 1e6, float, default=0.0, metavar="X",
+               help="add X times the SmoothL1 distance between the heads' states and the model's")
+    add_number(parser, "--on-policy-steps", 0, 10**9, default=0, metavar="N",
+               help="in the last N steps, train a head only after tokens that drafting would try: each among the "
+                    f"{ON_POLICY_TOP} likeliest of the head before")
+    add_number(parser, "--self-distill", 0, 10**7, metavar="N",
+               help="let the model continue N prompts from the data, and train on that too; default: "
+                    f"{SELF_PROMPTS} where the data are mostly chats, else 0")
+    add_number(parser, "--self-distill-ratio", 0, 1, float, default=0.5, metavar="X",
+               help="the share of windows from the model's own text")
+    hidden = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # old names, still accepted
+    add_number(parser, "--own-drafts", 0, 10**9, dest="on_policy_steps", **hidden)
+    add_number(parser, "--self-share", 0, 1, float, dest="self_distill_ratio", **hidden)
+    add_number(parser, "--draft-vocabulary", 0, 2**31, metavar="N",
+               help="let the heads draft only among the N most frequent tokens of the data; 0: all; default: all, or "
+                    "as the heads in --out have it")
     parser.add_argument("--shard-base", action="store_true",
                         help="with torchrun: leave each GPU a part of the frozen model (FSDP2); default: if it has to")
     parser.add_argument("--evaluate", action="store_true", help="train nothing; measure the heads in --out")
@@ -349,14 +327,9 @@ def make_parser():
 def parse(argv):
     args = make_parser().parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
-    args.config = preset(args.preset, **{name: getattr(args, name) for name in SWITCHES if hasattr(args, name)})
-    check("draft heads", args.config.n_draft, 1, MAX_DRAFT, whole=True)
-    check("augment layers", args.config.augment_layers, 0, MAX_AUGMENT, whole=True)
-    check_flags(args)
-    check("smooth L1", args.smooth_l1, 0, 1e6)
+    switches = vars(args).keys() & vars(PRESETS["clover"]).keys()
+    args.config = preset(args.preset, **{name: getattr(args, name) for name in switches})
     check("on-policy steps", args.on_policy_steps, 0, args.steps, whole=True)
-    check("self-distill", args.self_distill or 0, 0, 10**7, whole=True)
-    check("self-distill ratio", args.self_distill_ratio, 0, 1)
     return args
 
 

@@ -283,7 +283,7 @@ def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgot
     """Would catch: heads trained on the user's words, on the template's, or on an answer that was cut later on."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
     [record] = corpus.read_records([tmp_path / "a.jsonl"], template)
-    ids, counts = data.encode_record(record, chatty)
+    ids, counts, _ = data.encode_record(record, chatty)
     shown = [(role, "hell" if i == forgotten else content) for i, (role, content) in enumerate(turns)
              if content != "bye"]
     expected = conversation(chatty, shown, counted)
@@ -339,35 +339,24 @@ def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tin
 # tokens
 
 
-def test_token_array_separates_documents_and_takes_special_text_as_text(tiny, monkeypatch):
-    documents = ["hell", f"a{EOT}", "", "日本"]
-    expected = [token for text in documents for token in [*tiny.encode_ordinary(text), 300]]
-    whole = data.token_array(iter(documents), tiny, 300)
-    assert whole.dtype == np.uint16 and whole.tolist() == expected and expected.count(300) == 4
-    monkeypatch.setattr(data, "CHUNK_CHARACTERS", 1)
-    assert data.token_array(documents, tiny, 300).tolist() == expected
-    assert data.token_array([], tiny, 300).shape == (0,)
-
-
-def test_token_array_widens_for_ids_beyond_16_bits(tmp_path):
-    for last, dtype in ((2**16 - 1, np.uint16), (2**16, np.uint32)):
-        spec = tiny_spec()
-        spec["added_tokens"][0]["id"] = last
-        encoding = load_encoding(save(tmp_path, spec))
-        tokens = data.token_array(["a"], encoding, last)
-        assert tokens.dtype == dtype and tokens.tolist() == [64, last]
+@pytest.mark.parametrize("last, dtype", [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_ids_beyond_16_bits_are_kept(last, dtype, tmp_path):
+    spec = tiny_spec()
+    spec["added_tokens"][0]["id"] = last
+    tokens = data.encode_record(corpus.text_record("a"), load_encoding(save(tmp_path, spec)))
+    assert tokens.ids.dtype == dtype and tokens.ids.tolist() == [64, last]
 
 
 def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_where_it_is_meant(tiny):
     """Would catch: a BOS that heads learn to guess, an end that they do not, a text that can write special tokens."""
     tiny.prefix = [7, 8]
     plain = tiny.encode_ordinary
-    ids, counts = data.encode_record(corpus.Record(((f"he{EOT}", True),), "text"), tiny)
+    ids, counts, _ = data.encode_record(corpus.Record(((f"he{EOT}", True),), "text"), tiny)
     assert ids.tolist() == [7, 8, *plain(f"he{EOT}"), 300] and counts.tolist() == [False] * 2 + [True] * (len(ids) - 2)
-    ids, counts = data.encode_record(corpus.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
+    ids, counts, _ = data.encode_record(corpus.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
     assert ids.tolist() == [7, 8, 256, 257, 300, 300]  # not 258, hell: a prompt's end is a token's
     assert counts.tolist() == [False] * 3 + [True] * 3
-    ids, counts = data.encode_record(corpus.Record((("he", False), (EOT, True)), "chat"), tiny)
+    ids, counts, _ = data.encode_record(corpus.Record((("he", False), (EOT, True)), "chat"), tiny)
     assert ids.tolist() == [256, 300] and counts.tolist() == [False, True]
 
 
@@ -395,18 +384,18 @@ def stop(*_, **__):
 def test_stored_tokens_are_those_that_load_tokens_gives(chunk, paths, chatty, tmp_path, monkeypatch):
     """Would catch: splits mixed up, chunks out of order or lost, a document's flags beside another's ids."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", chunk)
-    monkeypatch.setattr(data, "PROGRESS_CHARACTERS", 2000)
     said = []
     stored, meta = data.store_tokens(tmp_path / "out" / "tokens", paths, chatty, CHATML, said.append)
     assert meta["kinds"] == {"text": 200, "completion": 60, "chat": 60}
-    assert said[0].startswith("tokenised ") and said[0].endswith("M tokens") and len(said) < 10
+    assert all(line.startswith("tokenised ") and line.endswith("M tokens") for line in said)
+    assert len(said) == {1: 320, 300: len(said), 10**6: 0}[chunk] and (chunk != 300 or 20 < len(said) < 60)
     for split in ("train", "heldout"):
         assert same(stored[split], data.load_tokens(paths, chatty, split, CHATML)), split
         assert all(isinstance(array, np.memmap) for array in stored[split]) and stored[split].ids.dtype == np.uint16
     expected = [data.encode_record(record, chatty) for split, record in corpus.split_records(paths, ["train"], CHATML)]
-    assert stored["train"].ids.tolist() == [token for ids, _ in expected for token in ids]
-    assert stored["train"].loss_mask.tolist() == [in_loss for _, mask in expected for in_loss in mask]
-    assert stored["train"].starts.tolist() == np.cumsum([0, *(len(ids) for ids, _ in expected[:-1])]).tolist()
+    assert stored["train"].ids.tolist() == [token for one in expected for token in one.ids]
+    assert stored["train"].loss_mask.tolist() == [in_loss for one in expected for in_loss in one.loss_mask]
+    assert stored["train"].starts.tolist() == np.cumsum([0, *(len(one.ids) for one in expected[:-1])]).tolist()
     assert sorted(file.name for file in (tmp_path / "out" / "tokens").iterdir()) == [
         "heldout.ids", "heldout.loss_mask", "heldout.starts", "meta.json", "train.ids", "train.loss_mask",
         "train.starts"]
@@ -442,9 +431,10 @@ def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template
 def test_text_is_taken_a_chunk_at_a_time(monkeypatch):
     """Would catch: a corpus larger than memory, all of it in lists."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", 3)
-    taken = iter(["ab"] * 5)
-    chunks = data.chunks(taken, len)
-    assert next(chunks) == ["ab", "ab"] and len(list(taken)) == 3
+    pair = "train", corpus.text_record("ab")
+    taken = iter([pair] * 5)
+    chunks = data.chunks(taken)
+    assert next(chunks) == [pair, pair] and len(list(taken)) == 3
 
 
 def copied(tokens):
@@ -544,11 +534,9 @@ def test_a_training_split_in_which_nothing_is_in_the_loss_is_refused(chatty, tmp
 
 
 def write_own(folder, documents):
-    with data.write_tokens(folder, np.uint32, ["own"]) as (add, meta):
-        for ids, loss_mask in documents:
-            add("own", ids, loss_mask)
-        meta.update(mine=7)
-    return data.open_tokens(folder)[0]["own"]
+    own = (("train", "text", data.document(ids, loss_mask, np.uint32)) for ids, loss_mask in documents)
+    data.write_tokens(folder, own, key=7)
+    return data.open_tokens(folder)[0]["train"]
 
 
 def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_path):
@@ -556,7 +544,7 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
     documents = [([70_000, 2, 3], [False, True, True]), ([], []), (np.array([4]), np.array([True]))]
     tokens = write_own(tmp_path / "new", iter(documents))
     assert tokens.ids.tolist() == [70_000, 2, 3, 4] and tokens.loss_mask.tolist() == [False, True, True, True]
-    assert tokens.starts.tolist() == [0, 3] and data.open_tokens(tmp_path / "new")[1]["mine"] == 7
+    assert tokens.starts.tolist() == [0, 3] and data.open_tokens(tmp_path / "new")[1]["key"] == 7
 
     def broken():
         yield [5], [True]
@@ -564,7 +552,7 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
 
     with pytest.raises(InputError, match="no more"):
         write_own(tmp_path / "new", broken())
-    assert data.open_tokens(tmp_path / "new")[0]["own"].ids.tolist() == [70_000, 2, 3, 4]
+    assert data.open_tokens(tmp_path / "new")[0]["train"].ids.tolist() == [70_000, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
     assert write_own(tmp_path / "none", []).ids.shape == (0,)
     refusal(lambda: data.open_tokens(tmp_path / "missing"), tmp_path / "missing")
@@ -577,32 +565,26 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_batch_gives_windows_of_the_array_with_its_first_and_last_token_among_them(dtype):
-    tokens = np.arange(65_500, 65_511).astype(dtype)
-    windows = data.batch(tokens, 200, 7, torch.Generator().manual_seed(0))
-    assert windows.dtype == torch.int64 and windows.shape == (200, 7)
-    assert (windows.diff(dim=1) == 1).all() and set(windows[:, 0].tolist()) == set(range(65_500, 65_505))
-    assert torch.equal(windows, data.batch(tokens, 200, 7, torch.Generator().manual_seed(0)))
-    assert data.batch(tokens, 2, 11, torch.Generator()).tolist() == [tokens.tolist()] * 2
-    refusal(lambda: data.batch(tokens, 2, 12, torch.Generator()), 12, 11)
-
-
-def test_windows_are_batches_with_their_marks_and_the_numbers_of_their_documents():
-    """Would catch: windows from elsewhere than batch's, and guesses across the border of two documents."""
+def test_windows_carry_their_marks_and_the_numbers_of_their_documents(dtype):
+    """Would catch: a first or last token that is in no window, and guesses across the border of two documents."""
     rng = np.random.default_rng(0)
     starts = np.append(True, rng.random(299) < 0.2)
-    tokens = data.Tokens(np.arange(300).astype(np.uint16), rng.random(300) < 0.5, np.flatnonzero(starts))
-    ids, loss_mask, numbers = data.windows(tokens, 50, 17, torch.Generator().manual_seed(3))
-    assert torch.equal(ids, data.batch(tokens.ids, 50, 17, torch.Generator().manual_seed(3)))
+    tokens = data.Tokens(np.arange(300).astype(dtype), rng.random(300) < 0.5, np.flatnonzero(starts))
+    ids, loss_mask, numbers = batch = data.window_batch([(tokens, 5000)], 17, 3, "cpu")
     assert (ids.dtype, loss_mask.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
-    for window, mask, documents in zip(ids.tolist(), loss_mask.tolist(), numbers.tolist()):
+    assert (ids.diff(dim=1) == 1).all() and set(ids[:, 0].tolist()) == set(range(284))
+    for window, mask, documents in zip(ids[:50].tolist(), loss_mask.tolist(), numbers.tolist()):
         assert mask == tokens.loss_mask[window].tolist()
         assert documents == [sum(starts[window[0] + 1 : i + 1].tolist()) for i in window]
-    assert {bool(starts[window[0]]) for window in ids.tolist()} == {True, False}
-    refusal(lambda: data.windows(tokens, 1, 301, torch.Generator()), 301, 300)
-    assert all(map(torch.equal, data.window_batch(tokens, 50, 17, 3, "cpu"), (ids, loss_mask, numbers)))
+    assert all(map(torch.equal, batch, data.window_batch([(tokens, 5000)], 17, 3, "cpu")))
     one = tokens._replace(starts=np.zeros(1, np.int64))
-    assert data.window_batch(one, 50, 17, 3, "cpu")[2] is None
+    assert data.window_batch([(one, 50)], 17, 3, "cpu")[2] is None
+    assert data.window_batch([(tokens, 1)], 300, 3, "cpu")[0].tolist() == [list(range(300))]
+    mixed = data.window_batch([(one, 4), (tokens, 50)], 17, 3, "cpu", slice(1, None, 2))
+    parts = data.window_batch([(one, 4)], 17, 3, "cpu"), data.window_batch([(tokens, 50)], 17, 3, "cpu")
+    assert torch.equal(mixed[0], torch.cat([part[0] for part in parts])[1::2]) and mixed[2].shape == (27, 17)
+    assert not mixed[2][:2].any() and torch.equal(mixed[2][2:], parts[1][2][1::2])
+    refusal(lambda: data.window_batch([(tokens, 1)], 301, 3, "cpu"), 301, 300)
 
 
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):

@@ -1,5 +1,6 @@
 """What training.base and train_heads.py share: flags, state files, the learning rate, progress, the log, signals."""
 
+import argparse
 import contextlib
 import json
 import signal
@@ -19,24 +20,27 @@ def add_data_flag(parser):
                         help="files of text or .jsonl, folders, patterns; default: Python's standard library")
 
 
+def add_number(parser, flag, low, high, kind=int, above=False, **options):
+    """Adds a flag that takes a number from low to high; above low, with `above`. options: as in add_argument."""
+    def number(text):
+        value = kind(text)
+        try:
+            check("the value", value, low, high, whole=kind is int, above=above)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(error) from None
+        return value
+    parser.add_argument(flag, type=number, **options)
+
+
 def add_flags(parser, steps, batch_size, block_size, lr):
     add_data_flag(parser)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per step")
-    parser.add_argument("--block-size", type=int, default=block_size,
-                        help="tokens per sequence; default: 256, or the context")
-    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=1)
+    add_number(parser, "--steps", 1, 10**9, default=steps)
+    add_number(parser, "--batch-size", 1, 10**9, default=batch_size, help="sequences per step")
+    add_number(parser, "--block-size", 1, 10**9, default=block_size,
+               help="tokens per sequence; default: 256, or the context")
+    add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
+    add_number(parser, "--seed", 0, 2**31, default=1)
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-
-
-def check_flags(args):
-    for name in ("steps", "batch_size"):
-        check(name.replace("_", " "), getattr(args, name), 1, 10**9, whole=True)
-    if args.block_size is not None:
-        check("block size", args.block_size, 1, 10**9, whole=True)
-    check("learning rate", args.lr, 0, 10, above=True)
-    check("seed", args.seed, 0, 2**31, whole=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,22 +67,6 @@ def load_state(out, resume, keys, device):
     return state
 
 
-def check_same(out, saved, wanted):
-    """Refuses to resume a run with other settings than it was started with; both are dicts."""
-    for name in [*wanted, *saved]:
-        old, new = saved.get(name), wanted.get(name)
-        if old != new:
-            raise InputError(f"{out} holds a run with {name.replace('_', '-')} {old}, not {new}; repeat its flags and "
-                             "data, or choose another --out")
-
-
-def make_folder(path):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # While it runs
 
@@ -88,18 +76,16 @@ def set_learning_rate(optimizer, peak, step, steps):
         group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
 
 
-class Progress:
-    """Prints one line: the step, what the caller measured, tokens per second, the time left."""
+def progress(start, steps, tokens_per_step):
+    """A function that prints one line: the step, what the caller measured, tokens per second, the time left."""
+    began = time.perf_counter()
 
-    def __init__(self, start, steps, tokens_per_step):
-        self.start, self.steps, self.tokens_per_step = start, steps, tokens_per_step
-        self.began = time.perf_counter()
-
-    def show(self, step, measured):
-        speed = (step - self.start) / (time.perf_counter() - self.began)  # steps per second
-        left = int((self.steps - step) / speed)
-        print(f"step {step}/{self.steps}  {measured}  {speed * self.tokens_per_step:.0f} tokens/s  "
+    def show(step, measured):
+        speed = (step - start) / (time.perf_counter() - began)  # steps per second
+        left = int((steps - step) / speed)
+        print(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  "
               f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left", flush=True)
+    return show
 
 
 class Log:
@@ -131,9 +117,8 @@ class Signals:
     second SIGTERM does nothing: it may come both directly and through the process that started this one."""
 
     def __enter__(self):
-        self.came, self.before = False, {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self.note)
+        self.came = False
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def note(self, number, frame):

@@ -43,31 +43,23 @@ class BrokenLine(Exception):
 
 def builtin_corpus(split):
     """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20, picked by a hash of
-    its path inside the library, is in the split "heldout", the others in "train". InputError where there are no
-    sources."""
-    check_split(split)
-    root, names = library_files()
-    files = [root / name for name in names if split_of(name.as_posix()) == split]
-    files = [file for file in files if read_utf8(file)]
-    if not files:
-        raise InputError(f"{root}: expected the sources of Python's library, but there are none; name files of text")
-    return files
-
-
-def library_files():
-    """(root of the standard library, the paths of its .py files relative to the root, sorted)."""
+    its path inside the library, is in the split "heldout", the others in "train". InputError where there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [file.relative_to(root) for file in sorted(root.rglob("*.py"))]
-    others = {"site-packages", "dist-packages", "__pycache__"}
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
     # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
-    return root, [name for name in names if not others & set(name.parts) and not name.stem.startswith("_sysconfigdata")]
+    files = [file for file in sorted(root.rglob("*.py")) if not file.stem.startswith("_sysconfigdata")
+             and not foreign & set(file.relative_to(root).parts)
+             and split_of(file.relative_to(root).as_posix()) == split and read_utf8(file)]
+    if not files:
+        raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, but there are none; "
+                         "name files of text")
+    return files
 
 
 def find_files(path):
     """The files that a path names, a sorted list of Path: the file itself, or all files of TEXT_SUFFIXES below a
-    folder. A path that does not exist and contains *, ? or [ is a pattern; folders that match it are searched as well.
-    Folders that hold a training run are left out. InputError where nothing can be read, except for an empty folder:
-    []."""
+    folder, but for folders that hold a training run. A path that does not exist and contains *, ? or [ is a pattern;
+    folders that match it are searched as well. InputError where nothing can be read, except for an empty folder: []."""
     if not os.path.exists(path) and set("*?[") & set(str(path)):
         files = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in find_files(match)]
         if not files:
@@ -84,10 +76,8 @@ def find_files(path):
 
 def source_files(paths):
     """All files of `paths`, or of the built-in corpus if None: a list of Path. Errors as in `find_files`."""
-    if paths is None:
-        root, names = library_files()
-        return [root / name for name in names]
-    return [file for path in paths for file in find_files(path)]
+    groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
+    return list(itertools.chain.from_iterable(groups))
 
 
 def read_utf8(file):
@@ -98,15 +88,6 @@ def read_utf8(file):
         return None
 
 
-def read_lines(file):
-    """Yields (number from 1, line as bytes) of a .jsonl or .jsonl.gz file. InputError for a damaged one."""
-    try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-            yield from enumerate(lines, start=1)
-    except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{file}: expected lines of JSON, but it cannot be read ({error}); fetch it again") from None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents
 
@@ -115,8 +96,7 @@ def warn(line):
 
 
 def read_documents(paths, log=warn):
-    """Yields the text of each document, not empty; a prompt and its completion are one text. As `read_records`, but
-    conversations are refused, since they need a template."""
+    """Yields the text of each document, as `read_records` does without a template."""
     for record in read_records(paths, log=log):
         yield record.text
 
@@ -133,7 +113,8 @@ def read_records(paths, template=None, log=warn):
     for path in paths:
         empty = True
         for file in find_files(path):
-            for record in file_records(file, template, log):
+            lines = file.name.endswith(LINES)
+            for record in read_lines(file, template, log) if lines else [text_record(read_utf8(file) or "")]:
                 if record.text:
                     empty = False
                     yield record
@@ -142,23 +123,22 @@ def read_records(paths, template=None, log=warn):
             raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not UTF-8; name another")
 
 
-def file_records(file, template, log):
-    """Yields the Records of one file; an empty one for a file that is not UTF-8."""
-    if not file.name.endswith(LINES):
-        yield text_record(read_utf8(file) or "")
-        return
+def read_lines(file, template, log):
+    """Yields the Records of a .jsonl or .jsonl.gz file."""
     total, broken, examples = 0, 0, []
-    for number, line in read_lines(file):
-        if not line.strip():
-            continue
-        total += 1
-        try:
-            record = parse_line(line, template, f"{file}: line {number}")
-        except BrokenLine as error:
-            broken += 1
-            examples += [f"line {number}" + ("" if examples else f" ({error})")] if len(examples) < 3 else []
-        else:
-            yield record
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                total += 1
+                try:
+                    yield parse_line(line, template, f"{file}: line {number}")
+                except BrokenLine as error:
+                    broken += 1
+                    examples = [*examples, f"line {number} ({error})"][:3]
+    except (EOFError, OSError, zlib.error) as error:
+        raise InputError(f"{file}: expected lines of JSON, but it cannot be read ({error}); fetch it again") from None
     if 100 * broken > total:
         raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages on each line, but '
                          f"{broken} of {total} are broken: {', '.join(examples)}; mend them")
@@ -182,19 +162,19 @@ def parse_line(line, template, where):
         raise BrokenLine("not a JSON object")
     text, prompt, completion, messages = (value.get(name) for name in ("text", "prompt", "completion", "messages"))
     if text is not None:
-        record = text_record(text)
+        parts, kind = ((text, True),), "text"
     elif prompt is not None and completion is not None:
-        record = Record(((prompt, False), (completion, True)), "completion")
+        parts, kind = ((prompt, False), (completion, True)), "completion"
     elif messages is None:
         raise BrokenLine('neither "text", nor "prompt" and "completion", nor "messages"')
     elif template is None:
         raise InputError(f"{where}: expected text, but these are messages; they need a model folder with a chat "
                          "template")
     else:
-        return Record(chat_parts(messages, template), "chat")
-    if not all(isinstance(text, str) for text, _ in record.parts):
-        raise BrokenLine(f"a {record.kind} that is no string")
-    return record
+        parts, kind = chat_parts(messages, template), "chat"
+    if not all(isinstance(text, str) for text, _ in parts):
+        raise BrokenLine(f"a {kind} that is no string")
+    return Record(parts, kind)
 
 
 def chat_parts(messages, template):
@@ -207,28 +187,19 @@ def chat_parts(messages, template):
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if not turns:
         raise BrokenLine("messages without an answer of the assistant's")
-    try:
-        # some templates drop the reasoning from all turns but the last; then only the last turn is as it was generated
-        parts = render_turns(messages, turns, template) or render_turns(messages, turns[-1:], template)
-    except InputError as error:
-        raise BrokenLine(error) from None
-    if not parts:
-        raise BrokenLine("the chat template does not render a prefix")
-    return parts
-
-
-def render_turns(messages, turns, template):
-    """The parts of a conversation with these turns in the loss; () where the text up to one turn is not a prefix of the
-    text up to the next."""
-    parts, before = [], ""
-    for i in turns:
-        prompt = template.render(messages[:i], add_generation_prompt=True)
-        after = template.render(messages[:i + 1], add_generation_prompt=False)
-        if not prompt.startswith(before) or not after.startswith(prompt):
-            return ()
-        parts += [(prompt[len(before):], False), (after[len(prompt):], True)]
-        before = after
-    return tuple(parts)
+    # some templates drop the reasoning from all turns but the last; then only the last turn is as it was generated
+    for answers in (turns, turns[-1:]):
+        texts = [""]  # each begins with the one before it
+        try:
+            for i in answers:
+                texts.append(template.render(messages[:i], add_generation_prompt=True))
+                texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
+        except InputError as error:
+            raise BrokenLine(error) from None
+        pairs = list(itertools.pairwise(texts))
+        if all(text.startswith(before) for before, text in pairs):
+            return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
+    raise BrokenLine("the chat template does not render a prefix")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,20 +211,13 @@ def split_of(text):
     return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
 
-def check_split(split):
-    if split not in SPLITS:
-        raise InputError(f"expected the split train or heldout, but got {split!r}; name one of the two")
-
-
 def split_records(paths, splits, template=None, log=warn):
     """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the built-in corpus.
 
     1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so that a single file
-    fills both splits; neighbouring pieces of one split stay one document. InputError as in `read_records`, for a split
-    that does not exist, and for one that stays empty.
+    fills both splits; neighbouring pieces of one split stay one document. InputError as in `read_records`, and for a
+    split that stays empty.
     """
-    for split in splits:
-        check_split(split)
     if paths is None:
         for split in splits:
             yield from ((split, record) for record in read_records(builtin_corpus(split), log=log))
@@ -265,8 +229,8 @@ def split_records(paths, splits, template=None, log=warn):
                 missing.discard(split)
                 yield split, part
     for split in sorted(missing):
-        raise InputError(f"{corpus_name(paths)}: expected documents for the {split} split, but it is empty; give more "
-                         "text")
+        raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but it is empty; "
+                         "give more text")
 
 
 def divide(record):

@@ -20,15 +20,14 @@ import torch
 
 from hf.tokenizer import end_of_text, tokenizer_hash
 from model import InputError, read_json
-from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, corpus_name, source_files, split_records
+from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, corpus_name, source_files, split_records, warn
 
-CHUNK_CHARACTERS = 4_000_000      # of text are tokenised at a time, which bounds the memory for lists of ids
-PROGRESS_CHARACTERS = 20_000_000  # of text between two lines of progress
+CHUNK_CHARACTERS = 20_000_000  # of text are in memory at a time, and between two lines of progress
 MAX_PREFIX = 2  # a tokenizer puts at most this many tokens before a text; where more precede the loss, it is a prompt
 
 
 class Tokens(NamedTuple):
-    """The documents of a split, one after the other, in memory or mapped from files."""
+    """Documents one after the other, in memory or mapped from files."""
 
     ids: np.ndarray        # [N], uint16 or uint32
     loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
@@ -38,62 +37,57 @@ class Tokens(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Text into tokens
 
-def id_dtype(last):
-    return np.uint16 if last < 2**16 else np.uint32
-
-
-def chunks(items, size):
-    """Yields lists of items, each of about CHUNK_CHARACTERS characters; size: the characters of an item."""
-    chunk, total = [], 0
-    for item in items:
-        chunk.append(item)
-        total += size(item)
-        if total >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, total = [], 0
-    yield chunk
-
-
-def encode_all(items, encode, size=len):
-    """Yields (item, encode(item)) in order, computed by all cores and a chunk at a time."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for chunk in chunks(items, size):
-            yield from zip(chunk, pool.map(encode, chunk))
-
-
-def token_array(texts, encoding, separator):
-    """The ids of all texts (an iterable of str) as one array [N], uint16 or uint32, with the id `separator` after each
-    text. Text that spells a special token is encoded as plain text."""
-    dtype = id_dtype(max(encoding.max_token_value, separator))
-    arrays = [np.array([*ids, separator], dtype) for _, ids in encode_all(texts, encoding.encode_ordinary)]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+def document(ids, loss_mask, dtype):
+    """One document as Tokens; an empty one has no start."""
+    return Tokens(np.array(ids, dtype), np.array(loss_mask, bool), np.zeros(min(len(ids), 1), np.int64))
 
 
 def encode_record(record, encoding):
-    """A Record -> (ids, uint32 [n]; loss_mask, bool [n]).
+    """A Record as Tokens.
 
     A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it; a chat
     template writes both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
     separately, as in decoding. InputError as in `end_of_text`.
     """
-    if record.kind == "text":
-        parts = [(encoding.encode_ordinary(text), in_loss) for text, in_loss in record.parts]
-    else:
-        parts = [(encoding.encode(text, allowed_special="all"), in_loss) for text, in_loss in record.parts]
+    special = () if record.kind == "text" else "all"
+    parts = [(encoding.encode(text, allowed_special=special), in_loss) for text, in_loss in record.parts]
     if record.kind != "chat":
         parts = [(encoding.prefix, False), *parts, ([end_of_text(encoding)], True)]
-    ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.uint32)
-    return ids, np.repeat([in_loss for _, in_loss in parts], [len(tokens) for tokens, _ in parts])
+    loss_mask = np.repeat([in_loss for _, in_loss in parts], [len(ids) for ids, _ in parts])
+    dtype = np.uint16 if encoding.max_token_value < 2**16 else np.uint32
+    return document([token for ids, _ in parts for token in ids], loss_mask, dtype)
 
 
-def encode_records(records, encoding):
-    """Yields ((split, Record), (ids, loss_mask)) for (split, Record) pairs."""
-    return encode_all(records, lambda pair: encode_record(pair[1], encoding), lambda pair: len(pair[1].text))
+def chunks(records):
+    """Yields lists of (split, Record) pairs of CHUNK_CHARACTERS or just more, and a shorter or empty one at the end."""
+    chunk, characters = [], 0
+    for split, record in records:
+        chunk.append((split, record))
+        characters += len(record.text)
+        if characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    yield chunk
 
 
-def document_tokens(ids, loss_mask, dtype):
-    """One document as Tokens; an empty one has no start."""
-    return Tokens(np.asarray(ids, dtype), np.asarray(loss_mask, bool), np.zeros(min(len(ids), 1), np.int64))
+def encode_documents(paths, splits, encoding, template=None, log=warn):
+    """Yields (split, kind, Tokens) for each document of some of SPLITS, encoded by all cores. Arguments and errors as
+    in `split_records`; log is also called between chunks of text. InputError where a training split has no token to
+    guess."""
+    characters = tokens = guessed = 0
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for chunk in chunks(split_records(paths, splits, template, log)):
+            if characters:
+                log(f"tokenised {characters / 1e6:.1f}M characters, {tokens / 1e6:.1f}M tokens")
+            encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
+            for (split, record), found in zip(chunk, encoded):
+                yield split, record.kind, found
+                characters += len(record.text)
+                tokens += len(found.ids)
+                guessed += split == "train" and found.loss_mask.any()
+    if "train" in splits and not guessed:
+        raise InputError(f"{corpus_name(paths)}: expected tokens for heads to guess, but the train split has no usable "
+                         "tokens; give more")
 
 
 def concatenate(parts):
@@ -104,33 +98,34 @@ def concatenate(parts):
 
 
 def load_tokens(paths, encoding, split, template=None):
-    """The Tokens of a split, "train" or "heldout", in memory. Arguments and errors as in `split_records`; InputError
-    also where the training split has no token to guess."""
-    records, dtype = split_records(paths, [split], template), id_dtype(encoding.max_token_value)
-    tokens = concatenate([document_tokens(*arrays, dtype) for _, arrays in encode_records(records, encoding)])
-    if split == "train" and not tokens.loss_mask.any():
-        raise nothing_to_guess(paths)
-    return tokens
-
-
-def nothing_to_guess(paths):
-    return InputError(f"{corpus_name(paths)}: expected tokens for heads to guess, but the train split has no usable "
-                      "tokens; give more")
+    """The Tokens of a split, "train" or "heldout", in memory. Errors as in `encode_documents`."""
+    return concatenate([found for *_, found in encode_documents(paths, [split], encoding, template)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Token folders
 
-@contextlib.contextmanager
-def new_folder(folder):
-    """Gives a temporary folder, which replaces `folder` at the end; an error removes it and leaves the older one as it
-    is. InputError where it cannot be written."""
+def write_tokens(folder, documents, key=None):
+    """Writes documents, an iterable of (split, kind, Tokens), for `open_tokens`. The folder appears at the end, in
+    place of an older one, which any error leaves as it is. InputError where it cannot be written."""
+    folder = Path(folder)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    lengths, kinds, dtype = {split: [0, 0, 0] for split in SPLITS}, Counter(), "uint16"
     try:
         for leftover in folder.parent.glob(f"{folder.name}.tmp*"):  # of a killed run
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-        yield temporary
+        with contextlib.ExitStack() as stack:
+            files = {(split, i): stack.enter_context(open(temporary / f"{split}.{name}", "wb"))
+                     for split in SPLITS for i, name in enumerate(Tokens._fields)}
+            for split, kind, found in documents:
+                kinds[kind] += 1
+                dtype = found.ids.dtype.name
+                for i, array in enumerate(found._replace(starts=found.starts + lengths[split][0])):
+                    files[split, i].write(array.tobytes())
+                    lengths[split][i] += len(array)
+        meta = dict(key=key, kinds=kinds, dtype=dtype, lengths=lengths)
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
@@ -141,39 +136,17 @@ def new_folder(folder):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def write_tokens(folder, dtype, splits=SPLITS):
-    """Gives add(split, ids, loss_mask), which appends a document, and a dict to put into meta.json. The folder appears
-    at the end, in place of an older one. InputError where it cannot be written."""
-    meta, lengths = {}, {split: [0] * len(Tokens._fields) for split in splits}
-    with new_folder(Path(folder)) as temporary, contextlib.ExitStack() as stack:
-        files = {split: [stack.enter_context(open(temporary / f"{split}.{name}", "wb")) for name in Tokens._fields]
-                 for split in splits}
-
-        def add(split, ids, loss_mask):
-            document = document_tokens(ids, loss_mask, dtype)
-            document.starts[:] = lengths[split][0]
-            for i, array in enumerate(document):
-                files[split][i].write(array.tobytes())
-                lengths[split][i] += len(array)
-        yield add, meta
-        meta.update(dtype=np.dtype(dtype).name, lengths=lengths)
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-
-
 def open_tokens(folder):
     """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json). InputError where it is
     missing or damaged."""
     meta, tokens = read_json(Path(folder) / "meta.json"), {}
     try:
         for split, lengths in meta["lengths"].items():
-            dtypes = Tokens(np.dtype(meta["dtype"]), np.dtype(bool), np.dtype(np.int64))
-            files = [Path(folder) / f"{split}.{name}" for name in Tokens._fields]
-            if any(file.stat().st_size != n * of.itemsize for file, n, of in zip(files, lengths, dtypes, strict=True)):
+            arrays = [np.memmap(Path(folder) / f"{split}.{name}", dtype, "r") if n else np.empty(0, dtype)
+                      for name, dtype, n in zip(Tokens._fields, (meta["dtype"], bool, np.int64), lengths, strict=True)]
+            if [len(array) for array in arrays] != lengths:
                 raise ValueError("a file is of another size than meta.json says")
-            # an empty file cannot be mapped
-            tokens[split] = Tokens(*(np.memmap(file, of, "r") if n else np.empty(0, of)
-                                     for file, n, of in zip(files, lengths, dtypes)))
+            tokens[split] = Tokens(*arrays)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(f"{folder}: expected a folder of tokens, but it is damaged ({error}); remove it") from None
     return tokens, meta
@@ -190,30 +163,13 @@ def tokens_key(paths, encoding, template=None):
 
 def store_tokens(folder, paths, encoding, template=None, log=print):
     """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder does not yet hold
-    the tokens of these files, tokenizer and template, and is then read once and encoded a chunk at a time.
-
-    log: called with a line of text for every 20 million characters, and as in `read_records`. InputError as in
-    `load_tokens`, for either split, and where the folder cannot be written.
-    """
+    the tokens of these files, tokenizer and template. Errors as in `encode_documents` and `write_tokens`."""
     key = tokens_key(paths, encoding, template)
     with contextlib.suppress(InputError):
         tokens, meta = open_tokens(folder)
         if meta.get("key") == key:
             return tokens, meta
-    kinds, tokens, guessed, characters = Counter(), 0, Counter(), 0
-    with write_tokens(folder, id_dtype(encoding.max_token_value)) as (add, meta):
-        records = split_records(paths, SPLITS, template, log)
-        for (split, record), (ids, loss_mask) in encode_records(records, encoding):
-            add(split, ids, loss_mask)
-            kinds[record.kind] += 1
-            guessed[split] += int(loss_mask.sum())
-            tokens += len(ids)
-            before, characters = characters, characters + len(record.text)
-            if characters // PROGRESS_CHARACTERS > before // PROGRESS_CHARACTERS:
-                log(f"tokenised {characters / 1e6:.1f}M characters, {tokens / 1e6:.1f}M tokens")
-        if not guessed["train"]:
-            raise nothing_to_guess(paths)
-        meta.update(key=key, kinds=kinds)
+    write_tokens(folder, encode_documents(paths, SPLITS, encoding, template, log), key)
     return open_tokens(folder)
 
 
@@ -228,31 +184,22 @@ def most_frequent(ids, n, vocab_size):
 # ---------------------------------------------------------------------------------------------------------------------
 # Windows and prompts
 
-def window_columns(n, batch_size, length, generator):
-    """The offsets [batch_size, length] of random windows in an array of n tokens. InputError if n < length."""
-    if n < length:
-        raise InputError(f"expected at least {length} tokens, one block, but got {n}; give more text")
-    return torch.randint(n - length + 1, (batch_size, 1), generator=generator).numpy() + np.arange(length)
-
-
-def batch(ids, batch_size, length, generator):
-    """Random windows of an array of ids [N], as int64 [batch_size, length]. InputError if N < length."""
-    return torch.from_numpy(ids[window_columns(len(ids), batch_size, length, generator)].astype(np.int64))
-
-
-def windows(tokens, batch_size, length, generator):
-    """Random windows of Tokens, the same as `batch` takes -> (ids, int64; loss_mask, bool; documents, int64: the number
-    of each token's document in its window, from 0), each [batch_size, length]."""
-    columns = window_columns(len(tokens.ids), batch_size, length, generator)
-    documents = np.searchsorted(tokens.starts, columns, side="right")
-    arrays = tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents - documents[:, :1]
-    return tuple(map(torch.from_numpy, arrays))
-
-
-def window_batch(tokens, batch_size, length, seed, device):
-    """The `windows` of a seed, on a device; documents is None where every window lies within one document."""
-    ids, loss_mask, documents = windows(tokens, batch_size, length, torch.Generator().manual_seed(seed))
-    return ids.to(device), loss_mask.to(device), documents.to(device) if documents.any() else None
+def window_batch(parts, length, seed, device, mine=slice(None)):
+    """Random windows, the same for the same seed: n of the Tokens of each (Tokens, n) in `parts`, and of all these the
+    slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each [windows, length]. documents: the number of
+    each token's document in its window, from 0; None where every window lies within one document. InputError for
+    Tokens of fewer than `length`."""
+    batch = []
+    for tokens, n in parts:
+        last = len(tokens.ids) - length
+        if last < 0:
+            raise InputError(f"expected at least {length} tokens, one block, but got {len(tokens.ids)}; give more text")
+        generator = torch.Generator().manual_seed(seed)
+        columns = torch.randint(last + 1, (n, 1), generator=generator).numpy() + np.arange(length)
+        documents = np.searchsorted(tokens.starts, columns, side="right")
+        batch.append((tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents - documents[:, :1]))
+    ids, loss_mask, documents = (torch.from_numpy(np.concatenate(arrays)[mine]).to(device) for arrays in zip(*batch))
+    return ids, loss_mask, documents if any(numbers.any() for *_, numbers in batch) else None
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
@@ -267,12 +214,12 @@ def prompts(tokens, n, length, seed=0, max_len=None):
         raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask for more")
     rng, max_len = np.random.default_rng(seed), max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
+    prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
     usable, found = [], []
     for i in rng.permutation(len(tokens.starts)):
         if len(found) == n:
             break
-        prompt = prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
-        if prompt:
+        if prompt := prompt_of(i):
             usable.append(i)
             found.append(prompt)
     if not usable and n > 0:
@@ -280,8 +227,7 @@ def prompts(tokens, n, length, seed=0, max_len=None):
             return prompts(tokens, n, length // 2, seed, max_len)
         raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more "
                          "text")
-    again = itertools.islice(itertools.cycle(usable), n - len(found))
-    return found + [prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng) for i in again]
+    return found + [prompt_of(i) for i in itertools.islice(itertools.cycle(usable), n - len(found))]
 
 
 def prompt_from(tokens, start, end, length, max_len, rng):

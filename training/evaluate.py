@@ -30,7 +30,7 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nu
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):
-        ids, loss_mask, documents = window_batch(heldout, batch_size, length, seed, heads.model.device)
+        ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed, heads.model.device)
         with autocast:
             hidden, outputs = teacher_forced(heads, ids, documents)
             guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
@@ -39,28 +39,18 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nu
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
 
-def decode(heads, prompts):
-    """Tokens per step of greedy decoding with a tree of 17, and its 95% interval over draws of such prompts
-    (bootstrap)."""
-    steps = Counter()
+def measure(heads, heldout, prompts, batch_size, block_size):
+    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype. The interval is that
+    of 95% of draws of such prompts (bootstrap)."""
+    top, steps = head_accuracy(heads, heldout, batch_size, block_size), Counter()
     out = generate(heads.model, prompts, DECODED, heads, tree_size=17, on_tokens=lambda i, tokens: steps.update([i]))
     counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
     draws = counts[np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))].sum(axis=1)
-    low, high = np.percentile(draws[:, 0] / draws[:, 1], (2.5, 97.5)).tolist()
-    return dict(prompts=len(prompts), tokens_per_step=out.tokens_per_step, tokens_per_step_interval=[low, high])
-
-
-def acceptance_tables(heads, prompts):
-    """{temperature: `acceptance`}, greedy and at temperature 1."""
-    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t, DECODED) for t in (0.0, 1.0)}
-    return {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
-
-
-def measure(heads, heldout, prompts, batch_size, block_size):
-    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype."""
-    top = head_accuracy(heads, heldout, batch_size, block_size)
-    found = decode(heads, prompts)
-    return dict(accuracy=top[1], top_accuracy=top, **found, acceptance=acceptance_tables(heads, prompts))
+    interval = np.percentile(draws[:, 0] / draws[:, 1], (2.5, 97.5)).tolist()
+    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t, DECODED) for t in (0.0, 1.0)}  # by temperature
+    tables = {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
+    return dict(accuracy=top[1], top_accuracy=top, prompts=len(prompts), tokens_per_step=out.tokens_per_step,
+                tokens_per_step_interval=interval, acceptance=tables)
 
 
 def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_interval=None, **_):

@@ -22,7 +22,9 @@ class World:
         names = ("WORLD_SIZE", "RANK", "LOCAL_RANK") if dist.is_torchelastic_launched() else ()
         self.size, self.rank, self.local_rank = [int(os.environ[name]) for name in names] or (1, 0, 0)
         if self.size > 1:
-            check_divides(args.batch_size, self.size)
+            if args.batch_size % self.size:
+                raise InputError("the batch size is that of all processes together and must divide by their number, "
+                                 f"but {args.batch_size} does not by {self.size}; take a multiple")
             if args.device.startswith("cuda:"):
                 raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, "
                                  f"not {args.device}")
@@ -76,13 +78,6 @@ class World:
         if self.size > 1:
             dist.barrier()
             dist.destroy_process_group()
-
-
-def check_divides(batch_size, processes):
-    if batch_size % processes:
-        raise InputError("the batch size is that of all processes together and must divide by their number, but "
-                         f"{batch_size} does not by {processes}; take "
-                         f"{batch_size // processes * processes or processes}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 
 from clover import CloverHeads
 from generate import generate
-from training.data import concatenate, open_tokens, prompts, write_tokens
+from training.data import concatenate, document, open_tokens, prompts, write_tokens
 
 SELF_PROMPTS = 1024  # by default, where the data are conversations
 ROUNDS = 4
@@ -55,6 +55,6 @@ class SelfDistillation:
             texts = out.tokens
             run.world.print(f"the model wrote {out.emitted} tokens after {len(given)} prompts "
                             f"({out.tokens_per_step:.2f} per step) in {time.monotonic() - began:.0f} s")
-        with write_tokens(folder, self.dtype, ["train"]) as (add, _):
-            for prompt, text in zip(given, texts):
-                add("train", [*prompt, *text], [self.prompt_in_loss] * len(prompt) + [True] * len(text))
+        loss_masks = ([self.prompt_in_loss] * len(prompt) + [True] * len(text) for prompt, text in zip(given, texts))
+        write_tokens(folder, (("train", "text", document([*prompt, *text], loss_mask, self.dtype))
+                              for prompt, text, loss_mask in zip(given, texts, loss_masks)))
