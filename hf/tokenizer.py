@@ -144,19 +144,18 @@ def _from_spec(file, spec):
     added = [dict.fromkeys(STRIPS, False) | {"normalized": not token.get("special"), "special": False} | token
              for token in spec.get("added_tokens") or [] if token["content"]]
     spec = {"version": "1.0"} | spec | {"truncation": None, "padding": None, "added_tokens": added}
-    package, plain = (Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
-    plain.encode_special_tokens = True  # as any other text
-    special = {token["content"]: token["id"] for token in added}
-    encoding = (_through_tiktoken(spec, special, package, plain)
-                or _through_tokenizers(file, spec, special, package, plain))
+    special, package = {token["content"]: token["id"] for token in added}, Tokenizer.from_str(json.dumps(spec))
     encoded = package.encode("a")  # with the special tokens that the post_processor puts before a text
+    encoding = _through_tiktoken(spec, special, package) or _through_tokenizers(file, spec, special, package)
     encoding.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
     if not encoding.ids.issuperset(encoding.prefix):
         _refuse(file, f"the ids {encoding.prefix} before a text, which are no tokens")
     return encoding
 
 
-def _through_tokenizers(file, spec, special, package, plain):
+def _through_tokenizers(file, spec, special, package):
+    plain = Tokenizer.from_str(json.dumps(spec))
+    plain.encode_special_tokens = True  # as any other text
     vocab = package.get_vocab(with_added_tokens=True)
     for text, index in special.items():  # the package numbers added tokens itself
         if vocab.get(text) != index:
@@ -176,7 +175,7 @@ def _through_tokenizers(file, spec, special, package, plain):
                     (identity, sorted(special.items())))
 
 
-def _through_tiktoken(spec, special, package, plain):
+def _through_tiktoken(spec, special, package):
     """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken gives the same ids."""
     model, added, pattern = spec["model"], spec["added_tokens"], _pattern(spec.get("pre_tokenizer"))
     others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
@@ -189,10 +188,11 @@ def _through_tiktoken(spec, special, package, plain):
     ids = [*(ranks or {}).values(), *special.values()]
     if ranks is None or len(set(ids)) < len(ids) or max(ids) >= 2**31:
         return None
+    package.encode_special_tokens = True  # as any other text
     bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(text, behind=False):
-        return plain.encode(text, add_special_tokens=False).ids if len(text) > LONG else bpe.encode_ordinary(text)
+        return package.encode(text, add_special_tokens=False).ids if len(text) > LONG else bpe.encode_ordinary(text)
 
     return Encoding(_with_special(special, encode), encode, bpe.decode, special, ids,
                     (sorted(ranks.items()), pattern, sorted(special.items())))
@@ -270,28 +270,31 @@ def token_settings(folder):
     return optional_json(folder / "special_tokens_map.json") | optional_json(folder / "tokenizer_config.json")
 
 
-def _added_tokens(folder, config, index_of, defaults):
+def _added_tokens(file, config, vocab, defaults):
     """The added tokens in a tokenizer.json's form, from the settings and added_tokens.json, in the order of their ids.
 
-    index_of(text): the vocabulary's id, or None. defaults: texts of tokens that need not be named."""
+    vocab: {text: id}. defaults: texts of tokens that need not be named."""
+    file = file.with_name("tokenizer_config.json")
     found = [(int(index), token) for index, token in (config.get("added_tokens_decoder") or {}).items()]
-    found += [(index, text) for text, index in optional_json(folder / "added_tokens.json").items()]
+    found += [(index, text) for text, index in optional_json(file.parent / "added_tokens.json").items()]
     found += [(None, token) for key, value in config.items() if key.endswith(("_token", "_special_tokens"))
               for token in (value if isinstance(value, list) else [value])]
-    found += [(None, text) for text in defaults if index_of(text) is not None]
+    found += [(None, text) for text in defaults if text in vocab]
     tokens = {}
     for index, token in found:
         text = token_text(token)
         if not text:
             continue
-        known = tokens[text]["id"] if text in tokens else index_of(text)
+        known = tokens[text]["id"] if text in tokens else vocab.get(text)
         index = known if index is None else index
         if type(index) is not int or index < 0 or known not in (None, index):
-            _refuse(folder / "tokenizer_config.json", f"the token {text!r} with the id {index}, elsewhere {known}")
+            _refuse(file, f"the added token {text!r} with the id {index}, elsewhere {known}")
         strips = {flag: bool(isinstance(token, dict) and token.get(flag)) for flag in STRIPS}
         tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False, "special": True})
-    if len({token["id"] for token in tokens.values()}) < len(tokens):
-        _refuse(folder / "tokenizer_config.json", f"one id for two tokens among {[*tokens.values()]}")
+    texts = {index: text for text, index in vocab.items()}
+    for text, token in tokens.items():
+        if texts.setdefault(token["id"], text) != text:
+            _refuse(file, f"the id {token['id']} for both {text!r} and {texts[token['id']]!r}")
     return sorted(tokens.values(), key=lambda token: token["id"])
 
 
@@ -301,19 +304,19 @@ def _bos(file, config, special, default, text=None):
         return []
     text = token_text(config.get("bos_token") or text)
     if text not in special:
-        _refuse(file, f"add_bos_token, but a bos_token ({text!r}) without an id")
+        _refuse(file.with_name("tokenizer_config.json"), f"add_bos_token, but a bos_token ({text!r}) without an id")
     return [special[text]]
 
 
 def _read_vocab(file):
     """vocab.json with merges.txt, GPT-2's or Qwen's, through the tokenizer.json that they stand for."""
-    folder, vocab, config = file.parent, read_json(file), token_settings(file.parent)
+    vocab, config = read_json(file), token_settings(file.parent)
     qwen = _tokenizer_class(file, config, "GPT2Tokenizer", "Qwen2Tokenizer") == "Qwen2Tokenizer"
     byte_level = _byte_level(not qwen) | {"add_prefix_space": bool(config.get("add_prefix_space")) and not qwen}
     split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
-    lines = read_text(folder / "merges.txt").split("\n")
+    lines = read_text(file.with_name("merges.txt")).split("\n")
     encoding = _from_spec(file, {
-        "added_tokens": _added_tokens(folder, config, vocab.get, ["<|endoftext|>"]),
+        "added_tokens": _added_tokens(file, config, vocab, ["<|endoftext|>"]),
         "normalizer": {"type": "NFC"} if qwen else None,
         "pre_tokenizer": split if qwen else byte_level,
         "decoder": _byte_level(True),
@@ -339,7 +342,11 @@ def _read_sentencepiece(file):
     first = SentencePieceProcessor(model_proto=content or b"\0")
     # what follows a special token starts with the model's dummy prefix, a space, unless legacy is false
     rest = first if config.get("legacy", True) else SentencePieceProcessor(model_proto=content + NO_DUMMY_PREFIX)
-    special = _pieces_added(file, config, first)
+    vocab = {first.id_to_piece(index): index for index in range(first.get_piece_size())}
+    added = _added_tokens(file, config, vocab, ["<s>", "</s>", "<unk>"])
+    if any(token[flag] for token in added for flag in STRIPS):
+        _refuse(file, f"an added token with one of {' '.join(STRIPS)}")
+    special = {token["content"]: token["id"] for token in added}
     names = {index: text for text, index in special.items() if index != first.unk_id()}
 
     def decode(ids):
@@ -348,24 +355,7 @@ def _read_sentencepiece(file):
                        for i, (is_special, run) in enumerate(runs))
 
     encode = _with_special(special, lambda text, behind: (rest if behind else first).encode(text))
-    ids = [*range(first.get_piece_size()), *special.values()]
     identity = (hashlib.sha256(content).hexdigest(), rest is first), sorted(special.items())
-    encoding = Encoding(encode, first.encode, decode, special, ids, identity)
+    encoding = Encoding(encode, first.encode, decode, special, [*vocab.values(), *special.values()], identity)
     encoding.prefix = _bos(file, config, special, kind == "LlamaTokenizer", "<s>")
     return encoding
-
-
-def _pieces_added(file, config, model):
-    """{text: id} of a tokenizer.model's special tokens and the folder's added ones."""
-    def index_of(text):
-        index = model.piece_to_id(text)
-        return index if model.id_to_piece(index) == text else None
-
-    added = _added_tokens(file.parent, config, index_of, ["<s>", "</s>", "<unk>"])
-    for token in added:
-        text, index = token["content"], token["id"]
-        if any(token[flag] for flag in STRIPS):
-            _refuse(file, f"an added token with {', '.join(STRIPS[:2])} or {STRIPS[2]}")
-        if index < model.get_piece_size() and model.id_to_piece(index) != text:
-            _refuse(file, f"the id {index} for {text!r}, which is {model.id_to_piece(index)!r}")
-    return {token["content"]: token["id"] for token in added}

@@ -386,16 +386,7 @@ def test_a_broken_tokenizer_is_refused_by_name(reason, tmp_path):
     refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
 
 
-NO_TOKENIZERS = b"", b"{", b"\xff\xfe\x00", b"[]", b"7", b"null", b'{"model": []}', b"[" * 200_000
-
-
-@pytest.mark.parametrize("content", NO_TOKENIZERS, ids=range(len(NO_TOKENIZERS)))
-def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
-
-
-def test_missing_files_and_tiktokens_own_format_are_refused(tmp_path):
+def test_files_that_are_missing_or_no_tokenizer_are_refused(tmp_path):
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
     refusal(lambda: load_encoding(tmp_path / "nowhere"), tmp_path / "nowhere")
     refusal(lambda: load_encoding(tmp_path / "tokenizer.model"), tmp_path / "tokenizer.model")
@@ -403,6 +394,10 @@ def test_missing_files_and_tiktokens_own_format_are_refused(tmp_path):
     refusal(lambda: load_encoding(tmp_path), tmp_path / "qwen.tiktoken", "fetch the model's tokenizer.json")
     write(tmp_path, {"tokenizer.model": "YQ== 0\n"})  # Llama 3's
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.model", "fetch the model's tokenizer.json")
+    for content in (b"", b"{", b"\xff\xfe\x00", b"[]", b"7", b"null", b'{"model": []}', b"[" * 200_000):
+        write(tmp_path, {"tokenizer.json": content})
+        refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").mkdir()
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
 
@@ -522,22 +517,6 @@ def test_vocab_and_merges_alone_are_gpt2s_or_qwens_by_the_config(corpus, tmp_pat
     assert load_encoding(save(tmp_path, tiny_spec())).max_token_value == 300  # tokenizer.json comes first
 
 
-@pytest.mark.parametrize("files, reason", [
-    ({"tokenizer_config.json": '{"tokenizer_class": "RobertaTokenizer"}'}, "RobertaTokenizer"),
-    ({"tokenizer_config.json": '{"pad_token": "<pad>"}'}, "<pad>"),
-    ({"added_tokens.json": '{"<pad>": "9"}'}, "<pad>"),
-    ({"added_tokens.json": '{"<|endoftext|>": 9}'}, EOT),
-    ({"tokenizer_config.json": '{"add_bos_token": true}'}, "add_bos_token"),
-    ({"tokenizer_config.json": "{"}, "tokenizer_config.json"),
-    ({"vocab.json": "[]"}, "vocab.json"),
-    ({"merges.txt": b"\xff"}, "merges.txt"),
-    ({"merges.txt": "a b c"}, "vocab.json"),
-])
-def test_broken_files_beside_vocab_json_are_refused_by_name(files, reason, corpus, tmp_path):
-    write(tmp_path, vocab_files(byte_level(corpus, BYTE_LEVEL)) | files)
-    refusal(lambda: load_encoding(tmp_path), reason, tmp_path)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenizer.model, against sentencepiece
 
@@ -608,21 +587,38 @@ def test_a_bos_token_is_llamas_default_and_baichuans_option(config, prefix, corp
     assert encoding.encode_ordinary("<reserved_1>") == model.encode("<reserved_1>")
 
 
-@pytest.mark.parametrize("files, reason", [
-    ({"tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'}, "T5Tokenizer"),
-    ({"tokenizer_config.json": '{"add_prefix_space": false}'}, "add_prefix_space"),
-    ({"tokenizer_config.json": '{"sp_model_kwargs": {"enable_sampling": true}}'}, "sp_model_kwargs"),
-    ({"tokenizer_config.json": json.dumps({"added_tokens_decoder": {"7": added(7, "<a>", rstrip=True)}})}, "rstrip"),
-    ({"tokenizer_config.json": json.dumps({"added_tokens_decoder": {"5": added(5, "<a>")}})}, "<a>"),
-    ({"tokenizer_config.json": '{"pad_token": "[PAD]"}'}, "[PAD]"),
-    ({"added_tokens.json": '{"</s>": 700}'}, "</s>"),
-    ({"added_tokens.json": '{"<a>": 700, "<b>": 700}'}, "700"),
-    ({"tokenizer.model": b""}, "tokenizer.model"),
-    ({"tokenizer.model": b"no model"}, "tokenizer.model"),
-])
-def test_what_tokenizer_model_does_not_say_is_refused(files, reason, corpus, tmp_path):
-    write(tmp_path, {"tokenizer.model": sentencepiece_model(corpus, "bpe")[0]} | files)
-    refusal(lambda: load_encoding(tmp_path), reason, tmp_path)
+def with_config(**settings):
+    return {"tokenizer_config.json": json.dumps(settings)}
+
+
+BROKEN = [  # (what the folder has, the files that break it, what the message names)
+    ("vocab.json", with_config(tokenizer_class="RobertaTokenizer"), "RobertaTokenizer"),
+    ("vocab.json", with_config(pad_token="<pad>"), "<pad>"),
+    ("vocab.json", {"added_tokens.json": '{"<pad>": "9"}'}, "<pad>"),
+    ("vocab.json", {"added_tokens.json": '{"<|endoftext|>": 9}'}, EOT),
+    ("vocab.json", with_config(add_bos_token=True), "add_bos_token"),
+    ("vocab.json", {"tokenizer_config.json": "{"}, "tokenizer_config.json"),
+    ("vocab.json", {"vocab.json": "[]"}, "vocab.json"),
+    ("vocab.json", {"merges.txt": b"\xff"}, "merges.txt"),
+    ("vocab.json", {"merges.txt": "a b c"}, "vocab.json"),
+    ("tokenizer.model", with_config(tokenizer_class="T5Tokenizer"), "T5Tokenizer"),
+    ("tokenizer.model", with_config(add_prefix_space=False), "add_prefix_space"),
+    ("tokenizer.model", with_config(sp_model_kwargs={"enable_sampling": True}), "sp_model_kwargs"),
+    ("tokenizer.model", with_config(added_tokens_decoder={"700": added(700, "<a>", rstrip=True)}), "rstrip"),
+    ("tokenizer.model", with_config(added_tokens_decoder={"5": added(5, "<a>")}), "<a>"),
+    ("tokenizer.model", with_config(pad_token="[PAD]"), "[PAD]"),
+    ("tokenizer.model", {"added_tokens.json": '{"</s>": 700}'}, "</s>"),
+    ("tokenizer.model", {"added_tokens.json": '{"<a>": 700, "<b>": 700}'}, "700"),
+    ("tokenizer.model", {"tokenizer.model": b""}, "tokenizer.model"),
+    ("tokenizer.model", {"tokenizer.model": b"no model"}, "tokenizer.model"),
+]
+
+
+@pytest.mark.parametrize("kind, files, reason", BROKEN)
+def test_broken_older_files_are_refused_by_name(kind, files, reason, corpus, tmp_path):
+    write(tmp_path, vocab_files(byte_level(corpus, BYTE_LEVEL)) if kind == "vocab.json"
+          else {kind: sentencepiece_model(corpus, "bpe")[0]})
+    refusal(lambda: load_encoding(write(tmp_path, files)), reason, tmp_path)
 
 
 def test_a_missing_sentencepiece_is_named_with_what_installs_it(tmp_path, monkeypatch):
