@@ -44,15 +44,11 @@ def add_numbers(parser, **defaults):
                             default=default, help=NUMBERS[name][2])
 
 
-def add_names(parser, flag, default, choices=None, help=None):
-    """A flag of several names."""
-    parser.add_argument(flag, nargs="+", default=list(default), choices=choices, help=help)
-
-
 def add_decoding_flags(parser, **defaults):
     add_model_flags(parser)
     add_data_flag(parser)
-    add_names(parser, "--heads", [str(DEMO / "medusa"), str(DEMO / "clover")], help="folders of draft heads")
+    parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
+                        help="folders of draft heads")
     add_numbers(parser, prompt_length=64, max_new_tokens=128, **defaults)
 
 
@@ -62,7 +58,7 @@ def parse(argv):
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
     add_decoding_flags(heads, prompts=50, batch_sizes=[1], tree_sizes=[5, 17], steps=500)
     heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
-    add_names(heads, "--kinds", kinds.KINDS, kinds.KINDS, "to train")
+    heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=kinds.KINDS, help="to train")
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
     sizes = [1, 2, 4, 8, 16, 32, 64]
@@ -72,8 +68,10 @@ def parse(argv):
     decode.add_argument("--random-weights", choices=decoding.SIZES, help="time its steps")
     timed = what.add_parser("kernels", help="kernels against the memory's bandwidth and other code")
     timed.add_argument("--static", action="store_true", help="only compile, for four targets; needs no GPU")
-    add_names(timed, "--operations", operations.OPERATIONS, operations.OPERATIONS, "what to time")
-    add_names(timed, "--heads", ["8b", "70b"], operations.HEADS, "the models whose attention heads are taken")
+    timed.add_argument("--operations", nargs="+", default=list(operations.OPERATIONS), choices=operations.OPERATIONS,
+                       help="what to time")
+    timed.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=operations.HEADS,
+                       help="the models whose attention heads are taken")
     add_numbers(timed, batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], capacity=0, tree_sizes=[1, 8, 16, 64],
                 rows=[1, 8, 16, 64])
     args = parser.parse_args(argv)

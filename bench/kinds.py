@@ -5,14 +5,13 @@ and Clover with one of its parts taken out, as in the ablation of its paper (arX
 and an interrupted one is resumed.
 """
 
-import json
 from itertools import product
 from pathlib import Path
 
 import train_heads
 from bench import Table
 from bench.decoding import decode_in_turns, load, settings
-from model import InputError
+from model import InputError, read_json
 from training.data import prompts
 from training.evaluate import head_accuracy
 
@@ -27,31 +26,25 @@ KINDS = {  # name: flags of train_heads.py; the others are compared with the fir
 }
 
 
-def read_training(folder):
-    """What heads.json of a folder says of a finished training, {} where there is none."""
-    try:
-        record = json.loads((folder / "heads.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return record.get("training", {}) if "acceptance" in record else {}  # measured at the end
+def finished(folder, steps):
+    """Whether a folder holds heads that were trained for these steps, and measured."""
+    record = read_json(folder / "heads.json") if (folder / "heads.json").is_file() else {}
+    return "acceptance" in record and record.get("training", {}).get("steps") == steps
 
 
 def train(args):
     """Trains args.kinds into folders of args.train, unless that is done -> these folders."""
     folders = [Path(args.train) / name for name in args.kinds]
     for name, folder in zip(args.kinds, folders):
-        if read_training(folder).get("steps") != args.steps:
+        if not finished(folder, args.steps):
             flags = ["--out", str(folder), "--model", args.model, "--device", args.device, "--steps", str(args.steps)]
             flags += ["--dtype", args.dtype] if args.dtype else []
             flags += ["--data", *args.data] if args.data else []
             flags += ["--resume"] if (folder / "train_state.pt").exists() else []
             print(f"\ntraining {name}", flush=True)
             train_heads.main([*KINDS[name], *flags])
-        training = read_training(folder)
-        if training.get("steps") != args.steps:
+        if not finished(folder, args.steps):
             raise InputError(f"{folder}: training was interrupted; the same command continues it")
-        if training != read_training(folders[0]):
-            raise InputError(f"{folder} was not trained as {folders[0]} was; choose another --train DIR")
     return folders
 
 
@@ -93,5 +86,8 @@ def bench(args):
     """`python -m bench heads`: prints the tables, returns what goes into the JSON line."""
     model, heads, heldout = load(args, train(args) if args.train else args.heads)
     training = {name: kind.info.get("training") for name, kind in heads.items()}
+    different = [name for name in heads if training[name] != training[next(iter(heads))]]
+    if args.train and different:
+        raise InputError(f"{args.train}: {different[0]} was not trained as the first was; choose another --train DIR")
     return dict(bench="heads", **settings(args, model), training=training, accuracy=accuracies(heads, heldout),
                 decoding=decoding_rows(model, prompts(heldout, args.prompts, args.prompt_length), heads, args))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import kernels
 from bench import Table
+from generate import capture
 from model import InputError
 from tools.tune import copy_bandwidth
 
@@ -114,14 +115,8 @@ def median_us(calls):
     """Median microseconds of one call. All calls are replayed in one CUDA graph: no launch gaps, and no data in the L2
     where together they move more than it holds."""
     from triton.testing import do_bench
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return do_bench(graph.replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
+    replay = capture(lambda: [call() for call in calls], torch.device("cuda"))[1]
+    return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
 
 
 def copies(size):
@@ -138,18 +133,16 @@ def difference(out, want):
 def timed_row(label, size, bandwidth, ours, rivals):
     """A row: our time, its share of the bandwidth, the rivals' times, and the speed-up over the fastest of them. A
     rival that cannot run, or whose result differs, gives the reason instead of a time."""
-    row, times = label | dict(us=median_us(ours), bytes=size), {}
-    row["share_of_copy"] = size / bandwidth * 1e6 / row["us"]
+    us, found = median_us(ours), {}
     for name, calls in rivals.items():
         try:
-            apart = difference(calls[0](), ours[0]())
-            if apart < 0.1:  # bfloat16, and torch rounds even the logits
-                row[name] = times[name] = median_us(calls)
-            else:
-                row[name] = f"the result differs by {apart}"
+            apart = difference(calls[0](), ours[0]())  # bfloat16, and torch rounds even the logits
+            found[name] = median_us(calls) if apart < 0.1 else f"the result differs by {apart}"
         except Exception as error:  # out of memory, or whatever a compiler raises: the other times still count
-            row[name] = f"{type(error).__name__}: {error}"[:300]
-    return row | dict(speed_up=min(times.values()) / row["us"] if times else None)
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+    best = min((time for time in found.values() if not isinstance(time, str)), default=None)
+    share = size / bandwidth * 1e6 / us
+    return label | dict(us=us, bytes=size, share_of_copy=share, speed_up=best and best / us) | found
 
 
 def timed_rows(cases, bandwidth):
