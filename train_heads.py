@@ -60,8 +60,7 @@ class Run:
             self.wrapped = DistributedDataParallel(heads, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def train(self, corpus, self_distillation=None):
-        """Trains to the last step, or until Ctrl-C or SIGTERM, which let the current step finish -> whether all were
-        done."""
+        """Trains to the last step -> True, or to the end of the step in which Ctrl-C or SIGTERM come -> False."""
         a, show = self.args, progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
         log = Log(self.out / "log.jsonl", self.step) if self.world.rank == 0 else None
         with Signals() as signals:
@@ -120,13 +119,11 @@ class Run:
         return window_batch(parts, length, seed, self.heads.model.device, mine)
 
     def interrupted(self, signals):
-        """Whether a signal came to any process. Several processes ask only every tenth step, since asking waits for
-        all."""
+        """Whether a signal came to any process. Several ask only every tenth step, since asking waits for all."""
         return (self.world.size == 1 or self.step % 10 == 0) and self.world.any(signals.came)
 
     def save(self, **info):
-        """Writes heads and training state; `info` goes into heads.json. InputError, with the last ones intact, on
-        failure."""
+        """Writes heads and training state; `info` goes into heads.json. Where that fails, the last ones stay."""
         self.check_finite(*self.heads.parameters())
         self.saved = time.monotonic()
         if self.world.rank:
@@ -166,45 +163,44 @@ def settings(args, heads):
 # ---------------------------------------------------------------------------------------------------------------------
 # Before and after training
 
-def load_data(args, heads, encoding, world, state):
-    """The splits, {"train": Tokens, "heldout": Tokens}, and {kind: number} of their documents. Process 0 tokenises,
-    unless the run to resume had other settings; all map the files."""
-    folder, template = Path(args.out) / "tokens", load_chat_template(args.model)
+def check_resumed(args, heads, state):
+    """Refuses to go on with a run that was started with other settings, or is done already."""
+    wanted, saved = settings(args, heads), state["settings"]
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise InputError(f"{args.out} holds a run with {name.replace('_', '-')} {saved.get(name)}, not "
+                             f"{wanted.get(name)}; repeat its flags and data, or choose another --out")
+    if state["step"] > args.steps:
+        raise InputError(f"{args.out} holds a run that is at step {state['step']} already; --steps {args.steps} is "
+                         "less: choose more steps or another --out")
+
+
+def prepare(args, world):
+    """All that can go wrong before the first step -> (Run, {"train": Tokens, "heldout": Tokens}, SelfDistillation or
+    None). Process 0 tokenises, unless the run to resume had other settings; all map the files."""
+    out, template = Path(args.out), load_chat_template(args.model)
+    state = load_state(out, args.resume, ("settings", "step", "heads", "optimizer"), "cpu")
     if state and args.self_distill is None:
         args.self_distill = state["settings"].get("self_distill")
+    heads, encoding = load_for_training(args, world)
+    args.block_size = check_sizes(args, heads)
 
     def store():
         args.key = tokens_key(args.data, encoding, template)
         if state:
-            wanted, saved = settings(args, heads), state["settings"]
-            for name in [*wanted, *saved]:
-                if saved.get(name) != wanted.get(name):
-                    raise InputError(f"{args.out} holds a run with {name.replace('_', '-')} {saved.get(name)}, not "
-                                     f"{wanted.get(name)}; repeat its flags and data, or choose another --out")
-            if state["step"] > args.steps:
-                raise InputError(f"{args.out} holds a run that is at step {state['step']} already; --steps "
-                                 f"{args.steps} is less: choose more steps or another --out")
-        store_tokens(folder, args.data, encoding, template, world.print)
+            check_resumed(args, heads, state)
+        store_tokens(out / "tokens", args.data, encoding, template, world.print)
     world.run_first(store)
-    splits, meta = open_tokens(folder)
-    args.key = meta["key"]
+    splits, meta = open_tokens(out / "tokens")
+    args.key, kinds = meta["key"], meta["kinds"]
     if args.self_distill is None:
-        mostly_chats = 2 * meta["kinds"].get("chat", 0) > sum(meta["kinds"].values())
+        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
         args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
-    return splits, meta["kinds"]
-
-
-def prepare(args, world):
-    """All that can go wrong before the first step -> (Run, the splits, SelfDistillation or None)."""
-    out = Path(args.out)
-    state = load_state(out, args.resume, ("settings", "step", "heads", "optimizer"), "cpu")
-    heads, encoding = load_for_training(args, world)
-    args.block_size = check_sizes(args, heads)
-    splits, kinds = load_data(args, heads, encoding, world, state)
     if args.self_distill and args.shard_base:
         raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
-    check_lengths(splits, args)
-    heldout_prompts(splits["heldout"], heads.model)  # raises where there are none
+    for tokens in splits.values():  # raises, as does the line after it, where there is too little text
+        window_batch([(tokens, 1)], args.block_size + args.config.n_draft + 1, 0, "cpu")
+    heldout_prompts(splits["heldout"], heads.model)
     run = Run(args, heads, tokenizer_hash(encoding), world, state)
     if args.draft_vocabulary is not None:
         heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary, heads.model.config.vocab_size))
@@ -227,16 +223,6 @@ def check_sizes(args, heads):
     return size
 
 
-def check_lengths(splits, args):
-    """Refuses splits that are too short for a step of training or for the evaluation."""
-    window = args.block_size + args.config.n_draft + 1
-    for split, windows in (("train", args.batch_size), ("heldout", 1)):
-        if len(splits[split].ids) < windows * window:
-            raise InputError(f"expected at least {windows * window} tokens in the {split} split, {windows} windows of "
-                             f"{window}, but it has {len(splits[split].ids)}; give more text, or a smaller "
-                             "--block-size or --batch-size")
-
-
 def heldout_prompts(heldout, model):
     """The prompts that are decoded to measure heads; the context has room for DECODED tokens after each."""
     room = model.config.block_size - DECODED
@@ -244,8 +230,7 @@ def heldout_prompts(heldout, model):
 
 
 def finish(run, heldout):
-    """Measures the trained heads, and prints how to use them. A sharded model cannot decode: it may not fit a
-    device."""
+    """Measures the trained heads, and prints how to use them. A sharded model cannot decode."""
     args, world, model = run.args, run.world, run.heads.model
     sizes = args.batch_size // world.size, args.block_size
     if args.shard_base:

@@ -44,6 +44,11 @@ def few_prompts(monkeypatch):
     monkeypatch.setattr(evaluate, "DECODED", 24)
 
 
+def write_lines(file, values):
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return file
+
+
 def measured(heads, *_):
     K = heads.config.n_draft
     return dict(accuracy=[0.5] * K, top_accuracy={n: [0.5] * K for n in (1, 2, 4, 8)},
@@ -467,8 +472,9 @@ def test_data_may_be_short_texts_beside_the_run_itself(checkpoint, tmp_path, unm
     (tmp_path / "out" / "notes.txt").write_text("not data either")
     assert run(checkpoint, tmp_path, tmp_path / "out", "--steps", "4", "--self-distill", "4",
                "--resume")["training"]["steps"] == 4
-    with pytest.raises(InputError, match="5000 windows of 45, but it has"):
-        run(checkpoint, tmp_path / "short.jsonl", tmp_path / "few", "--batch-size", "5000")
+    write_lines(tmp_path / "few.jsonl", [dict(text=str(i)) for i in range(40)])
+    with pytest.raises(InputError, match="at least 45 tokens, one block, but got .*; give more text"):
+        run(checkpoint, tmp_path / "few.jsonl", tmp_path / "few")
 
 
 def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):

@@ -24,8 +24,7 @@ from training.data import load_tokens, window_batch
 END_OF_TEXT = "<|endoftext|>"
 # a word with one character before it, up to three digits, punctuation with its line end, line ends, other space
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SIZES = dict(vocab_size=(257, 2**20), n_layer=(1, 2**20), n_head=(1, 2**20), n_kv_head=(1, 2**20), head_size=(16, 256),
-             n_embd=(1, 2**20), n_inner=(1, 2**20))  # of GPTConfig, as flags: the least and the most
+SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)  # the least of each
 SHOW_EVERY, SAVE_EVERY, EVALUATED = 20, 250, 16  # steps, steps, batches
 
 
@@ -109,13 +108,13 @@ def parse(argv):
     parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
     add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
     parser.add_argument("--out", default="out/base")
-    for name, limits in SIZES.items():
-        add_number(parser, f"--{name.replace('_', '-')}", *limits, default=getattr(GPTConfig, name))
+    for name, least in SIZES.items():
+        add_number(parser, f"--{name.replace('_', '-')}", least, 2**20, default=getattr(GPTConfig, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss; needs a C++ compiler on a CPU")
     args = parser.parse_args(argv)
-    if args.n_head % args.n_kv_head or args.head_size % 2:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even; got "
+    if args.n_head % args.n_kv_head or args.head_size % 2 or args.head_size > 256:
+        raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most 256; got "
                          f"{args.n_head} and {args.n_kv_head}, {args.head_size}")
     return args
 

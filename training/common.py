@@ -12,8 +12,6 @@ import torch
 from generate import check
 from model import InputError, atomic_write
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
 
 def add_data_flag(parser):
     parser.add_argument("--data", nargs="+", metavar="PATH",
@@ -43,12 +41,9 @@ def add_flags(parser, steps, batch_size, block_size, lr):
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# State files
-
 def load_state(out, resume, keys, device):
     """The training state in a run's folder, a dict with these keys; None for a new run. InputError where there is none
-    to resume, one in a new run's way, or something else."""
+    to resume, or one in a new run's way."""
     path = out / "train_state.pt"
     if not resume:
         if path.exists():
@@ -56,19 +51,16 @@ def load_state(out, resume, keys, device):
         return None
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+        if set(state) != set(keys):
+            raise ValueError(f"it should have {', '.join(keys)}")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
     except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: not a training state ({reason}); start without --resume") from None
-    if not isinstance(state, dict) or set(state) != set(keys):
-        raise InputError(f"{path}: not a training state of this command and version, which has {', '.join(keys)}; "
-                         "start anew in another --out")
+        raise InputError(f"{path}: not a training state of this command and version ({reason}); start anew in another "
+                         "--out") from None
     return state
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# While it runs
 
 def set_learning_rate(optimizer, peak, step, steps):
     """Rises linearly over the first 2% of the steps, falls linearly to zero over the last 40%."""
@@ -89,8 +81,7 @@ def progress(start, steps, tokens_per_step):
 
 
 class Log:
-    """A file with a line of json for each interval. A resumed run drops the lines after the step that it resumes
-    from."""
+    """A file with a line of json for each interval. A resumed run drops the lines after the step it resumes from."""
 
     def __init__(self, path, step):
         self.path = path

@@ -38,9 +38,6 @@ class BrokenLine(Exception):
     """The reason why a line of a .jsonl file holds no document."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
 def builtin_corpus(split):
     """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20, picked by a hash of
     its path inside the library, is in the split "heldout", the others in "train". InputError where there are none."""
@@ -87,9 +84,6 @@ def read_utf8(file):
     except (OSError, UnicodeDecodeError):
         return None
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents
 
 def warn(line):
     print(line, file=sys.stderr, flush=True)
@@ -201,9 +195,6 @@ def chat_parts(messages, template):
             return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
     raise BrokenLine("the chat template does not render a prefix")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Splits
 
 def split_of(text):
     """The split that a text belongs to, by its hash: the same on every machine and in every run."""

@@ -154,8 +154,7 @@ def open_tokens(folder):
 
 def tokens_key(paths, encoding, template=None):
     """16 hex digits over what tokens depend on: the tokenizer, the template, and each file's path, size and time."""
-    stats = [(str(file.absolute()), file.stat()) for file in source_files(paths)]
-    files = sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source_files(paths))
     template = template and (template.source, template.tokens)
     parts = tokenizer_hash(encoding), encoding.prefix, template, files, TEXT_SUFFIXES, PIECE
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -215,19 +214,18 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     rng, max_len = np.random.default_rng(seed), max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
-    usable, found = [], []
+    found = {}
     for i in rng.permutation(len(tokens.starts)):
         if len(found) == n:
             break
         if prompt := prompt_of(i):
-            usable.append(i)
-            found.append(prompt)
-    if not usable and n > 0:
+            found[i] = prompt
+    if not found and n > 0:
         if length > 1:
             return prompts(tokens, n, length // 2, seed, max_len)
         raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more "
                          "text")
-    return found + [prompt_of(i) for i in itertools.islice(itertools.cycle(usable), n - len(found))]
+    return [*found.values(), *map(prompt_of, itertools.islice(itertools.cycle(found), n - len(found)))]
 
 
 def prompt_from(tokens, start, end, length, max_len, rng):

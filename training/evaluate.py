@@ -56,8 +56,8 @@ def measure(heads, heldout, prompts, batch_size, block_size):
 def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_interval=None, **_):
     """The lines that show what `measure`, or `head_accuracy` alone, found."""
     lines = ["held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS)]
-    lines += [f"head {i + 1:<12}" + "".join(f"{share:>9.1%}" for share in row)
-              for i, row in enumerate(zip(*top_accuracy.values()))]
+    for i, row in enumerate(zip(*top_accuracy.values()), start=1):
+        lines.append(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
     if tokens_per_step is not None:
         low, high = tokens_per_step_interval
         lines.append(f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to {high:.2f}) over {prompts} "
@@ -66,8 +66,7 @@ def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_inte
 
 
 def plot(folder):
-    """Draws a run's log.jsonl as training.png: the loss and each head's accuracy in training. Does nothing where
-    matplotlib is not installed."""
+    """Draws a run's log.jsonl as training.png, where matplotlib is installed."""
     try:
         import matplotlib
         matplotlib.use("Agg")

@@ -16,10 +16,6 @@ CHUNK = 2**24       # logits at a time, 64 MB in float32; the model's own probab
 CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long to read the LM head as one of many
 
 
-def chunk_size(device):
-    return CUDA_CHUNK if torch.device(device).type == "cuda" else CHUNK
-
-
 def teacher_forced(heads, ids, documents=None, wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]).
     wrapped: DistributedDataParallel around the heads, called in their place."""
@@ -64,7 +60,7 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype
-    chunk = chunk or chunk_size(hidden.device)
+    chunk = chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)
     return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, guess_mask, objective, top_n, chunk,
                             *(model.norm(out).to(dtype) for out in outputs))
 
@@ -151,16 +147,16 @@ def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None):
     token is among the head's n likeliest; of equally likely tokens the lower id comes first. Logits are float32, as in
     decoding. Arguments as in `head_losses`."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
-    rows = max(1, (chunk or chunk_size(hidden.device)) // weight.shape[0])
+    rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // weight.shape[0])
     logits_of = lambda states: model.head.logits(model.norm(states))
     best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
-    ids, hits = torch.arange(weight.shape[0], device=weight.device), []
+    ids, hits = torch.arange(weight.shape[0], device=weight.device), hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
-        ranks, targets = [], best[:, i + 1:i + 1 + T].flatten()
-        for states, target in zip(out.flatten(0, 1).split(rows), targets[:, None].split(rows)):
+        targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
+        parts = (x.split(rows) for x in (out.flatten(0, 1), targets, guess_mask[i].flatten()))
+        for states, target, mask in zip(*parts):
             logits = logits_of(states)
             score = logits.gather(1, target)
-            ranks.append(((logits > score) | (logits == score) & (ids < target)).sum(dim=-1))
-        ranks = torch.cat(ranks)
-        hits.append(torch.stack([((ranks < n) & guess_mask[i].flatten()).sum().float() for n in tops]))
-    return torch.stack(hits, dim=1)
+            ranks = ((logits > score) | (logits == score) & (ids < target)).sum(dim=-1)
+            hits[:, i] += torch.stack([((ranks < n) & mask).sum() for n in tops])
+    return hits

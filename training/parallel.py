@@ -80,9 +80,6 @@ class World:
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A model that is too large for one device
-
 def too_large(args):
     """Whether the frozen model takes more than 60% of its device's free memory."""
     with torch.device("meta"):

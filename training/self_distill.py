@@ -55,6 +55,7 @@ class SelfDistillation:
             texts = out.tokens
             run.world.print(f"the model wrote {out.emitted} tokens after {len(given)} prompts "
                             f"({out.tokens_per_step:.2f} per step) in {time.monotonic() - began:.0f} s")
-        loss_masks = ([self.prompt_in_loss] * len(prompt) + [True] * len(text) for prompt, text in zip(given, texts))
-        write_tokens(folder, (("train", "text", document([*prompt, *text], loss_mask, self.dtype))
-                              for prompt, text, loss_mask in zip(given, texts, loss_masks)))
+        in_loss = self.prompt_in_loss
+        documents = (document([*prompt, *text], [in_loss] * len(prompt) + [True] * len(text), self.dtype)
+                     for prompt, text in zip(given, texts))
+        write_tokens(folder, (("train", "text", tokens) for tokens in documents))
