@@ -102,8 +102,8 @@ def read_gpt2(raw):
 def read_baichuan(raw):
     """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM head's rows are
     normalised, is recognised by its key z_loss_weight or by its vocabulary."""
-    alibi = "max_position_embeddings" not in raw or raw["hidden_size"] == 5120
-    unit = "z_loss_weight" in raw or raw["vocab_size"] == 125696
+    alibi = "max_position_embeddings" not in raw or raw.get("hidden_size") == 5120
+    unit = "z_loss_weight" in raw or raw.get("vocab_size") == 125696
     positions = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int)) if alibi else {}
     return dict(unit_head=unit) | positions
 
@@ -146,12 +146,10 @@ EXPECTED = {int: "a whole number of at least 1 and below 2**31", float: "a numbe
 def value_of(raw, key, kind, default=None):
     """raw[key], or the default, of a type and range in EXPECTED. Raises InputError for another value, and for none."""
     value = default if raw.get(key) is None else raw[key]
-    if value is None:
-        raise InputError(f"the key {key!r} is missing")
     fits = {int: type(value) is int and 1 <= value < 2**31, bool: type(value) is bool,
             float: type(value) in (int, float) and 0 < value < math.inf}
     if not fits[kind]:
-        raise InputError(f"{key}: expected {EXPECTED[kind]}, found {value!r}")
+        raise InputError(f"{key}: expected {EXPECTED[kind]}, found {'nothing' if value is None else repr(value)}")
     return kind(value)
 
 
@@ -178,9 +176,8 @@ def parse_config(raw, path):
         return _parse_config(raw)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"the key {error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type ({error})"
-        raise InputError(f"{path}: {what}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: a value has the wrong type ({error})") from None
 
 
 def _parse_config(raw):

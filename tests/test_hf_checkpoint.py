@@ -136,32 +136,27 @@ def to_bin(path):
 # Families
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_logits_equal_transformers_both_ways(name, tmp_path):
-    """Catches a misread flag, a swapped weight, a wrong rotation; and that what we write means the same there."""
+def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
+    """Catches a misread flag, a swapped weight, a wrong rotation, a folder that we write and transformers misreads;
+    positions, masks and caches that go wrong only in decoding; and folders that differ in shards."""
+    def check(logits):
+        torch.testing.assert_close(logits, want, atol=2e-4, rtol=0)
+
     theirs, tokens = theirs_of(name), torch.tensor(random_prompts([90, 90]))
-    save_theirs(name, theirs, tmp_path / "theirs")
-    want = their_logits(name, theirs, tokens)
-    ours = GPT.from_pretrained(tmp_path / "theirs", device="cpu")
-    torch.testing.assert_close(ours.lm_head(ours(tokens)), want, atol=2e-4, rtol=0)
-    ours.save_pretrained(tmp_path / "ours")
-    same = GPT.from_pretrained(tmp_path / "ours", device="cpu")
-    torch.testing.assert_close(same.lm_head(same(tokens)), want, atol=2e-4, rtol=0)
-    if not name.startswith("baichuan"):  # not a part of transformers
-        again = type(theirs).from_pretrained(tmp_path / "ours", dtype=torch.float32)
-        with torch.no_grad():
-            torch.testing.assert_close(again(tokens).logits, want, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_greedy_text_equals_transformers_with_and_without_heads(name, tmp_path):
-    """Catches positions, masks and caches that go wrong only in decoding, and folders that differ in shards."""
-    theirs = theirs_of(name)
     whole, sharded = (save_theirs(name, theirs, tmp_path / kind, kind == "sharded") for kind in ("whole", "sharded"))
     assert len(list(sharded.glob("*.safetensors"))) > 2
+    want, ours = their_logits(name, theirs, tokens), GPT.from_pretrained(whole, device="cpu")
+    check(ours.lm_head(ours(tokens)))
+    ours.save_pretrained(tmp_path / "ours")
+    same = GPT.from_pretrained(tmp_path / "ours", device="cpu")
+    check(same.lm_head(same(tokens)))
+    if not name.startswith("baichuan"):  # not a part of transformers
+        with torch.no_grad():
+            check(type(theirs).from_pretrained(tmp_path / "ours", dtype=torch.float32)(tokens).logits)
     prompt = random_prompts([20])[0]
-    text = generate(GPT.from_pretrained(whole, device="cpu"), [prompt], 64).tokens[0]
-    theirs_too = their_logits(name, theirs, torch.tensor([prompt + text]))[0].argmax(-1).tolist()
-    assert len(text) == 64 and text == theirs_too[len(prompt) - 1:-1]  # each token is their argmax after those before
+    text = generate(ours, [prompt], 64).tokens[0]
+    their_text = their_logits(name, theirs, torch.tensor([prompt + text]))[0].argmax(-1).tolist()
+    assert len(text) == 64 and text == their_text[len(prompt) - 1:-1]  # each token is their argmax after those before
     model = GPT.from_pretrained(sharded, device="cpu")
     heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
     assert generate(model, [prompt, prompt[:7]], 64, heads, tree_size=12).tokens[0] == text
@@ -222,15 +217,6 @@ def test_rope_settings_in_all_spellings(kind, tmp_path):
         assert read_config(tmp_path) == want
 
 
-def test_rope_theta_in_both_spellings(tmp_path):
-    """Catches a theta that is read from one place only."""
-    toy_model(rope_theta=77.0).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    for gone in ("rope_theta", "rope_parameters"):
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != gone}))
-        assert read_config(tmp_path).rope_theta == 77.0
-
-
 def test_a_window_and_a_scaled_rope_move_the_contexts_end(tmp_path):
     """Catches texts longer than what a family's attention can see, and a context that is cut for no reason."""
     def context(family, **changes):
@@ -279,18 +265,21 @@ def test_save_and_load(shape, tmp_path):
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.state_dict().values(), sharded.state_dict().values()))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA")])])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan-7b"])
-def test_casts_change_neither_values_nor_the_identity(name, stored, tmp_path):
+def test_casts_change_neither_values_nor_the_identity(name, stored, device, tmp_path):
     """Catches a cast in the wrong order, and an identity that is computed after a cast."""
     path = save_theirs(name, theirs_of(name), tmp_path)
     tensors = {key: value.to(stored) for key, value in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
     want = GPT.from_pretrained(path, device="cpu", dtype=torch.float32)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        got = GPT.from_pretrained(path, device="cpu", dtype=dtype)
+        got = GPT.from_pretrained(path, device=device, dtype=dtype)
         assert got.identity == want.identity
-        assert all(torch.equal(a.to(dtype), b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
+        assert all(torch.equal(a.to(dtype), b.cpu())
+                   for a, b in zip(want.state_dict().values(), got.state_dict().values()))
     assert identity(want.state_dict()) == want.identity
 
 
@@ -302,16 +291,6 @@ def test_settings_that_are_null_are_not_there(tmp_path):
                           "quantization_config"))
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_config(tmp_path) == want
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan2-7b"])
-def test_weights_read_onto_a_gpu_are_the_same(name, tmp_path):
-    path = save_theirs(name, theirs_of(name), tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (GPT.from_pretrained(path, device=device, dtype=dtype).state_dict() for device in ("cpu", "cuda"))
-        assert all(torch.equal(a[key], b[key].cpu()) for key in a)
 
 
 def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
@@ -430,14 +409,12 @@ BROKEN = {
     "config is not text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x80"), "cannot be read as json"),
     "weights are cut": (lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:5000]),
                         "truncated"),
-    "weights are text": (lambda p: (p / "model.safetensors").write_text("hello"), "truncated or not a safetensors"),
-    "weights are empty": (lambda p: (p / "model.safetensors").write_bytes(b""), "truncated or not a safetensors"),
     "header of another type": (lambda p: edit_header(p, lambda h: h.update(a=1)), "truncated or not a safetensors"),
     "tensor outside the file": (norm_header(data_offsets=[0, 2**40]), "truncated or not a safetensors"),
     "tensor of an unknown type": (norm_header(dtype="X4"), "unknown variant `X4`"),
     "another family": (lambda p: edit_config(p, model_type="mamba"),
                        "not supported; supported: llama, mistral, qwen2, qwen3, phi3, baichuan, gpt2"),
-    "key missing": (lambda p: edit_config(p, hidden_size=None), "'hidden_size' is missing"),
+    "key missing": (lambda p: edit_config(p, hidden_size=None), "below 2**31, found nothing"),
     "key of another type": (lambda p: edit_config(p, hidden_size="big"), "hidden_size: expected a whole number"),
     "size of zero": (lambda p: edit_config(p, num_hidden_layers=0), "at least 1"),
     "heads do not divide": (lambda p: edit_config(p, num_attention_heads=3), "multiple"),
@@ -447,8 +424,7 @@ BROKEN = {
     "unknown rope": (rope(rope_type="spiral"), "'spiral' is not supported; supported: default, linear, dynamic"),
     "rope of another type": (lambda p: edit_config(p, rope_parameters="x"), "wrong type"),
     "rope of zero": (rope(rope_theta=0), "above 0"),
-    "rope without a factor": (rope(rope_type="linear"), "'factor' is missing"),
-    "rope whose factor is text": (rope(rope_type="linear", factor="2"), "factor: expected a number"),
+    "rope without a factor": (rope(rope_type="linear"), "factor: expected a number above 0, found nothing"),
     "rope with crossed factors": (rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=1),
                                   "must be below"),
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
@@ -465,7 +441,6 @@ BROKEN = {
                                 "whose rows are normalised"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
         "version https://git-lfs.github.com/spec/v1"), "truncated or not a bin file (it is no pickle); fetch it again"),
-    "no heads": (lambda p: edit_config(p, num_attention_heads=0, head_dim=None), "at least 1"),
     "family of another type": (lambda p: edit_config(p, model_type=[]), "not supported"),
     "quantised": (lambda p: edit_config(p, quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),
     "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update(
