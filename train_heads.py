@@ -39,9 +39,6 @@ SAVE_EVERY = 180.0  # seconds
 PROMPTS = 32        # held-out ones, decoded to measure the heads
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-
 class Run:
     """One training run: the heads, their optimiser, the step it is at."""
 

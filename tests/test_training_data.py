@@ -16,6 +16,16 @@ from model import InputError
 from training import corpus, data
 
 EOT = "<|endoftext|>"
+CHATML = ChatTemplate("chatml", (
+    "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
+FORGETFUL = ChatTemplate("forgetful", (  # as Qwen3's: what an assistant thought stands in the last message only
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
+TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"),
+         ("assistant", "he")]
 
 
 def tiny_spec():
@@ -60,10 +70,6 @@ def refusal(call, *names):
     return message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# documents and splits
-
-
 def test_builtin_corpus_is_large_and_its_splits_share_nothing():
     train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
     assert not set(train) & set(heldout)
@@ -87,25 +93,21 @@ def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_o
     refusal(lambda: corpus.builtin_corpus("test"), "'test'")
 
 
-def test_documents_come_from_named_files_folders_and_jsonl_lines(tmp_path):
-    files = {"a.py": "a", "b/c.md": "é\r\n", "b/d.bin": "no", "e.txt": "", "f.txt": b"\xff", "odd.xyz": "odd"}
-    jsonl = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
-    write(tmp_path, files | {"g.jsonl": jsonl, "h.txt/i.txt": "in a folder"})
-    assert list(corpus.read_documents([tmp_path])) == ["a", "é\r\n", "one", "two\nlines", "in a folder"]
-    assert list(corpus.read_documents([str(tmp_path / "odd.xyz"), tmp_path / "a.py"])) == ["odd", "a"]
-
-
-def test_patterns_take_what_fits_them_once_in_order_and_names_that_look_like_patterns_stay_names(tmp_path):
+def test_documents_come_from_files_folders_jsonl_lines_and_patterns_once_and_in_order(tmp_path):
     """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be
     named."""
+    documents = lambda *names: list(corpus.read_documents([f"{tmp_path}/{name}" for name in names]))
+    lines = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
+    write(tmp_path, {"one/a.py": "a", "one/b/c.md": "é\r\n", "one/b/d.bin": "no", "one/e.txt": "", "one/f.txt": b"\xff",
+                     "one/odd.xyz": "odd", "one/g.jsonl": lines, "one/h.txt/i.txt": "in a folder"})
+    assert documents("one") == ["a", "é\r\n", "one", "two\nlines", "in a folder"]
+    assert documents("one/odd.xyz", "one/a.py") == ["odd", "a"]
     write(tmp_path,
           {"b.txt": "b", "a[1].txt": "a1", "a1.txt": "other", "deep/er/c.odd": "c", "deep/d.md": "d", "x.bin": b"\xff"})
-    assert list(corpus.read_documents([f"{tmp_path}/*.txt"])) == ["other", "a1", "b"]
-    assert list(corpus.read_documents([tmp_path / "a[1].txt"])) == ["a1"]
-    assert list(corpus.read_documents([f"{tmp_path}/deep/**"])) == ["d", "c"]
-    assert list(corpus.read_documents([f"{tmp_path}/d?ep", f"{tmp_path}/[bx].*"])) == ["d", "b"]
-    refusal(lambda: list(corpus.read_documents([f"{tmp_path}/*.rst"])), f"{tmp_path}/*.rst", "pattern")
-    refusal(lambda: list(corpus.read_documents([f"{tmp_path}/x.*"])), f"{tmp_path}/x.*", "UTF-8")
+    assert documents("*.txt") == ["other", "a1", "b"] and documents("a[1].txt") == ["a1"]
+    assert documents("deep/**") == ["d", "c"] and documents("d?ep", "[bx].*") == ["d", "b"]
+    refusal(lambda: documents("*.rst"), f"{tmp_path}/*.rst", "pattern")
+    refusal(lambda: documents("x.*"), f"{tmp_path}/x.*", "UTF-8")
 
 
 PAIR = {"prompt": "he", "completion": "ll"}
@@ -137,58 +139,33 @@ def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_o
             "chat template")
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("missing.txt", None),
-        ("empty.txt", ""),
-        ("latin1.txt", b"caf\xe9"),
-        ("blank.jsonl", "\n \n"),
-        ("folder", {"folder/a.bin": "x", "folder/b.txt": "", "folder/c.py": b"\xff"}),
-    ],
-)
+@pytest.mark.parametrize("name, content", [
+    ("missing.txt", None), ("empty.txt", ""), ("latin1.txt", b"caf\xe9"), ("blank.jsonl", "\n \n"),
+    ("folder", {"folder/a.bin": "x", "folder/b.txt": "", "folder/c.py": b"\xff"})])
 def test_paths_without_a_document_are_refused_by_name(name, content, tmp_path):
     if content is not None:
         write(tmp_path, content if isinstance(content, dict) else {name: content})
     refusal(lambda: list(corpus.read_documents([tmp_path / name])), tmp_path / name)
 
 
-@pytest.mark.parametrize("line", ["{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "plain text"])
+def messages(turns):
+    return {"messages": [dict(role=role, content=content) for role, content in turns]}
+
+
+@pytest.mark.parametrize("line", [
+    "{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "plain text", "[" * 100_000, [[[]]],
+    {"prompt": "p"}, {"prompt": "p", "completion": 7}, {"prompt": ["p"], "completion": "c"},
+    {"messages": "hello"}, {"messages": []}, {"messages": ["hello", "you"]}, {"conversations": CHAT["messages"]},
+    messages([("user", "q")]), messages([("assistant", "greetings")]), messages([("user", "q"), ("assistant", None)]),
+    {"messages": [dict(role="user", content="q"), dict(content="a")]}, messages([("refused", "q"), ("assistant", "a")]),
+], ids=range(20))
 def test_a_file_half_of_whose_lines_are_broken_is_refused_by_their_number(line, tmp_path):
+    """Would catch: a KeyError, a RecursionError or a template's own error out of one line of a million."""
+    line = json.dumps(line) if isinstance(line, (dict, list)) else line
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
     for path in (tmp_path, tmp_path / "a.jsonl"):
-        refusal(lambda: list(corpus.read_documents([path])), tmp_path / "a.jsonl", "line 3", "1 of 2")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"prompt": "p"},
-        {"prompt": "p", "completion": 7},
-        {"prompt": ["p"], "completion": "c"},
-        {"messages": "hello"},
-        {"messages": []},
-        {"messages": ["hello", "you"]},
-        {"messages": [dict(role="user", content="q")]},
-        {"messages": [dict(role="assistant", content="greetings")]},
-        {"messages": [dict(role="user", content="q"), dict(role="assistant", content=None)]},
-        {"messages": [dict(role="user", content="q"), dict(content="a")]},
-        {"messages": [dict(role="refused", content="q"), dict(role="assistant", content="a")]},
-        {"conversations": CHAT["messages"]},
-        [[[]]],
-    ],
-)
-def test_lines_of_the_wrong_shape_are_broken_not_a_crash(value, tmp_path):
-    """Would catch: a KeyError or a template's own error out of one line of a million."""
-    write(tmp_path, {"a.jsonl": jsonl([PAIR, value])})
-    refusal(lambda: list(corpus.read_records([tmp_path / "a.jsonl"], CHATML)), tmp_path / "a.jsonl", "line 2", "1 of 2")
-
-
-def test_nesting_without_end_is_a_broken_line(tmp_path):
-    """Would catch: json's RecursionError."""
-    write(tmp_path, {"a.jsonl": "[" * 100_000 + "\n"})
-    refusal(lambda: list(corpus.read_records([tmp_path / "a.jsonl"])), "line 1")
+        refusal(lambda: list(corpus.read_records([path], CHATML)), tmp_path / "a.jsonl", "line 3", "1 of 2")
 
 
 @pytest.mark.parametrize("broken", [0, 2, 3, 4])
@@ -221,28 +198,6 @@ def test_a_damaged_gz_is_refused_by_name(tmp_path):
         refusal(lambda: list(corpus.read_documents([tmp_path / "a.jsonl.gz"])), tmp_path / "a.jsonl.gz")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# conversations
-
-CHATML = ChatTemplate(
-    "chatml",
-    "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    {},
-)
-# As Qwen3's: what an assistant thought stands in the last message only.
-FORGETFUL = ChatTemplate(
-    "forgetful",
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    {},
-)
-TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"),
-         ("assistant", "he")]
-
-
 @pytest.fixture
 def chatty(tmp_path):
     """tiny with the two tokens of ChatML, 301 and 302."""
@@ -250,10 +205,6 @@ def chatty(tmp_path):
     added = {"<|im_start|>": 301, "<|im_end|>": 302}
     spec["added_tokens"] += [dict(id=index, content=text, special=True) for text, index in added.items()]
     return load_encoding(save(tmp_path, spec))
-
-
-def messages(turns):
-    return {"messages": [dict(role=role, content=content) for role, content in turns]}
 
 
 def conversation(encoding, turns, counted):
@@ -267,18 +218,14 @@ def conversation(encoding, turns, counted):
     return ids, counts
 
 
-@pytest.mark.parametrize(
-    "template, turns, counted, forgotten",
-    [
-        (CHATML, TURNS, (2, 4), None),
-        (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # what nobody answers is dropped
-        (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
-        (CHATML, TURNS[:3], (2,), None),
-        (FORGETFUL, TURNS, (4,), 2),  # its first answer is not as it was said: it does not count
-        (FORGETFUL, TURNS[:3], (2,), None),
-    ],
-    ids="two trailing-user greeting one forgetful forgetful-one".split(),
-)
+@pytest.mark.parametrize("template, turns, counted, forgotten", [
+    (CHATML, TURNS, (2, 4), None),
+    (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # what nobody answers is dropped
+    (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
+    (CHATML, TURNS[:3], (2,), None),
+    (FORGETFUL, TURNS, (4,), 2),  # its first answer is not as it was said: it does not count
+    (FORGETFUL, TURNS[:3], (2,), None),
+], ids="two trailing-user greeting one forgetful forgetful-one".split())
 def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
     """Would catch: heads trained on the user's words, on the template's, or on an answer that was cut later on."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
@@ -335,10 +282,6 @@ def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tin
     assert {split for split, _ in texts} == set(corpus.SPLITS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokens
-
-
 @pytest.mark.parametrize("last, dtype", [(2**16 - 1, np.uint16), (2**16, np.uint32)])
 def test_ids_beyond_16_bits_are_kept(last, dtype, tmp_path):
     spec = tiny_spec()
@@ -358,10 +301,6 @@ def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_wh
     assert counts.tolist() == [False] * 3 + [True] * 3
     ids, counts, _ = data.encode_record(corpus.Record((("he", False), (EOT, True)), "chat"), tiny)
     assert ids.tolist() == [256, 300] and counts.tolist() == [False, True]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokens in files
 
 
 @pytest.fixture
@@ -558,10 +497,6 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
     refusal(lambda: data.open_tokens(tmp_path / "missing"), tmp_path / "missing")
     twice = data.concatenate([tokens, write_own(tmp_path / "none", []), tokens])
     assert twice.ids.tolist() == [70_000, 2, 3, 4] * 2 and twice.starts.tolist() == [0, 3, 4, 7]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# windows and prompts
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])

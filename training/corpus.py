@@ -215,23 +215,15 @@ def split_records(paths, splits, template=None, log=warn):
         return
     missing = set(splits)
     for record in read_records(paths, template, log):
-        for split, part in divide(record):
+        whole = record.kind != "text"  # prompts with completions, and conversations
+        pieces = (record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE))
+        for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
-                yield split, part
+                yield split, record if whole else text_record("".join(run))
     for split in sorted(missing):
         raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but it is empty; "
                          "give more text")
-
-
-def divide(record):
-    """Yields (split, Record) for a document's parts; prompts with completions and conversations stay whole."""
-    if record.kind != "text":
-        yield split_of(record.text), record
-        return
-    pieces = (record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE))
-    for split, run in itertools.groupby(pieces, split_of):
-        yield split, text_record("".join(run))
 
 
 def corpus_name(paths):

@@ -30,13 +30,10 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
     guessed (default: all); documents: int64, likewise, the number of each token's document: guesses across a border do
     not count."""
     T = tokens.shape[1] - K - 1
-    masks = torch.ones(K, tokens.shape[0], T, dtype=torch.bool, device=tokens.device)
-    for i in range(K):
-        if loss_mask is not None:
-            masks[i] &= loss_mask[:, i + 2:i + 2 + T]
-        if documents is not None:
-            masks[i] &= documents[:, i + 2:i + 2 + T] == documents[:, :T]
-    return masks
+    loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
+    documents = torch.zeros_like(tokens) if documents is None else documents
+    guessed = [slice(i + 2, i + 2 + T) for i in range(K)]
+    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in guessed])
 
 
 def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0, chunk=None):
