@@ -232,7 +232,10 @@ def read_rope(raw, context, head_size):
                         settings.get("original_max_position_embeddings") or context)
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
-        return theta, scaling | _llama3(settings), context
+        scaling |= {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise InputError("low_freq_factor must be below high_freq_factor")
+        return theta, scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
         return theta, scaling | _yarn(settings, theta, factor), max(context, int(factor * original))
@@ -240,20 +243,10 @@ def read_rope(raw, context, head_size):
     return theta, scaling | _longrope(settings, head_size, factor, original), min(context, original)
 
 
-def _llama3(settings):
-    scaling = {key: value_of(settings, key, float) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise InputError("low_freq_factor must be below high_freq_factor")
-    return scaling
-
-
 def _yarn(settings, theta, factor):
     if theta == 1:
         raise InputError("rope_theta must be above 1 for yarn, found 1")
-
-    def magnitude(scale):
-        return 0.1 * scale * math.log(max(factor, 1.0)) + 1
-
+    magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
     scales = settings.get("mscale"), settings.get("mscale_all_dim")
     default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
     return dict(factor=factor, beta_fast=value_of(settings, "beta_fast", float, 32.0),
@@ -404,10 +397,6 @@ def check_headers(path, config):
     if config.n_layer > len(shapes):
         raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold only {len(shapes)} "
                          "tensors; fetch the checkpoint again")
-    table = (config.vocab_size, config.n_embd)
-    if table not in shapes:
-        raise InputError(f"{path}: by config.json the embeddings should have shape {table}, but no tensor of the files "
-                         "has; fetch the checkpoint again")
     try:
         with torch.device("meta"):  # a single layer, without memory, whose names are repeated
             parameters = GPT(replace(config, n_layer=1)).named_parameters()
@@ -466,10 +455,12 @@ def read_state(path, config, shapes, dtype, device):
     shapes: {name: shape} of all parameters, from check_headers. The identity is of the values in the files, before any
     cast. Takes the memory of the state and of about one tensor. Raises InputError as check_headers does."""
     files, current, state, samples = weight_files(path), None, {}, {}
+    total = sum(file.stat().st_size for file in files)
     for file, tensor, name, start, size in match_tensors(path, config, shapes):
-        if file != current:
+        if file != current and total >= LARGE:
             current = file
-            report_progress(files, file)
+            print(f"reading {file.name} ({files.index(file) + 1} of {len(files)}, {total / 1e9:.1f} GB in all)",
+                  file=sys.stderr)
         if name not in state:
             state[name] = torch.empty(shapes[name], dtype=dtype, device=device)
         value = tensor.load()
@@ -485,14 +476,6 @@ def read_state(path, config, shapes, dtype, device):
         shapes = shapes | {"head.weight": shapes["embed.weight"]}
     joined = {name: torch.cat([values for _, values in sorted(parts.items())]) for name, parts in samples.items()}
     return state, fingerprint({name: (shapes[name], values) for name, values in joined.items()})
-
-
-def report_progress(files, file):
-    """Says on standard error which file is read, if they are large."""
-    sizes, i = [x.stat().st_size / 1e9 for x in files], files.index(file)
-    if sum(sizes) >= LARGE / 1e9:
-        print(f"reading {file.name} ({i + 1} of {len(files)}, {sum(sizes[:i]):.1f} of {sum(sizes):.1f} GB read)",
-              file=sys.stderr)
 
 
 def describe(path):

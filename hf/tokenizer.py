@@ -249,11 +249,8 @@ def _byte_symbols():
 # Folders without a tokenizer.json
 
 def _tokenizer_class(file, config, *known):
-    """tokenizer_config.json's tokenizer_class, which must be one of `known`. Where it has none, Qwen's by config.json's
-    model_type, else the first."""
-    qwen = str(optional_json(file.parent / "config.json").get("model_type")).startswith("qwen")
-    default = "Qwen2Tokenizer" if qwen and "Qwen2Tokenizer" in known else known[0]
-    kind = (config.get("tokenizer_class") or default).removesuffix("Fast")
+    """tokenizer_config.json's tokenizer_class, which must be one of `known`, or else the first of these."""
+    kind = (config.get("tokenizer_class") or known[0]).removesuffix("Fast")
     if kind not in known:
         _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json ({' and '.join(known)} need none)")
     return kind
@@ -311,7 +308,9 @@ def _bos(file, config, special, default, text=None):
 def _read_vocab(file):
     """vocab.json with merges.txt, GPT-2's or Qwen's, through the tokenizer.json that they stand for."""
     vocab, config = read_json(file), token_settings(file.parent)
-    qwen = _tokenizer_class(file, config, "GPT2Tokenizer", "Qwen2Tokenizer") == "Qwen2Tokenizer"
+    qwen = str(optional_json(file.with_name("config.json")).get("model_type")).startswith("qwen")
+    known = ("Qwen2Tokenizer", "GPT2Tokenizer") if qwen else ("GPT2Tokenizer", "Qwen2Tokenizer")
+    qwen = _tokenizer_class(file, config, *known) == "Qwen2Tokenizer"
     byte_level = _byte_level(not qwen) | {"add_prefix_space": bool(config.get("add_prefix_space")) and not qwen}
     split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
     lines = read_text(file.with_name("merges.txt")).split("\n")

@@ -302,7 +302,7 @@ def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checkpoint, "LARGE", 1000)
     GPT.from_pretrained(tmp_path, device="cpu")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)}, 0.0 of" in lines[0]
+    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)}, 0.0 GB in all)" in lines[0]
 
 
 def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
