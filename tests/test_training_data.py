@@ -286,7 +286,7 @@ def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tin
 def test_ids_beyond_16_bits_are_kept(last, dtype, tmp_path):
     spec = tiny_spec()
     spec["added_tokens"][0]["id"] = last
-    tokens = data.encode_record(corpus.text_record("a"), load_encoding(save(tmp_path, spec)))
+    tokens = data.encode_record(corpus.Record((("a", True),)), load_encoding(save(tmp_path, spec)))
     assert tokens.ids.dtype == dtype and tokens.ids.tolist() == [64, last]
 
 
@@ -370,7 +370,7 @@ def test_stored_tokens_are_used_again_until_a_file_the_tokenizer_or_the_template
 def test_text_is_taken_a_chunk_at_a_time(monkeypatch):
     """Would catch: a corpus larger than memory, all of it in lists."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", 3)
-    pair = "train", corpus.text_record("ab")
+    pair = "train", corpus.Record((("ab", True),))
     taken = iter([pair] * 5)
     chunks = data.chunks(taken)
     assert next(chunks) == [pair, pair] and len(list(taken)) == 3

@@ -27,7 +27,7 @@ class Record(NamedTuple):
     """A document as (text, in_loss) pairs. in_loss: heads are trained to guess the tokens of this text."""
 
     parts: tuple
-    kind: str  # "text", "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)
+    kind: str = "text"  # or "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)
 
     @property
     def text(self):
@@ -55,20 +55,18 @@ def builtin_corpus(split):
 
 def find_files(path):
     """The files that a path names, a sorted list of Path: the file itself, or all files of TEXT_SUFFIXES below a
-    folder, but for folders that hold a training run. A path that does not exist and contains *, ? or [ is a pattern;
-    folders that match it are searched as well. InputError where nothing can be read, except for an empty folder: []."""
-    if not os.path.exists(path) and set("*?[") & set(str(path)):
-        files = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in find_files(match)]
-        if not files:
-            raise InputError(f"{path}: expected files that fit this pattern, but there are none; check the pattern")
-        return list(dict.fromkeys(files))  # ** matches a folder and also the files in it
-    if not os.access(path, os.R_OK):
-        raise InputError(f"{path}: expected a file or folder of text, but there is none to read; check the path")
-    if not os.path.isdir(path):
+    folder, but for folders that hold a training run. A path that does not exist is taken as a pattern; folders that
+    match it are searched as well. InputError where there is nothing, except for an empty folder: []."""
+    if os.path.isdir(path):
+        runs = {state.parent for state in Path(path).rglob("train_state.pt")}
+        return [file for file in sorted(Path(path).rglob("*"))
+                if file.name.endswith(TEXT_SUFFIXES) and file.is_file() and not runs & set(file.parents)]
+    if os.path.exists(path):
         return [Path(path)]
-    runs = {state.parent for state in Path(path).rglob("train_state.pt")}
-    return [file for file in sorted(Path(path).rglob("*"))
-            if file.name.endswith(TEXT_SUFFIXES) and file.is_file() and not runs & set(file.parents)]
+    matches = [match for match in sorted(glob.glob(str(path), recursive=True)) if match != str(path)]
+    if not matches:
+        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some, but there are none; check it")
+    return list(dict.fromkeys(file for match in matches for file in find_files(match)))  # ** matches files twice
 
 
 def source_files(paths):
@@ -108,13 +106,13 @@ def read_records(paths, template=None, log=warn):
         empty = True
         for file in find_files(path):
             lines = file.name.endswith(LINES)
-            for record in read_lines(file, template, log) if lines else [text_record(read_utf8(file) or "")]:
+            for record in read_lines(file, template, log) if lines else [Record(((read_utf8(file) or "", True),))]:
                 if record.text:
                     empty = False
                     yield record
         if empty:
             wanted = f"{' '.join(TEXT_SUFFIXES)} files" if os.path.isdir(path) else "text"
-            raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not UTF-8; name another")
+            raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not readable; name another")
 
 
 def read_lines(file, template, log):
@@ -138,10 +136,6 @@ def read_lines(file, template, log):
                          f"{broken} of {total} are broken: {', '.join(examples)}; mend them")
     if broken:
         log(f"{file}: skipped {broken} of {total} lines, which are broken, the first {examples[0]}")
-
-
-def text_record(text):
-    return Record(((text, True),), "text")
 
 
 def parse_line(line, template, where):
@@ -220,7 +214,7 @@ def split_records(paths, splits, template=None, log=warn):
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
-                yield split, record if whole else text_record("".join(run))
+                yield split, record if whole else Record((("".join(run), True),))
     for split in sorted(missing):
         raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but it is empty; "
                          "give more text")

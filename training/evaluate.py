@@ -68,14 +68,13 @@ def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_inte
 def plot(folder):
     """Draws a run's log.jsonl as training.png, where matplotlib is installed."""
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError:
         return
     lines = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure((11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot(steps, [line["loss"] for line in lines])
     left.set(xlabel="step", ylabel="loss, nats")
     for i, shares in enumerate(zip(*(line["accuracy"] for line in lines))):
@@ -84,4 +83,3 @@ def plot(folder):
     right.legend()
     with contextlib.suppress(OSError):  # a full disk: log.jsonl still has the numbers
         figure.savefig(Path(folder) / "training.png")
-    plt.close(figure)

@@ -108,15 +108,13 @@ def load_for_training(args, world):
         raise InputError("--shard-base divides the model among processes; start them with torchrun --nproc-per-node N "
                          "train_heads.py")
     args.shard_base = world.size > 1 and world.any(args.shard_base or too_large(args))
-    if not args.shard_base:
-        model, encoding = load_model(args)
-        torch.manual_seed(args.seed)
-        return CloverHeads(args.config, model), encoding
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    dtype = args.dtype or ("bfloat16" if world.device.type == "cuda" else None)
-    with world.one_by_one():  # each loads the model into the host's memory
-        model, encoding = load_model(argparse.Namespace(**vars(args) | dict(device="cpu", dtype=dtype)))
+    given = argparse.Namespace(**vars(args))
+    if args.shard_base:
+        given.device, given.dtype = "cpu", args.dtype or ("bfloat16" if world.device.type == "cuda" else None)
+    with world.one_by_one() if args.shard_base else contextlib.nullcontext():  # each loads into the host's memory
+        model, encoding = load_model(given)
         torch.manual_seed(args.seed)
         heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
-        shard(model, mesh)
+        if args.shard_base:
+            shard(model, init_device_mesh(world.device.type, (world.size,)))
     return heads, encoding
