@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import tiktoken
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from model import InputError, read_json
 
@@ -179,10 +179,13 @@ def _through_tiktoken(spec, special, package):
     """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken gives the same ids."""
     model, added, pattern = spec["model"], spec["added_tokens"], _pattern(spec.get("pre_tokenizer"))
     others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-    if (pattern is None or spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel"
-            or model.get("type", "BPE") != "BPE" or any(map(model.get, others))
-            or any(token[flag] for token in added for flag in STRIPS) or not all(token["special"] for token in added)
-            or len({token["normalized"] for token in added}) > 1):  # the package finds these in two rounds
+    nfc, normalized = spec.get("normalizer") == {"type": "NFC"}, {token["normalized"] for token in added}
+    always = {token["content"]: token["id"] for token in added if not token["special"]}  # found in plain texts too
+    if (pattern is None or spec.get("normalizer") and not nfc or model.get("type", "BPE") != "BPE"
+            or any(map(model.get, others)) or (spec.get("decoder") or {}).get("type") != "ByteLevel"
+            or any(token[flag] for token in added for flag in STRIPS)
+            or any(a != b and (a in b or b in a) for a in always for b in special)
+            or len(normalized) > 1 or nfc and True in normalized):  # the package finds these in two rounds
         return None
     ranks = _ranks(model, special, package.model)
     ids = [*(ranks or {}).values(), *special.values()]
@@ -191,11 +194,12 @@ def _through_tiktoken(spec, special, package):
     package.encode_special_tokens = True  # as any other text
     bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
-    def encode(text, behind=False):
+    def encode(text, behind):
+        text = normalizers.NFC().normalize_str(text) if nfc else text
         return package.encode(text, add_special_tokens=False).ids if len(text) > LONG else bpe.encode_ordinary(text)
 
-    return Encoding(_with_special(special, encode), encode, bpe.decode, special, ids,
-                    (sorted(ranks.items()), pattern, sorted(special.items())))
+    identity = (sorted(ranks.items()), pattern, sorted(special.items())) + ("NFC",) * nfc
+    return Encoding(_with_special(special, encode), _with_special(always, encode), bpe.decode, special, ids, identity)
 
 
 def _split(pattern):
