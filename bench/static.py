@@ -114,8 +114,8 @@ def all_launches():
     launches += project(M=M, k=[1, 8, 32], dtype=[BF16], gathered=[False, True])
     for k, temperature in ((1, 0.8), (8, None), (32, None)):
         common = dict(M=M, k=[k], temperature=[temperature])
-        launches += project(dtype=[FP16, FP32], **common) + project(dtype=[BF16], C=[4112], **common)
-        launches += project(dtype=[FP32, BF16, FP16], aligned=[False], **common)
+        launches += project(dtype=[FP32, BF16, FP16], aligned=[True, False], **common)
+        launches += project(dtype=[BF16], C=[4112], **common)
     for k, temperature in ((1, 0.8), (1, None), (32, None)):  # multiprocessors: how many lists there are to merge
         launches += project(M=[8], k=[k], dtype=[BF16], temperature=[temperature], V=[128256],
                             multiprocessors=[2**i for i in range(9)])
