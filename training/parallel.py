@@ -61,6 +61,7 @@ class World:
             except InputError as error:
                 failed = error
         if self.any(failed is not None):
+            self.close()  # gloo's threads abort a process that ends with an open group
             raise failed or InputError("the first process cannot go on, see its message")
 
     @contextlib.contextmanager
