@@ -39,7 +39,7 @@ def plain(toy):
 def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):
     """Catches a guess that is accepted wrongly, a cache row left behind, noise that depends on the slot or the tree."""
     heads = random_heads(toy, name)
-    for tree_size, batch in [(1, 3), (2, 1), (8, 8), (16, 3), (64, 8), (17, 1)]:
+    for tree_size, batch in [(2, 1), (9, 3), (64, 8)]:
         out = generate(toy, PROMPTS, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way])
         assert out.tokens == plain[way], (tree_size, batch)
         assert sum(out.step_lengths.values()) == out.steps
@@ -137,7 +137,7 @@ def mixed_texts(model, n):
 
 @pytest.fixture(scope="module")
 def mixed(long_toy):
-    return mixed_texts(long_toy, 48)
+    return mixed_texts(long_toy, 32)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def check_mixed(model, mixed, name, batch, tree_size, way, n=200):
 def test_mixed_prompts_through_refilled_slots(long_toy, mixed, name, batch, tree_size):
     """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
     check_mixed(long_toy, mixed, name, batch, tree_size, "greedy")
-    check_mixed(long_toy, mixed, name, batch, tree_size, "sampled", n=24)
+    check_mixed(long_toy, mixed, name, batch, tree_size, "sampled", n=16)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_mixed_prompts_in_all_ways(long_toy, many_mixed, name, batch, tree_size,
 def test_in_bfloat16_every_difference_is_a_tie(way):
     """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal."""
     model = toy_model().to(torch.bfloat16)
-    prompts = random_prompts([random.Random(i).randint(1, 150) for i in range(16)])
+    prompts = random_prompts([random.Random(i).randint(1, 150) for i in range(8)])
     plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
     for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
         heads = random_heads(model, name).to(torch.bfloat16)
@@ -181,7 +181,7 @@ def test_in_bfloat16_every_difference_is_a_tie(way):
             assert difference is None or difference[3] == "tie", (i, difference)
 
 
-@pytest.mark.parametrize("n", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_prompts_in_constant_memory(n):
     """Catches memory that grows with the prompts done, and a slot that remembers the prompt before."""
     model = toy_model(n_layer=4, n_kv_head=4, head_size=64)  # 540 kB of cache per prompt
@@ -310,11 +310,11 @@ def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
 @pytest.mark.parametrize("options", [dict(temperature=1.3), dict(temperature=0.8, top_k=6),
                                      dict(temperature=1.0, top_p=0.7)], ids=["temperature", "top-k", "top-p"])
 def test_samples_follow_the_models_own_distribution(options):
-    """Catches noise or acceptance that favours drafted tokens: chi-squared over 2,000 drafted texts, a vocabulary of
+    """Catches noise or acceptance that favours drafted tokens: chi-squared over 1,200 drafted texts, a vocabulary of
     11."""
     model, prompt = toy_model(vocab_size=11, scale=2.0), [3, 1, 4]
-    heads, given = random_heads(model), [prompt] * 2000
-    texts = generate(model, given, 2, heads, tree_size=6, batch_size=500, seed=11, **options).tokens
+    heads, given = random_heads(model), [prompt] * 1200
+    texts = generate(model, given, 2, heads, tree_size=6, batch_size=400, seed=11, **options).tokens
     first = Counter(text[0] for text in texts).most_common(1)[0][0]
     for given in ([], [first]):
         seen = Counter(text[len(given)] for text in texts if text[:len(given)] == given)

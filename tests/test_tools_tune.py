@@ -23,13 +23,13 @@ def test_acceptance_is_what_decoding_accepts():
     """Catches a table that counts the wrong node or depth: for every tree it must foretell the tokens per step."""
     model = GPT.from_pretrained(DEMO, device="cpu")
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
-    given = prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 8, 30)
-    table = acceptance(model, heads, given, 0.0, max_new_tokens=60)
+    given = prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 6, 30)
+    table = acceptance(model, heads, given, 0.0, max_new_tokens=48)
     assert len(table) == 4 and all(len(row) == 63 and all(0 <= share <= 1 for share in row) for row in table)
     found = [expected_tokens({"0": table}, size, 0.0) for size in range(1, 65)]
     assert found[0] == 1 and found == sorted(found) and found[-1] > 2
-    for size in (3, 12, 64):
-        out = generate(model, given, 60, heads, tree_size=size, beams=8)
+    for size in (3, 64):
+        out = generate(model, given, 48, heads, tree_size=size, beams=8)
         assert found[size - 1] == pytest.approx(out.tokens_per_step, rel=0.06)  # a text's last step is cut
 
 
