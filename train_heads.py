@@ -195,9 +195,8 @@ def prepare(args, world):
         args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
     if args.self_distill and args.shard_base:
         raise InputError("--self-distill lets the model decode, which a sharded one does not; take --self-distill 0")
-    for tokens in splits.values():  # raises, as does the line after it, where there is too little text
-        window_batch([(tokens, 1)], args.block_size + args.config.n_draft + 1, 0, "cpu")
-    heldout_prompts(splits["heldout"], heads.model)
+    check_lengths(splits, args)
+    heldout_prompts(splits["heldout"], heads.model)  # raises where there are none
     run = Run(args, heads, tokenizer_hash(encoding), world, state)
     if args.draft_vocabulary is not None:
         heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary, heads.model.config.vocab_size))
@@ -244,6 +243,16 @@ def finish(run, heldout):
     plot(run.out)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     print(f"\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
+
+
+def check_lengths(splits, args):
+    """Refuses splits that are too short for a step of training or for the evaluation."""
+    window = args.block_size + args.config.n_draft + 1
+    for split, windows in (("train", args.batch_size), ("heldout", 1)):
+        if len(splits[split].ids) < windows * window:
+            raise InputError(f"expected at least {windows * window} tokens in the {split} split, {windows} windows of "
+                             f"{window}, but it has {len(splits[split].ids)}; give more text, or a smaller "
+                             "--block-size or --batch-size")
 
 
 def evaluate_folder(args):

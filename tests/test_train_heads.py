@@ -454,8 +454,10 @@ def test_data_may_be_short_texts_beside_the_run_itself(checkpoint, tmp_path, unm
     assert run(checkpoint, tmp_path, tmp_path / "out", "--steps", "4", "--self-distill", "4",
                "--resume")["training"]["steps"] == 4
     write_lines(tmp_path / "few.jsonl", [dict(text=str(i)) for i in range(40)])
-    with pytest.raises(InputError, match="at least 45 tokens, one block, but got .*; give more text"):
+    with pytest.raises(InputError, match="windows of 45, but it has .*; give more text"):
         run(checkpoint, tmp_path / "few.jsonl", tmp_path / "few")
+    with pytest.raises(InputError, match="5000 windows of 45, but it has"):
+        run(checkpoint, tmp_path / "short.jsonl", tmp_path / "many", "--batch-size", "5000")
 
 
 def test_a_run_that_cannot_be_saved_does_not_start(checkpoint, texts, tmp_path):
