@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kernels import add_norm, best_guesses, best_tree, cosine_mix
 from model import (
     AttentionContext,
     Block,
@@ -82,9 +83,7 @@ class AttentionDecoder(nn.Module):
             self.key_value.bias.zero_()
 
     def forward(self, z, e):
-        q = self.query(self.norm(z)).unflatten(-1, (self.n_head, -1))             # (..., n_head, C / n_head)
-        k, v = self.key_value(e).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # likewise
-        return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
+        return cosine_mix(z, self.query(self.norm(z)), self.key_value(e), self.n_head)
 
 
 class Concat(nn.Module):
@@ -229,9 +228,10 @@ class CloverHeads(nn.Module):
         if self.augment_blocks:
             rope = self.model.rope(positions)
             context = AttentionContext(positions, cache, ancestors, end, self.model.slopes, documents)
+        delta = None
         for layer, block in enumerate(self.augment_blocks):
-            x = block(x, rope, context, None if cache is None else cache.kv[layer])
-        return F.rms_norm(x, x.shape[-1:])
+            x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
+        return add_norm(x, delta, None, eps=torch.finfo(torch.float32).eps)[1]
 
     def forward(self, hidden, tokens, documents=None):
         """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B,
@@ -253,48 +253,21 @@ class CloverHeads(nn.Module):
         parent's and ties go to the shallower node. So what is kept is a tree, parents stand before children, and a
         smaller tree is the front of a larger one with as many beams. Nothing is read back to the host.
         """
-        (B, C), W = state.shape, beams
-        K = min(self.config.n_draft, tree_size - 1)  # a path of tree_size nodes needs no more heads
-        states, tokens = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
-        joint = state.new_zeros(B, 1, dtype=torch.float32)
-        index = torch.zeros_like(tokens)  # where the beams stand in the list of all proposals, the root first
-        # (joint log-probability, token, index of the parent), each [B, 1], then [B, w * W]
-        proposals, size = [(joint, tokens, index)], 1
+        if tree_size == 1:
+            return root_tree(root)
+        (B, C), W = state.shape, min(beams, tree_size - 1)
+        K, n = min(self.config.n_draft, tree_size - 1), min(W * W, tree_size - 1)  # no more can be in the tree
+        joint, tokens, parents = (root.new_empty(B, K, n, dtype=d) for d in (torch.float32, torch.int64, torch.int64))
+        states, beam_joint, beam_tokens = state[:, None], None, root[:, None]
         for depth in range(K):
-            states, out = self.draft_head(depth)(states, self.embedding(tokens))
-            w = tokens.shape[1]
+            states, out = self.draft_head(depth)(states, self.embedding(beam_tokens))  # (B, w, C), w is 1, then W
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
-            if out.shape[1] < w:  # a head that does not read the token guesses the same for all beams
-                logprobs, guesses = (x.view(B, 1, W).expand(B, w, W) for x in (logprobs, guesses))
-            # never above the parent, and broken heads (NaN) guess nothing
-            logprobs = logprobs.view(B, w, W).clamp(max=0).nan_to_num(nan=-math.inf, neginf=-math.inf)
-            joint = (joint[:, :, None] + logprobs).flatten(1)  # (B, w * W)
-            guesses = guesses.reshape(B, w * W)
-            proposals.append((joint, guesses, index.repeat_interleave(W, dim=1)))
-            if depth < K - 1:
-                best = best_of(joint, guesses, W)  # (B, W)
-                joint, tokens, index = joint.gather(1, best), guesses.gather(1, best), size + best
-                if self.reads_tokens:
-                    states = states.gather(1, (best // W)[:, :, None].expand(B, W, C))
-            size += w * W
-        return self.best_tree(proposals, tree_size)
-
-    def best_tree(self, proposals, tree_size):
-        """The tree_size best of all proposals, given by depth as (joint log-probability, token, index of the parent),
-        as a `Tree`. Where there are fewer proposals, the last nodes are spare."""
-        depths = torch.cat([torch.full_like(tokens, depth) for depth, (_, tokens, _) in enumerate(proposals)], dim=1)
-        joint, tokens, parents = (torch.cat(column, dim=1) for column in zip(*proposals))  # (B, proposals)
-        T = min(tree_size, tokens.shape[1])
-        kept = best_of(joint, depths * self.model.config.vocab_size + tokens, T)  # (B, T)
-        nodes = torch.arange(T, device=kept.device).expand_as(kept)
-        node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes)  # of each proposal that was kept
-        parents = node_of.gather(1, parents.gather(1, kept))
-        own_bit = torch.ones_like(nodes) << nodes
-        ancestors = own_bit
-        for _ in proposals[1:]:
-            ancestors = own_bit | ancestors.gather(1, parents)
-        columns = (tokens.gather(1, kept), parents, depths.gather(1, kept), ancestors)
-        return Tree(*(F.pad(x, (0, tree_size - T)) for x in columns)) if T < tree_size else Tree(*columns)
+            found = joint[:, depth], tokens[:, depth], parents[:, depth]  # (B, n)
+            best_guesses(beam_joint, logprobs.view(B, -1, W), guesses.view(B, -1, W), found)
+            beam_joint, beam_tokens, beam_parents = (x[:, :W] for x in found)
+            if self.reads_tokens and depth < K - 1:
+                states = states.gather(1, beam_parents[:, :, None].expand(B, W, C))
+        return Tree(*best_tree(root, joint, tokens, parents, tree_size))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Files
@@ -364,12 +337,6 @@ def read_record(path):
         raise InputError(f"{path}: its acceptance is no table of shares by temperature, depth and node; "
                          "train_heads.py --evaluate writes it anew")
     return CloverConfig(**config), record
-
-
-def best_of(scores, keys, n):
-    """Columns [B, n] of the n highest scores [B, N], best first. Equal scores: lower key first, then lower column."""
-    order = keys.argsort(dim=1, stable=True)
-    return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
 
 
 def model_identity(model):

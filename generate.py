@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from clover import MAX_TREE, root_tree
-from kernels import commit_path, gumbel_argmax, runs_triton
+from kernels import accept_path, commit_path, gumbel_argmax, runs_triton
 from model import InputError, KVCache, needs_folder, pack
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
@@ -66,7 +66,7 @@ class Engine:
         self.replay = None
         if device.type == "cuda":
             self.steps_ahead = 1
-            self.pinned = [torch.zeros(batch_size, 2 * P + 1, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+            self.pinned = [torch.zeros(batch_size, 2 * P + 2, dtype=torch.int64, pin_memory=True) for _ in range(2)]
             self.written = [torch.cuda.Event() for _ in range(2)]
             if graph and runs_triton(self.slots.root):  # torch's references of the kernels read values back
                 self.result, self.replay = capture(self.step, device)
@@ -78,9 +78,9 @@ class Engine:
         tree = self.draft()                                 # tokens, parents, depths, ancestors: [B, T]
         hidden = self.verify(tree)                          # [B, T, C]; keys and values go to cache rows lengths..
         target = self.sample(tree, hidden)                  # [B, T]: the model's own next token at every node
-        path, count = self.accept(tree, target)             # [B, P]: accepted nodes, root first; [B]: how many
-        emitted = self.commit(hidden, target, path, count)  # [B, P]: the token after each accepted node; `count` count
-        return torch.cat((emitted, path, count[:, None]), dim=1)  # [B, 2P + 1], all that the host reads
+        accepted = self.accept(tree, target)                # [B, 2P + 2]: emitted tokens, path, count, last of the path
+        self.commit(hidden, accepted)
+        return accepted                                     # all that the host reads
 
     def draft(self):
         if self.heads is None:
@@ -104,25 +104,21 @@ class Engine:
         return gumbel_argmax(logits, 1.0, s.seed, sequence, position).view(B, T)
 
     def accept(self, tree, target):
-        path, count = accepted_path(tree, target, self.max_path)
-        return path, count * self.slots.active
+        return accept_path(*tree, target, self.slots.active, self.max_path)
 
-    def commit(self, hidden, target, path, count):
+    def commit(self, hidden, accepted):
         """Keeps the path's cache rows, lets the heads read the path, and makes the bonus token the next root. Rows that
         the heads write from `count` on are junk, which the next step overwrites."""
-        slots, lengths = self.slots, self.slots.cache.lengths
-        # (B, P): the accepted guesses, then the bonus token; the root was emitted a step ago
-        emitted = target.gather(1, path)
-        last = (count - 1).clamp_(min=0).long()[:, None]  # (B, 1)
+        slots, lengths, P = self.slots, self.slots.cache.lengths, self.max_path
+        emitted, path, count, last = accepted.split((P, P, 1, 1), dim=1)  # the accepted guesses, then the bonus token
         if self.heads:
-            commit_path(slots.cache.kv, lengths, path, count)
+            commit_path(slots.cache.kv, lengths, path, count[:, 0])
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2]))  # (B, P, C)
             positions = lengths[:, None] + self.offsets
             states = self.heads.augment(hidden, emitted, positions, slots.heads_cache, self.chain.expand_as(positions))
-            slots.state.copy_(states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2]))[:, 0])
-        slots.root.copy_(emitted.gather(1, last)[:, 0])
-        lengths += count
-        return emitted
+            torch.gather(states, 1, last[:, :, None].expand(-1, 1, states.shape[2]), out=slots.state[:, None])
+        torch.gather(emitted, 1, last, out=slots.root[:, None])
+        lengths += count[:, 0]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Continuous batching: prompts wait, are admitted to free slots, run, and retire
@@ -253,7 +249,7 @@ class Engine:
         for slot, sequence in started_with.items():
             if self.running.get(slot) is not sequence:
                 continue  # the text ended a step earlier, when this step was already in flight
-            count = result[slot][-1]
+            count = result[slot][2 * P]
             emit(sequence, result[slot][:count], result[slot][P:P + count])
             if sequence.ended:
                 del self.running[slot]
@@ -396,23 +392,6 @@ def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
     if min_p > 0:
         least = torch.maximum(least, logits.amax(dim=-1, keepdim=True) + math.log(min_p))
     return logits.masked_fill(logits < least, -math.inf)
-
-
-def accepted_path(tree, target, max_path):
-    """A node is accepted when its parent is and it equals its parent's target token. The root always is.
-
-    tree of [B, T], target int64 [B, T] -> path int64 [B, max_path], accepted nodes, root first, then zeros; count int32
-    [B].
-    """
-    B, T = target.shape
-    bits = torch.ones_like(target) << torch.arange(T, device=target.device)
-    wrong = (tree.tokens != target.gather(1, tree.parents)) & (tree.depths > 0)
-    refused = (bits * wrong).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
-    accepted = (tree.ancestors != 0) & (tree.ancestors & refused == 0)
-    column = torch.where(accepted, tree.depths, max_path)  # all other nodes go to a spare last column
-    nodes = torch.arange(T, device=target.device).expand(B, T)
-    path = torch.zeros(B, max_path + 1, dtype=torch.int64, device=target.device).scatter_(1, column, nodes)
-    return path[:, :max_path], (tree.depths * accepted).amax(dim=1).to(torch.int32) + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

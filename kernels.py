@@ -37,6 +37,7 @@ INTEGERS = (torch.int32, torch.int64)
 LOG2_E = tl.constexpr(math.log2(math.e))
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
+NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 PIVOT = tl.constexpr(-3.0e38)  # a finite maximum for rows without scores: -inf - -inf is NaN, -inf - PIVOT is -inf
 
 
@@ -58,9 +59,25 @@ def _check_device(first, **others):
         _check(x.device == first.device, lambda: f"{name} on {first.device}, as the first argument is", x.device)
 
 
-def runs_triton(tensor):
-    """Whether the dispatching functions run their Triton kernels for this tensor."""
-    return HAS_TRITON and (tensor.is_cuda or bool(INTERPRETED))
+def _check_tensors(device, **named):
+    """named: (tensor or None, shape, dtype)."""
+    for name, (x, shape, dtype) in named.items():
+        if x is not None:
+            _check_tensor(name, x, shape, dtype)
+            _check(x.device == device, lambda: f"{name} on {device}, as the others are", x.device)
+
+
+def _check_rows(name, x, most=None):
+    _check(x.dim() > 0 and x.numel() > 0 and x.is_floating_point() and (most is None or x.shape[-1] <= most),
+           lambda: f"{name} of shape [..., {f'1 to {most}' if most else 'C'}] and a float dtype", x)
+
+
+def runs_triton(*tensors):
+    """Whether the dispatching functions run their Triton kernels for these tensors: not in float64, and not where a
+    gradient is wanted."""
+    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    x = tensors[0]
+    return HAS_TRITON and (x.is_cuda or bool(INTERPRETED)) and x.dtype != torch.float64 and not wants_gradient
 
 
 @triton.jit
@@ -869,3 +886,612 @@ def commit_path(kv, lengths, path, count):
     """
     commit = commit_path_triton if runs_triton(kv) else commit_path_reference
     commit(kv, lengths, path, count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# add_norm
+#
+#   sum = x + delta
+#   RMSNorm (arXiv 1910.07467)    normed = sum * rsqrt(mean(sum^2) + eps) * weight
+#   LayerNorm (arXiv 1607.06450)  normed = (sum - mean(sum)) * rsqrt(variance(sum) + eps) * weight + bias
+#
+# Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations below it is the launch
+# that costs: 16 rows of C = 4096 in bf16 are 0.5 MB, 0.1 us.
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, sum_ptr, normed_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    """Program m: row m."""
+    columns = tl.arange(0, BLOCK_C)
+    mask = columns < C
+    offsets = tl.program_id(0).to(tl.int64) * C + columns
+    # [BLOCK_C]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if delta_ptr is not None:
+        x += tl.load(delta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + offsets, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if bias_ptr is not None:
+        x = tl.where(mask, x - tl.sum(x, 0) / C, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+    if weight_ptr is not None:
+        x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + offsets, x.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+def _check_add_norm(x, delta, weight, bias):
+    _check_rows("x", x, 32768)
+    C = x.shape[-1:]
+    _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, C, x.dtype), bias=(bias, C, x.dtype))
+
+
+def add_norm_triton(x, delta, weight, bias=None, eps=1e-5):
+    """`add_norm` by the Triton kernel."""
+    _check_add_norm(x, delta, weight, bias)
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    C, BLOCK_C = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    with torch.cuda.device_of(x):
+        _add_norm_kernel[(x.numel() // C,)](x, delta, weight, bias, total, normed, eps, C=C, BLOCK_C=BLOCK_C,
+                                            num_warps=min(max(BLOCK_C // 512, 1), 16))
+    return total, normed
+
+
+def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
+    """`add_norm` by torch; it has gradients."""
+    _check_add_norm(x, delta, weight, bias)
+    x = x if delta is None else x + delta
+    if bias is None:
+        return x, F.rms_norm(x, x.shape[-1:], weight, eps)
+    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_norm(x, delta, weight, bias=None, eps=1e-5):
+    """A residual connection and the norm behind it: (x + delta, its norm), each [..., C].
+
+    x [..., C], C up to 32768; delta like x, or None for x alone; weight [C], or None for ones; bias [C] for LayerNorm,
+    None for RMSNorm. One dtype (float32, float16, bfloat16), any strides. ValueError for shapes, dtypes and devices.
+    """
+    add = add_norm_triton if runs_triton(x, delta, weight) else add_norm_reference
+    return add(x, delta, weight, bias, eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rope_cache
+#
+#   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
+#   (a, b) -> (a cos - b sin, b cos + a sin) for the halves a and b of each query and key head (RoPE, arXiv 2104.09864)
+#   keys and values of token t of sequence b -> cache row first[b] + t
+#
+# Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
+
+
+def rotate(x, rope):
+    """Rotates each head of x [B, T, H, D]. rope: (cos, sin) [B, T, 1, D], sin with a minus in the first half."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+@triton.jit(do_not_specialize=["T", "S", "Hq", "Hkv"])
+def _rope_cache_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, first_ptr,
+    stride_qb, stride_qt, stride_qh, stride_qd, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd,
+    eps, T, S, Hq, Hkv, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Program (token, block of heads), as two tiles: the heads' first and second halves."""
+    HALF: tl.constexpr = (D + 1) // 2  # without a rotation D may be odd
+    token = tl.program_id(0).to(tl.int64)
+    b, t = token // T, token % T
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    is_query, is_value = head < Hq, head >= Hq + Hkv
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    low_mask = (head < Hq + 2 * Hkv) & (dims < HALF)
+    high_mask = low_mask & (dims + HALF < D)
+    # [BLOCK_H, BLOCK_D]
+    q_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh + dims * stride_qd
+    low = tl.load(q_ptrs, mask=low_mask, other=0.0)
+    high = tl.load(q_ptrs + HALF * stride_qd, mask=high_mask, other=0.0)
+    a, c = low.to(tl.float32), high.to(tl.float32)
+    if q_weight_ptr is not None:
+        scale = tl.rsqrt(tl.sum(a * a + c * c, 1) / D + eps)[:, None]
+        weight_ptrs = tl.where(is_query, q_weight_ptr + dims, k_weight_ptr + dims)
+        a *= scale * tl.load(weight_ptrs, mask=low_mask, other=0.0).to(tl.float32)
+        c *= scale * tl.load(weight_ptrs + HALF, mask=high_mask, other=0.0).to(tl.float32)
+    if cos_ptr is not None:
+        cos = tl.load(cos_ptr + token * D + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * D + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        a, c = a * cos - c * sin, c * cos + a * sin
+    low = tl.where(is_value, low, a.to(low.dtype))
+    high = tl.where(is_value, high, c.to(low.dtype))
+
+    tl.store(q_ptrs, low, mask=low_mask & is_query)
+    tl.store(q_ptrs + HALF * stride_qd, high, mask=high_mask & is_query)
+    row = tl.load(first_ptr + b).to(tl.int64) + t
+    cached = (head >= Hq) & (row >= 0) & (row < S)
+    kv_head = tl.where(is_value, head - Hkv, head) - Hq
+    kv_ptrs = kv_ptr + b * stride_kvb + row * stride_kvs + kv_head * stride_kvh + dims * stride_kvd
+    kv_ptrs += tl.where(is_value, stride_kvside, 0)
+    tl.store(kv_ptrs, low, mask=low_mask & cached)
+    tl.store(kv_ptrs + HALF * stride_kvd, high, mask=high_mask & cached)
+
+
+def _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight):
+    _check(kv.dim() == 5 and len(kv) == 2 and kv.is_floating_point(), "kv [2, B, Hkv, S, D] of a float dtype", kv)
+    (_, B, Hkv, S, D), cos, sin = kv.shape, *(rope or (None, None))
+    _check(qkv.dim() == 4 and qkv.shape[1] > 0 and qkv.shape[2] > 2 * Hkv,
+           lambda: f"qkv of shape [{B}, T >= 1, Hq + {2 * Hkv}, {D}]", qkv)
+    _check(rope is None or D % 2 == 0, "an even head size, to rotate it", D)
+    _check((q_weight is None) == (k_weight is None), "both of q_weight and k_weight, or none", q_weight, k_weight)
+    table, weight = ((B, qkv.shape[1], 1, D), kv.dtype), ((D,), kv.dtype)
+    _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), kv.dtype), first=(first, (B,), torch.int32),
+                   cos=(cos, *table), sin=(sin, *table), q_weight=(q_weight, *weight), k_weight=(k_weight, *weight))
+    _check_lengths(first, qkv.shape[1], S)
+
+
+def rope_cache_triton(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
+    """`rope_cache` by the Triton kernel."""
+    _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight)
+    (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]
+    cos, sin = (None, None) if rope is None else (x.contiguous() for x in rope)
+    BLOCK_H, BLOCK_D = min(triton.next_power_of_2(H), 16), triton.next_power_of_2((D + 1) // 2)
+    with torch.cuda.device_of(qkv):
+        _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
+            qkv, cos, sin, q_weight, k_weight, kv, first.contiguous(), *_strides(qkv), *_strides(kv),
+            eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
+    return qkv[:, :, :H - 2 * Hkv]
+
+
+def rope_cache_reference(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
+    """`rope_cache` by torch."""
+    _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight)
+    (B, T, H, D), Hkv = qkv.shape, kv.shape[2]
+    q, k, v = qkv.split((H - 2 * Hkv, Hkv, Hkv), dim=2)
+    if q_weight is not None:
+        q.copy_(F.rms_norm(q, (D,), q_weight, eps))
+        k.copy_(F.rms_norm(k, (D,), k_weight, eps))
+    if rope is not None:
+        qkv[:, :, :H - Hkv] = rotate(qkv[:, :, :H - Hkv], rope)
+    b, rows = torch.arange(B, device=kv.device)[:, None], first[:, None] + torch.arange(T, device=kv.device)  # (B, T)
+    kv.permute(1, 3, 0, 2, 4)[b, rows] = qkv[:, :, H - 2 * Hkv:].unflatten(2, (2, Hkv))  # (B, T, 2, Hkv, D)
+    return q
+
+
+def rope_cache(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
+    """Rotates queries and keys by position, writes keys and values to the cache, and returns the queries.
+
+    qkv [B, T, Hq + 2 Hkv, D]: query, key and value heads in this order; its queries are overwritten. kv [2, B, Hkv, S,
+    D]: one layer of a cache; token t of sequence b goes to row first[b] + t. One dtype (float32, float16, bfloat16), any
+    strides; first int32 [B], 0..S - T. rope: (cos, sin) as `rotate` takes them, None for no rotation. q_weight, k_weight
+    [D]: RMSNorm of each query and key head before that, with `eps`.
+    Returns q [B, T, Hq, D], a view of qkv. ValueError for shapes, dtypes, devices and, on a CPU, first.
+    """
+    store = rope_cache_triton if runs_triton(qkv) else rope_cache_reference
+    return store(qkv, rope, kv, first, q_weight, k_weight, eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# glu
+#
+#   out = act(gate) * up for x = [gate, up]  (GLU variants, arXiv 2002.05202)
+#   act(z) = z * sigmoid(z) (SiLU), or z * sigmoid(2 sqrt(2 / pi) (z + 0.044715 z^3)): GELU's tanh approximation
+#
+# Bytes: 3 * M * N elements.
+
+
+@triton.jit(do_not_specialize=["N"])
+def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Program (block of columns, row m)."""
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # [BLOCK_N]
+    gate = tl.load(x_ptr + m * 2 * N + columns, mask=columns < N, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + m * 2 * N + N + columns, mask=columns < N, other=0.0).to(tl.float32)
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    tl.store(out_ptr + m * N + columns, (gate * tl.sigmoid(z) * up).to(out_ptr.dtype.element_ty), mask=columns < N)
+
+
+def _check_glu(x, activation):
+    _check_rows("x", x)
+    _check(x.shape[-1] % 2 == 0, "x of shape [..., 2 N]", x)
+    _check(activation in ("silu", "gelu"), "silu or gelu", activation)
+
+
+def glu_triton(x, activation="silu"):
+    """`glu` by the Triton kernel."""
+    _check_glu(x, activation)
+    x, N = x.contiguous(), x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], N)
+    with torch.cuda.device_of(x):
+        _glu_kernel[(out.numel() // N, triton.cdiv(N, 1024))](
+            x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
+    return out
+
+
+def glu_reference(x, activation="silu"):
+    """`glu` by torch; it has a gradient."""
+    _check_glu(x, activation)
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def glu(x, activation="silu"):
+    """act(gate) * up of x [..., 2 N] = [gate, up] (float32, float16, bfloat16), any strides -> [..., N].
+
+    activation: "silu" or "gelu", in its tanh approximation. ValueError for shapes, dtypes and other activations.
+    """
+    return (glu_triton if runs_triton(x) else glu_reference)(x, activation)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cosine_mix: the Attention Decoder of Clover (arXiv 2405.00263)
+#
+#   out = z + cos(q, k) * v in each attention head, cos(q, k) = q . k / (|q| |k|)
+#
+# Bytes: 5 * M * C elements.
+
+
+@triton.jit(do_not_specialize=["C"])
+def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Program (row m, head)."""
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * D + tl.arange(0, BLOCK_D)
+    mask = tl.arange(0, BLOCK_D) < D
+    # [BLOCK_D]
+    z = tl.load(z_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(kv_ptr + m * 2 * C + columns, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(kv_ptr + m * 2 * C + C + columns, mask=mask, other=0.0).to(tl.float32)
+    norms = tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-8) * tl.maximum(tl.sqrt(tl.sum(k * k, 0)), 1e-8)
+    tl.store(out_ptr + m * C + columns, (z + tl.sum(q * k, 0) / norms * v).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _check_cosine_mix(z, q, kv, n_head):
+    _check_rows("z", z)
+    C = z.shape[-1]
+    _check(isinstance(n_head, int) and n_head > 0 and C % n_head == 0 and C // n_head <= 32768,
+           lambda: f"a number of heads that divides {C}, each of at most 32768", n_head)
+    _check_tensors(z.device, q=(q, z.shape, z.dtype), kv=(kv, (*z.shape[:-1], 2 * C), z.dtype))
+
+
+def cosine_mix_triton(z, q, kv, n_head):
+    """`cosine_mix` by the Triton kernel."""
+    _check_cosine_mix(z, q, kv, n_head)
+    z, C, D = z.contiguous(), z.shape[-1], z.shape[-1] // n_head
+    out, BLOCK_D = torch.empty_like(z), triton.next_power_of_2(D)
+    with torch.cuda.device_of(z):
+        _cosine_mix_kernel[(z.numel() // C, n_head)](
+            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_D // 256, 1), 16))
+    return out
+
+
+def cosine_mix_reference(z, q, kv, n_head):
+    """`cosine_mix` by torch; it has gradients."""
+    _check_cosine_mix(z, q, kv, n_head)
+    q = q.unflatten(-1, (n_head, -1))                       # (..., n_head, C / n_head)
+    k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # likewise
+    return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
+
+
+def cosine_mix(z, q, kv, n_head):
+    """Mixes a token into a state: z + cos(q, k) * v, in each of n_head parts of the C channels.
+
+    z and q [..., C], kv [..., 2 C] = [k, v], one dtype (float32, float16, bfloat16), any strides; n_head divides C.
+    Returns [..., C]. ValueError for shapes, dtypes, devices and n_head.
+    """
+    return (cosine_mix_triton if runs_triton(z, q, kv) else cosine_mix_reference)(z, q, kv, n_head)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# best_guesses and best_tree: drafting a tree (after EAGLE-2, arXiv 2406.16858, section 4)
+#
+#   best_guesses   of the w * W proposals of a depth, the n of highest joint log-probability, best first
+#   best_tree      of the proposals of all K depths, the T - 1 of highest joint log-probability, as a tree
+#
+# Of equals comes first the shallower, then the lower token, then the child of the better beam. A child's joint
+# log-probability is never above its parent's, so what is kept is closed under ancestors, and parents stand first. A
+# proposal that is not among the best T - 1 of its depth is in no tree, nor are its children: lists of n <= T - 1 do.
+#
+# An entry's place is the number of entries before it. All pairs are compared at once, N^2 of them (4,096 at T = 16 and
+# K = 4); a search for one after the other would wait n times.
+
+
+@triton.jit
+def _comes_before(score, key, column, other_score, other_key, other_column):
+    """int32 [BLOCK_N, BLOCK_J]: whether others [BLOCK_J] come before entries [BLOCK_N]."""
+    first = other_column[None, :] < column[:, None]
+    first = (other_key[None, :] < key[:, None]) | ((other_key[None, :] == key[:, None]) & first)
+    first = (other_score[None, :] > score[:, None]) | ((other_score[None, :] == score[:, None]) & first)
+    return first.to(tl.int32)
+
+
+@triton.jit
+def _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W):
+    """(joint log-probabilities, tokens) of these columns; behind the last come entries that stand for none."""
+    offsets = column // W * stride_w + column % W
+    logprob = tl.load(logprobs_ptr + offsets, mask=column < count, other=float("-inf"))
+    joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN, of broken heads: -inf
+    if beams_ptr is not None:
+        joint += tl.load(beams_ptr + column // W, mask=column < count, other=0.0)
+    return joint, tl.load(guesses_ptr + offsets, mask=column < count, other=NO_TOKEN)
+
+
+@triton.jit(do_not_specialize=["stride_bb", "stride_gb", "stride_gw", "stride_ob", "count", "n", "W"])
+def _best_guesses_kernel(
+    beams_ptr, logprobs_ptr, guesses_ptr, joint_ptr, tokens_ptr, parents_ptr,
+    stride_bb, stride_gb, stride_gw, stride_ob, count, n, W, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+):
+    """Program b: the proposals of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    logprobs_ptr += b * stride_gb
+    guesses_ptr += b * stride_gb
+    if beams_ptr is not None:
+        beams_ptr += b * stride_bb
+    column = tl.arange(0, BLOCK_N)
+    joint, token = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_gw, column, count, W)
+    place = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, BLOCK_N, BLOCK_J):
+        other = start + tl.arange(0, BLOCK_J)
+        joints, tokens = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_gw, other, count, W)
+        place += tl.sum(_comes_before(joint, token, column, joints, tokens, other), 1)
+    out = b * stride_ob + place
+    tl.store(joint_ptr + out, joint, mask=place < n)
+    tl.store(tokens_ptr + out, tl.where(column < count, token, 0), mask=place < n)
+    tl.store(parents_ptr + out, tl.where(column < count, column // W, -1).to(tl.int64), mask=place < n)
+
+
+@triton.jit
+def _entry(joint_ptr, tokens_ptr, parents_ptr, column, count, n):
+    """(joint log-probabilities, depths and tokens as one number, parents, -1 for none): column 0 is the root."""
+    mask = (column > 0) & (column <= count)
+    parent = tl.load(parents_ptr + column - 1, mask=mask, other=-1)
+    joint = tl.load(joint_ptr + column - 1, mask=mask & (parent >= 0), other=float("-inf"))
+    token = tl.load(tokens_ptr + column - 1, mask=mask, other=0)
+    key = tl.where(parent >= 0, ((column - 1) // n).to(tl.int64) * NO_TOKEN + token, 64 * NO_TOKEN)
+    return tl.where(column == 0, float("inf"), joint), key, parent
+
+
+@triton.jit(do_not_specialize=["K", "n", "T"])
+def _best_tree_kernel(
+    root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr,
+    tree_ancestors_ptr, K, n, T, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+):
+    """Program b: the tree of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    joint_ptr += b * K * n
+    tokens_ptr += b * K * n
+    parents_ptr += b * K * n
+    node_ptr += b * BLOCK_N
+    column = tl.arange(0, BLOCK_N)
+    joint, key, parent = _entry(joint_ptr, tokens_ptr, parents_ptr, column, K * n, n)
+    node = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, BLOCK_N, BLOCK_J):
+        other = start + tl.arange(0, BLOCK_J)
+        joints, keys, _ = _entry(joint_ptr, tokens_ptr, parents_ptr, other, K * n, n)
+        node += tl.sum(_comes_before(joint, key, column, joints, keys, other), 1)
+    kept = (parent >= 0) & (node < T)
+    tl.store(node_ptr + column, tl.where(kept, node, 0))
+    tl.debug_barrier()  # an entry's parent may be another thread's
+
+    bit = tl.full([BLOCK_N], 1, tl.int64)
+    ancestors = tl.where(kept, bit << tl.where(kept, node, 0).to(tl.int64), 0) | tl.where(kept | (column == 0), 1, 0)
+    above, parent_node = column, tl.zeros([BLOCK_N], tl.int32)
+    for level in range(0, K):  # up to the root, where those of less depth wait
+        inside = kept & (above > n)
+        beam = tl.load(parents_ptr + above - 1, mask=inside, other=0).to(tl.int32)
+        above = tl.where(inside, ((above - 1) // n - 1) * n + beam + 1, 0)
+        ancestor = tl.load(node_ptr + above)
+        parent_node = tl.where(level == 0, ancestor, parent_node)
+        ancestors |= tl.where(kept, bit << ancestor.to(tl.int64), 0)
+    out, mask = b * T + node, node < T
+    token = tl.where(column == 0, tl.load(root_ptr + b), tl.where(kept, key % NO_TOKEN, 0))
+    tl.store(tree_tokens_ptr + out, token, mask=mask)
+    tl.store(tree_parents_ptr + out, parent_node.to(tl.int64), mask=mask)
+    tl.store(tree_depths_ptr + out, tl.where(kept, (column - 1) // n + 1, 0).to(tl.int64), mask=mask)
+    tl.store(tree_ancestors_ptr + out, ancestors, mask=mask)
+
+
+def _pair_blocks(n):
+    """Tile sizes and launch options to compare n entries with one another."""
+    BLOCK_N = max(64, triton.next_power_of_2(n))
+    return dict(BLOCK_N=BLOCK_N, BLOCK_J=16, num_warps=min(BLOCK_N // 64, 16))
+
+
+def _check_best_guesses(beams, logprobs, guesses, out):
+    _check(logprobs.dim() == 3 and 1 <= logprobs.shape[2] <= 32, "logprobs of shape [B, w, 1 to 32]", logprobs)
+    (B, w, W), n = logprobs.shape, out[0].shape[-1]
+    size = w if beams is None or w > 1 else beams.shape[-1]
+    _check(1 <= size <= 32 and (beams is not None or w == 1), "logprobs of 1 to 32 beams, of 1 without beams", logprobs)
+    _check(W <= n <= 1024 and len({x.stride() for x in out}) == 1 and out[0].stride(-1) == 1,
+           lambda: f"out of shape [{B}, n], n {W} to 1024, with the same strides, the last of them 1", *out)
+    names, dtypes = ("joint", "tokens", "parents"), (torch.float32, torch.int64, torch.int64)
+    _check_tensors(logprobs.device, logprobs=(logprobs, logprobs.shape, torch.float32),
+                   guesses=(guesses, logprobs.shape, torch.int64), beams=(beams, (B, size), torch.float32),
+                   **{name: (x, (B, n), dtype) for name, x, dtype in zip(names, out, dtypes)})
+
+
+def best_guesses_triton(beams, logprobs, guesses, out):
+    """`best_guesses` by the Triton kernel."""
+    _check_best_guesses(beams, logprobs, guesses, out)
+    (B, w, W), n = logprobs.shape, out[0].shape[1]
+    logprobs, guesses = logprobs.contiguous(), guesses.contiguous()
+    beams = beams if beams is None or beams.stride(1) == 1 else beams.contiguous()
+    count = W if beams is None else W * beams.shape[1]
+    with torch.cuda.device_of(logprobs):
+        _best_guesses_kernel[(B,)](
+            beams, logprobs, guesses, *out, 0 if beams is None else beams.stride(0), w * W, W if w > 1 else 0,
+            out[0].stride(0), count, n, W, **_pair_blocks(max(count, n)))
+
+
+def best_guesses_reference(beams, logprobs, guesses, out):
+    """`best_guesses` by torch."""
+    _check_best_guesses(beams, logprobs, guesses, out)
+    joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+    joint = joint if beams is None else beams[:, :, None] + joint  # (B, w, W)
+    tokens, joint = guesses.expand_as(joint).flatten(1), joint.flatten(1)
+    best = _best_of(joint, tokens, out[0].shape[1])
+    for x, found, none in zip(out, (joint.gather(1, best), tokens.gather(1, best), best // logprobs.shape[2]),
+                              (-math.inf, 0, -1)):
+        x[:, :best.shape[1]] = found
+        x[:, best.shape[1]:] = none
+
+
+def _best_of(scores, keys, n):
+    """Columns [B, n] of the n highest scores [B, N], best first. Equal scores: lower key first, then lower column."""
+    order = keys.argsort(dim=1, stable=True)
+    return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
+
+
+def best_guesses(beams, logprobs, guesses, out):
+    """The best proposals of one depth of a token tree.
+
+    beams float32 [B, w]: each beam's joint log-probability, None for the root alone; logprobs float32 and guesses int64
+    [B, w, W]: the W next tokens that each beam proposes, [B, 1, W] where all propose the same; w and W up to 32.
+    out: (joint float32, tokens int64, parents int64), each [B, n], n W..1024, is filled with the n best proposals: joint
+    log-probability, token, and the beam that made it; where there are fewer, with -inf, 0 and -1. Log-probabilities
+    above 0 count as 0, NaN as -inf. ValueError for shapes, dtypes, strides and devices.
+    """
+    (best_guesses_triton if runs_triton(logprobs) else best_guesses_reference)(beams, logprobs, guesses, out)
+
+
+def _check_best_tree(root, joint, tokens, parents, tree_size):
+    _check(joint.dim() == 3 and 0 < joint[0].numel() < 4096, "joint of shape [B, K, n], K * n under 4096", joint)
+    _check_tensors(joint.device, joint=(joint, joint.shape, torch.float32), tokens=(tokens, joint.shape, torch.int64),
+                   parents=(parents, joint.shape, torch.int64), root=(root, joint.shape[:1], torch.int64))
+    _check(isinstance(tree_size, int) and 2 <= tree_size <= 64, "a tree size of 2 to 64", tree_size)
+
+
+def best_tree_triton(root, joint, tokens, parents, tree_size):
+    """`best_tree` by the Triton kernel."""
+    _check_best_tree(root, joint, tokens, parents, tree_size)
+    (B, K, n), blocks = joint.shape, _pair_blocks(max(joint[0].numel() + 1, tree_size))
+    node, tree = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32), root.new_empty(4, B, tree_size)
+    with torch.cuda.device_of(joint):
+        _best_tree_kernel[(B,)](root.contiguous(), joint.contiguous(), tokens.contiguous(), parents.contiguous(), node,
+                                *tree, K, n, tree_size, **blocks)
+    return tuple(tree)
+
+
+def best_tree_reference(root, joint, tokens, parents, tree_size):
+    """`best_tree` by torch."""
+    _check_best_tree(root, joint, tokens, parents, tree_size)
+    (B, K, n), T = joint.shape, tree_size
+    depth = torch.arange(K, device=root.device).repeat_interleave(n)
+    joint, tokens, parents = (x.flatten(1) for x in (joint, tokens, parents))  # (B, K * n)
+    kept = _best_of(joint, torch.where(parents >= 0, depth * NO_TOKEN.value + tokens, 2**62), T - 1)
+    nodes = torch.arange(1, kept.shape[1] + 1, device=root.device)
+    valid = parents.gather(1, kept) >= 0
+    node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes * valid)
+    depths = (depth[kept] + 1) * valid
+    above = ((depths - 2) * n + parents.gather(1, kept)).clamp_(min=0)
+    parent = node_of.gather(1, above) * (depths > 1)
+    spare = T - 1 - len(nodes)
+    tokens, parents, depths, bits = (F.pad(x, (1, spare)) for x in (
+        tokens.gather(1, kept) * valid, parent, depths, valid.long() << nodes))  # (B, T)
+    tokens[:, 0], bits[:, 0] = root, 1
+    ancestors = bits
+    for _ in range(K):
+        ancestors = bits | ancestors.gather(1, parents)
+    return tokens, parents, depths, torch.where(bits != 0, ancestors, 0)
+
+
+def best_tree(root, joint, tokens, parents, tree_size):
+    """The likeliest token tree of T = tree_size nodes.
+
+    root int64 [B]; joint float32, tokens and parents int64 [B, K, n]: at [:, d] what `best_guesses` found for depth d +
+    1, of which the first are the beams of the next depth; K * n under 4096; T 2..64.
+    Returns (tokens, parents, depths, ancestors), int64 [B, T]: node 0 is the root, then the likeliest first, parents
+    before children; ancestors are bitmasks as in `tree_attention`. Spare nodes, for which there is no proposal, are 0 in
+    all four. ValueError for shapes, dtypes, devices and the tree size.
+    """
+    return (best_tree_triton if runs_triton(joint) else best_tree_reference)(root, joint, tokens, parents, tree_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accept_path
+#
+#   A node is accepted when its parent is and its token is its parent's target token. The root always is.
+#
+# No token stands twice under one parent, so one node per depth at most is accepted: they form a path.
+
+
+@triton.jit(do_not_specialize=["T", "P"])
+def _accept_path_kernel(
+    tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, target_ptr, active_ptr, out_ptr, T, P, BLOCK_T: tl.constexpr,
+):
+    """Program b: the path of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_T)
+    mask, offsets = node < T, b * T + node
+    # [BLOCK_T]
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
+    depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
+    ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
+    target = tl.load(target_ptr + offsets, mask=mask, other=0)
+    wrong = mask & (depth > 0) & (token != tl.load(target_ptr + b * T + parent, mask=mask, other=0))
+    refused = tl.sum(wrong.to(tl.int64) << node.to(tl.int64), 0)  # a set of nodes, one bit each
+    accepted = (ancestors != 0) & ((ancestors & refused) == 0) & (depth < P)
+    active = tl.load(active_ptr + b)
+    last = tl.max(tl.where(accepted, depth, 0), 0)
+
+    out_ptr += b * (2 * P + 2)
+    rest = (node > last) & (node < P)
+    tl.store(out_ptr + depth, target, mask=accepted)
+    tl.store(out_ptr + P + depth, node.to(tl.int64), mask=accepted)
+    tl.store(out_ptr + node, tl.zeros([BLOCK_T], tl.int64) + tl.load(target_ptr + b * T), mask=rest)
+    tl.store(out_ptr + P + node, tl.zeros([BLOCK_T], tl.int64), mask=rest)
+    tl.store(out_ptr + 2 * P, (last + 1) * active)
+    tl.store(out_ptr + 2 * P + 1, last * active)
+
+
+def _check_accept(tokens, parents, depths, ancestors, target, active, max_path):
+    _check(tokens.dim() == 2 and 1 <= tokens.shape[1] <= 64, "tokens of shape [B, 1 to 64]", tokens)
+    named = dict(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, target=target)
+    _check_tensors(tokens.device, active=(active, tokens.shape[:1], torch.int32),
+                   **{name: (x, tokens.shape, torch.int64) for name, x in named.items()})
+    _check(isinstance(max_path, int) and 1 <= max_path <= 64, "a longest path of 1 to 64 nodes", max_path)
+
+
+def accept_path_triton(tokens, parents, depths, ancestors, target, active, max_path):
+    """`accept_path` by the Triton kernel."""
+    _check_accept(tokens, parents, depths, ancestors, target, active, max_path)
+    (B, T), P = tokens.shape, max_path
+    out, inputs = tokens.new_empty(B, 2 * P + 2), (tokens, parents, depths, ancestors, target, active)
+    with torch.cuda.device_of(tokens):
+        _accept_path_kernel[(B,)](*(x.contiguous() for x in inputs), out, T, P,
+                                  BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
+    return out
+
+
+def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
+    """`accept_path` by torch."""
+    _check_accept(tokens, parents, depths, ancestors, target, active, max_path)
+    (B, T), P = tokens.shape, max_path
+    nodes = torch.arange(T, device=tokens.device)
+    wrong = (tokens != target.gather(1, parents)) & (depths > 0)
+    refused = (wrong.long() << nodes).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
+    accepted = (ancestors != 0) & (ancestors & refused == 0) & (depths < P)
+    column = torch.where(accepted, depths, P)  # all other nodes go to a spare last column
+    path = tokens.new_zeros(B, P + 1).scatter_(1, column, nodes.expand(B, T))[:, :P]
+    active = active[:, None]
+    last = (depths * accepted).amax(dim=1, keepdim=True) * active
+    return torch.cat((target.gather(1, path), path, last + active, last), dim=1)
+
+
+def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
+    """The accepted nodes of token trees, and the tokens that they emit.
+
+    tokens, parents, depths, ancestors int64 [B, T]: trees as `best_tree` makes them, T 1..64; target int64 [B, T]: the
+    model's own next token at each node; active int32 [B]: 1, or 0 for a sequence that accepts nothing; P = max_path,
+    1..64: nodes of the longest path.
+    Returns int64 [B, 2 P + 2]: the targets of the accepted nodes (P), the accepted nodes, root first (P), how many there
+    are, and the index of the last. Behind the accepted nodes stand 0, behind their targets the root's. ValueError for
+    shapes, dtypes and devices.
+    """
+    accept = accept_path_triton if runs_triton(tokens) else accept_path_reference
+    return accept(tokens, parents, depths, ancestors, target, active, max_path)

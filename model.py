@@ -21,10 +21,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from kernels import (
+    add_norm,
     float_logits,
+    glu,
     gumbel_argmax,
     project_sample,
     project_topk,
+    rope_cache,
+    rotate,
     runs_triton,
     topk_logits,
     tree_attention,
@@ -97,8 +101,8 @@ class AttentionContext:
     Without a cache: whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which do
     not see one another.
 
-    With a cache: the tokens continue their sequence at cache rows `positions` (int64 [B, T]). `end` is one past the
-    last of them; a caller that gives it saves reading it back from a GPU.
+    With a cache: the tokens continue their sequence at `positions` (int64 [B, T], one after the other), which are their
+    cache rows. `end` is one past the last of them; a caller that gives it saves reading it back from a GPU.
 
     With a cache and `ancestors` (int64 [B, T]): the tokens are tree nodes at cache rows lengths..lengths+T, see
     `kernels.tree_attention`.
@@ -117,36 +121,28 @@ class AttentionContext:
                 same = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
                 self.mask = same.tril() if slopes is None else self.mask.masked_fill(~same, -math.inf)
             return
-        self.lengths = cache.lengths
-        self.batch = torch.arange(B, device=device)[:, None]
         if ancestors is None:
+            self.first = positions[:, 0].int()  # (B,): the first token's cache row
             end = int(positions.max()) + 1 if end is None else end
-            self.cache_rows = positions
             if slopes is None:
                 self.mask = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
             else:
                 self.mask = alibi_mask(positions, end, slopes)
         else:
-            self.cache_rows = self.lengths[:, None].long() + torch.arange(T, device=device)
+            self.first = cache.lengths
             if not runs_triton(ancestors):  # the reference wants a mask; the kernel reads the bits itself
-                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T, slopes)
+                self.mask = tree_mask(self.first, ancestors, int(self.first.max()) + T, slopes)
 
-    def attend(self, q, k, v, kv=None):
-        """q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]. With a cache, k and v are first written to `kv`
-        [2, B, Hkv, S, D], the layer's part of it."""
+    def attend(self, q, k, v):
+        """q [B, T, Hq, D], k and v [B, Hkv, S, D], a layer's cache or, without one, the tokens' own -> [B, T, Hq, D]."""
+        if self.ancestors is not None:
+            return tree_attention(q, k, v, self.first, self.ancestors, mask=self.mask, slopes=self.slopes)
         if self.cached:
-            kv[0].transpose(1, 2)[self.batch, self.cache_rows] = k
-            kv[1].transpose(1, 2)[self.batch, self.cache_rows] = v
-            if self.ancestors is not None:
-                return tree_attention(q, kv[0], kv[1], self.lengths, self.ancestors, mask=self.mask, slopes=self.slopes)
-            end = self.mask.shape[-1]
-            keys, values = kv[0, :, :, :end], kv[1, :, :, :end]
-        else:
-            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+            k, v = k[:, :, :self.mask.shape[-1]], v[:, :, :self.mask.shape[-1]]
         if self.mask is not None and self.mask.dtype not in (torch.bool, q.dtype):
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask,
-                                           is_causal=self.mask is None, enable_gqa=q.shape[2] != k.shape[2])
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
+                                           enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 
@@ -261,9 +257,11 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # autocast leaves x in bf16
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return self.add(x, None)[1]
+
+    def add(self, x, delta):
+        """(x + delta, its norm); delta: None for x alone."""
+        return add_norm(x, delta, self.weight.to(x.dtype), self.bias, self.eps)  # autocast leaves x in bf16
 
 
 def rope_frequencies(config):
@@ -291,16 +289,13 @@ def rope_frequencies(config):
 
 
 def rope_table(positions, frequencies, scale, dtype):
-    """cos and signed sin, each [B, T, 1, D], for `rotate` (RoPE, arXiv 2104.09864, halves layout)."""
-    angles = positions[:, :, None, None].float() * frequencies  # (B, T, 1, D/2)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its position; rope: a `rope_table`."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """cos and signed sin, each [B, T, 1, D], for `kernels.rotate` (RoPE, arXiv 2104.09864, halves layout). frequencies
+    [D]: those of the pairs twice, with a minus the first time, whose sines are those of the first half."""
+    angles = positions[:, :, None, None] * frequencies  # (B, T, 1, D)
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype), sin.to(dtype)
 
 
 class Attention(nn.Module):
@@ -315,15 +310,25 @@ class Attention(nn.Module):
             self.k_norm = Norm("rms", c.head_size, c.norm_eps)
 
     def forward(self, x, rope, context, kv=None):
+        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and values are written."""
         B, T, C = x.shape
         Hq, Hkv, D = self.config.n_head, self.config.n_kv_head, self.config.head_size
-        qk, v = self.qkv(x).view(B, T, Hq + 2 * Hkv, D).split((Hq + Hkv, Hkv), dim=2)
+        qkv = self.qkv(x).view(B, T, Hq + 2 * Hkv, D)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.config.qk_norm else ()
+        if kv is None:
+            q, k, v = self.rotated(qkv, rope)
+        else:
+            q, (k, v) = rope_cache(qkv, rope, kv, context.first, *norms), kv
+        return self.proj(context.attend(q, k, v).reshape(B, T, Hq * D))  # (B, T, C)
+
+    def rotated(self, qkv, rope):
+        """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and v [B, Hkv, T, D]."""
+        Hq, Hkv = self.config.n_head, self.config.n_kv_head
+        qk, v = qkv.split((Hq + Hkv, Hkv), dim=2)
         if self.config.qk_norm:
             qk = torch.cat((self.q_norm(qk[:, :, :Hq]), self.k_norm(qk[:, :, Hq:])), dim=2)
-        if rope is not None:
-            qk = rotate(qk, rope)
-        q, k = qk.split((Hq, Hkv), dim=2)  # (B, T, Hq, D), (B, T, Hkv, D)
-        return self.proj(context.attend(q, k, v, kv).reshape(B, T, Hq * D))  # (B, T, C)
+        q, k = (qk if rope is None else rotate(qk, rope)).split((Hq, Hkv), dim=2)
+        return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -336,9 +341,9 @@ class MLP(nn.Module):
 
     def forward(self, x):
         x = self.up(x)
-        gate, x = x.chunk(2, dim=-1) if self.config.gated else (x, None)
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self.down(gate if x is None else gate * x)
+        if self.config.gated:
+            return self.down(glu(x, self.config.activation))
+        return self.down(F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -350,9 +355,12 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.norm, config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope, context, kv=None):
-        x = x + self.attn(self.attn_norm(x), rope, context, kv)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x, delta, rope, context, kv=None):
+        """The residual stream before the block is x + delta, behind it the sum of the two that are returned: each sum is
+        made in one operation with the norm that follows it. All are [B, T, C]; delta may be None."""
+        x, normed = self.attn_norm.add(x, delta)
+        x, normed = self.mlp_norm.add(x, self.attn(normed, rope, context, kv))
+        return x, self.mlp(normed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,6 +390,7 @@ class GPT(nn.Module):
         if c.positions == "rope":
             with torch.device("cpu"):
                 frequencies, self.rope_scale = rope_frequencies(c)
+                frequencies = torch.cat((-frequencies, frequencies))  # (D,), see rope_table
             self.register_buffer("frequencies", frequencies.to(device), persistent=False)
         slopes = alibi_slopes(c.n_head).to(device) if c.positions == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
@@ -433,9 +442,10 @@ class GPT(nn.Module):
             x = x + self.embed_positions(positions)
         rope = self.rope(positions)
         context = AttentionContext(positions, cache, ancestors, end, self.slopes, documents)
+        delta = None
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, context, None if cache is None else cache.kv[layer])
-        return x
+            x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
+        return x + delta
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

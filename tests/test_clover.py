@@ -9,7 +9,7 @@ from conftest import random_prompts, toy_model
 from safetensors.torch import load_file, save_file
 
 import model as models
-from clover import PRESETS, CloverHeads, best_of, model_identity, preset
+from clover import PRESETS, CloverHeads, model_identity, preset
 from generate import generate
 from model import GPT, InputError, pack
 
@@ -144,12 +144,6 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     del record["config"]["vocabulary"]
     (tmp_path / "heads.json").write_text(json.dumps(record))
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
-
-
-def test_ties_go_to_the_lower_key():
-    """Catches an order that depends on the sort's mood."""
-    scores = torch.tensor([[0.0, -1.0, 0.0, -1.0, 0.0]])
-    assert best_of(scores, torch.tensor([[9, 4, 3, 2, 9]]), 5).tolist() == [[2, 0, 4, 3, 1]]
 
 
 def test_children_as_likely_as_their_parents_keep_them(toy, monkeypatch):

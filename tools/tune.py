@@ -111,9 +111,9 @@ def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph
     tree = engine.draft()
     hidden = engine.verify(tree)
     target = engine.sample(tree, hidden)
-    path, count = engine.accept(tree, target)
+    accepted = engine.accept(tree, target)
     stages = dict(draft=engine.draft, verify=lambda: engine.verify(tree), sample=lambda: engine.sample(tree, hidden),
-                  accept=lambda: engine.accept(tree, target), commit=lambda: engine.commit(hidden, target, path, count))
+                  accept=lambda: engine.accept(tree, target), commit=lambda: engine.commit(hidden, accepted))
     if graph and device.type == "cuda":
         stages = {name: capture(stage, device)[1] for name, stage in stages.items()}
     return {name: seconds(stages[name], device) for name in STAGES}
