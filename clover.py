@@ -257,17 +257,17 @@ class CloverHeads(nn.Module):
             return root_tree(root)
         (B, C), W = state.shape, min(beams, tree_size - 1)
         K, n = min(self.config.n_draft, tree_size - 1), min(W * W, tree_size - 1)  # no more can be in the tree
-        joint, tokens, parents = (root.new_empty(B, K, n, dtype=d) for d in (torch.float32, torch.int64, torch.int64))
-        states, beam_joint, beam_tokens = state[:, None], None, root[:, None]
+        lists = [root.new_empty(B, K, n, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.int64)]
+        _, tokens, parents = lists  # with joint log-probabilities: the best of each depth, of which W are its beams
+        states, guessed = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         for depth in range(K):
-            states, out = self.draft_head(depth)(states, self.embedding(beam_tokens))  # (B, w, C), w is 1, then W
+            states, out = self.draft_head(depth)(states, self.embedding(guessed))
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
-            found = joint[:, depth], tokens[:, depth], parents[:, depth]  # (B, n)
-            best_guesses(beam_joint, logprobs.view(B, -1, W), guesses.view(B, -1, W), found)
-            beam_joint, beam_tokens, beam_parents = (x[:, :W] for x in found)
+            best_guesses(logprobs.view(B, -1, W), guesses.view(B, -1, W), *lists, depth)
+            guessed = tokens[:, depth, :W]
             if self.reads_tokens and depth < K - 1:
-                states = states.gather(1, beam_parents[:, :, None].expand(B, W, C))
-        return Tree(*best_tree(root, joint, tokens, parents, tree_size))
+                states = states.gather(1, parents[:, depth, :W, None].expand(B, W, C))
+        return Tree(*best_tree(root, *lists, tree_size))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Files

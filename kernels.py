@@ -62,14 +62,14 @@ def _check_device(first, **others):
 def _check_tensors(device, **named):
     """named: (tensor or None, shape, dtype)."""
     for name, (x, shape, dtype) in named.items():
-        if x is not None:
+        if x is not None and not (x.shape == shape and x.dtype == dtype and x.device == device):
             _check_tensor(name, x, shape, dtype)
-            _check(x.device == device, lambda: f"{name} on {device}, as the others are", x.device)
+            _check(False, f"{name} on {device}, as the others are", x.device)
 
 
-def _check_rows(name, x, most=None):
+def _check_rows(x, most=None):
     _check(x.dim() > 0 and x.numel() > 0 and x.is_floating_point() and (most is None or x.shape[-1] <= most),
-           lambda: f"{name} of shape [..., {f'1 to {most}' if most else 'C'}] and a float dtype", x)
+           lambda: f"the first tensor of shape [..., {f'1 to {most}' if most else 'C'}] and a float dtype", x)
 
 
 def runs_triton(*tensors):
@@ -925,21 +925,9 @@ def _add_norm_kernel(
 
 
 def _check_add_norm(x, delta, weight, bias):
-    _check_rows("x", x, 32768)
+    _check_rows(x, 32768)
     C = x.shape[-1:]
     _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, C, x.dtype), bias=(bias, C, x.dtype))
-
-
-def add_norm_triton(x, delta, weight, bias=None, eps=1e-5):
-    """`add_norm` by the Triton kernel."""
-    _check_add_norm(x, delta, weight, bias)
-    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
-    total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
-    C, BLOCK_C = x.shape[-1], triton.next_power_of_2(x.shape[-1])
-    with torch.cuda.device_of(x):
-        _add_norm_kernel[(x.numel() // C,)](x, delta, weight, bias, total, normed, eps, C=C, BLOCK_C=BLOCK_C,
-                                            num_warps=min(max(BLOCK_C // 512, 1), 16))
-    return total, normed
 
 
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
@@ -955,10 +943,18 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """A residual connection and the norm behind it: (x + delta, its norm), each [..., C].
 
     x [..., C], C up to 32768; delta like x, or None for x alone; weight [C], or None for ones; bias [C] for LayerNorm,
-    None for RMSNorm. One dtype (float32, float16, bfloat16), any strides. ValueError for shapes, dtypes and devices.
+    None for RMSNorm. One float dtype, any strides. ValueError for shapes, dtypes and devices.
     """
-    add = add_norm_triton if runs_triton(x, delta, weight) else add_norm_reference
-    return add(x, delta, weight, bias, eps)
+    if not runs_triton(x, delta, weight, bias):
+        return add_norm_reference(x, delta, weight, bias, eps)
+    _check_add_norm(x, delta, weight, bias)
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    C, BLOCK_C = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    with torch.cuda.device_of(x):
+        _add_norm_kernel[(x.numel() // C,)](x, delta, weight, bias, total, normed, eps, C=C, BLOCK_C=BLOCK_C,
+                                            num_warps=min(max(BLOCK_C // 512, 1), 32))
+    return total, normed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -966,7 +962,7 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
 #
 #   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
 #   (a, b) -> (a cos - b sin, b cos + a sin) for the halves a and b of each query and key head (RoPE, arXiv 2104.09864)
-#   keys and values of token t of sequence b -> cache row first[b] + t
+#   keys and values of token t of sequence b -> cache row rows[b, t]
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
 
@@ -979,7 +975,7 @@ def rotate(x, rope):
 
 @triton.jit(do_not_specialize=["T", "S", "Hq", "Hkv"])
 def _rope_cache_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, first_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, rows_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd,
     eps, T, S, Hq, Hkv, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
@@ -1011,7 +1007,7 @@ def _rope_cache_kernel(
 
     tl.store(q_ptrs, low, mask=low_mask & is_query)
     tl.store(q_ptrs + HALF * stride_qd, high, mask=high_mask & is_query)
-    row = tl.load(first_ptr + b).to(tl.int64) + t
+    row = tl.load(rows_ptr + token)
     cached = (head >= Hq) & (row >= 0) & (row < S)
     kv_head = tl.where(is_value, head - Hkv, head) - Hq
     kv_ptrs = kv_ptr + b * stride_kvb + row * stride_kvs + kv_head * stride_kvh + dims * stride_kvd
@@ -1020,58 +1016,53 @@ def _rope_cache_kernel(
     tl.store(kv_ptrs + HALF * stride_kvd, high, mask=high_mask & cached)
 
 
-def _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight):
+def _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight):
     _check(kv.dim() == 5 and len(kv) == 2 and kv.is_floating_point(), "kv [2, B, Hkv, S, D] of a float dtype", kv)
-    (_, B, Hkv, S, D), cos, sin = kv.shape, *(rope or (None, None))
+    (_, B, Hkv, _, D), (cos, sin) = kv.shape, rope or (None, None)
     _check(qkv.dim() == 4 and qkv.shape[1] > 0 and qkv.shape[2] > 2 * Hkv,
            lambda: f"qkv of shape [{B}, T >= 1, Hq + {2 * Hkv}, {D}]", qkv)
     _check(rope is None or D % 2 == 0, "an even head size, to rotate it", D)
     _check((q_weight is None) == (k_weight is None), "both of q_weight and k_weight, or none", q_weight, k_weight)
     table, weight = ((B, qkv.shape[1], 1, D), kv.dtype), ((D,), kv.dtype)
-    _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), kv.dtype), first=(first, (B,), torch.int32),
+    _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), kv.dtype), rows=(rows, qkv.shape[:2], torch.int64),
                    cos=(cos, *table), sin=(sin, *table), q_weight=(q_weight, *weight), k_weight=(k_weight, *weight))
-    _check_lengths(first, qkv.shape[1], S)
 
 
-def rope_cache_triton(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
-    """`rope_cache` by the Triton kernel."""
-    _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight)
+def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
+    """`rope_cache` by torch."""
+    _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
+    (B, T, H, D), Hkv = qkv.shape, kv.shape[2]
+    q, qk, new = qkv[:, :, :H - 2 * Hkv], qkv[:, :, :H - Hkv], qkv[:, :, H - 2 * Hkv:].view(B, T, 2, Hkv, D)
+    if q_weight is not None:
+        q.copy_(F.rms_norm(q, (D,), q_weight, eps))
+        new[:, :, 0] = F.rms_norm(new[:, :, 0], (D,), k_weight, eps)
+    if rope is not None:
+        cos, sin = rope
+        swapped = qk.roll(D // 2, -1)
+        qk.mul_(cos).addcmul_(swapped, sin)
+    kv.permute(1, 3, 0, 2, 4)[torch.arange(B, device=kv.device)[:, None], rows] = new
+    return q
+
+
+def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
+    """Rotates queries and keys by position, writes keys and values to the cache, and returns the queries.
+
+    qkv [B, T, Hq + 2 Hkv, D]: query, key and value heads in this order; its queries are overwritten. kv [2, B, Hkv, S,
+    D]: one layer of a cache; rows int64 [B, T], 0..S - 1: the tokens' rows in it. One float dtype, any strides. rope:
+    (cos, sin) as `rotate` takes them, None for no rotation. q_weight, k_weight [D]: RMSNorm of each query and key head
+    before that, with `eps`. Returns q [B, T, Hq, D], a view of qkv. ValueError for shapes, dtypes and devices.
+    """
+    if not runs_triton(qkv):
+        return rope_cache_reference(qkv, rope, kv, rows, q_weight, k_weight, eps)
+    _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
     (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]
     cos, sin = (None, None) if rope is None else (x.contiguous() for x in rope)
     BLOCK_H, BLOCK_D = min(triton.next_power_of_2(H), 16), triton.next_power_of_2((D + 1) // 2)
     with torch.cuda.device_of(qkv):
         _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
-            qkv, cos, sin, q_weight, k_weight, kv, first.contiguous(), *_strides(qkv), *_strides(kv),
+            qkv, cos, sin, q_weight, k_weight, kv, rows.contiguous(), *_strides(qkv), *_strides(kv),
             eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
-
-
-def rope_cache_reference(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
-    """`rope_cache` by torch."""
-    _check_rope_cache(qkv, rope, kv, first, q_weight, k_weight)
-    (B, T, H, D), Hkv = qkv.shape, kv.shape[2]
-    q, k, v = qkv.split((H - 2 * Hkv, Hkv, Hkv), dim=2)
-    if q_weight is not None:
-        q.copy_(F.rms_norm(q, (D,), q_weight, eps))
-        k.copy_(F.rms_norm(k, (D,), k_weight, eps))
-    if rope is not None:
-        qkv[:, :, :H - Hkv] = rotate(qkv[:, :, :H - Hkv], rope)
-    b, rows = torch.arange(B, device=kv.device)[:, None], first[:, None] + torch.arange(T, device=kv.device)  # (B, T)
-    kv.permute(1, 3, 0, 2, 4)[b, rows] = qkv[:, :, H - 2 * Hkv:].unflatten(2, (2, Hkv))  # (B, T, 2, Hkv, D)
-    return q
-
-
-def rope_cache(qkv, rope, kv, first, q_weight=None, k_weight=None, eps=1e-5):
-    """Rotates queries and keys by position, writes keys and values to the cache, and returns the queries.
-
-    qkv [B, T, Hq + 2 Hkv, D]: query, key and value heads in this order; its queries are overwritten. kv [2, B, Hkv, S,
-    D]: one layer of a cache; token t of sequence b goes to row first[b] + t. One dtype (float32, float16, bfloat16), any
-    strides; first int32 [B], 0..S - T. rope: (cos, sin) as `rotate` takes them, None for no rotation. q_weight, k_weight
-    [D]: RMSNorm of each query and key head before that, with `eps`.
-    Returns q [B, T, Hq, D], a view of qkv. ValueError for shapes, dtypes, devices and, on a CPU, first.
-    """
-    store = rope_cache_triton if runs_triton(qkv) else rope_cache_reference
-    return store(qkv, rope, kv, first, q_weight, k_weight, eps)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1096,13 +1087,26 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 def _check_glu(x, activation):
-    _check_rows("x", x)
+    _check_rows(x)
     _check(x.shape[-1] % 2 == 0, "x of shape [..., 2 N]", x)
     _check(activation in ("silu", "gelu"), "silu or gelu", activation)
 
 
-def glu_triton(x, activation="silu"):
-    """`glu` by the Triton kernel."""
+def glu_reference(x, activation="silu"):
+    """`glu` by torch; it has a gradient."""
+    _check_glu(x, activation)
+    gate, up = x.chunk(2, dim=-1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return gate * up if gate.requires_grad else gate.mul_(up)
+
+
+def glu(x, activation="silu"):
+    """act(gate) * up of x [..., 2 N] = [gate, up], of a float dtype and any strides -> [..., N].
+
+    activation: "silu" or "gelu", in its tanh approximation. ValueError for shapes, dtypes and other activations.
+    """
+    if not runs_triton(x):
+        return glu_reference(x, activation)
     _check_glu(x, activation)
     x, N = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], N)
@@ -1110,21 +1114,6 @@ def glu_triton(x, activation="silu"):
         _glu_kernel[(out.numel() // N, triton.cdiv(N, 1024))](
             x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
     return out
-
-
-def glu_reference(x, activation="silu"):
-    """`glu` by torch; it has a gradient."""
-    _check_glu(x, activation)
-    gate, up = x.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-
-def glu(x, activation="silu"):
-    """act(gate) * up of x [..., 2 N] = [gate, up] (float32, float16, bfloat16), any strides -> [..., N].
-
-    activation: "silu" or "gelu", in its tanh approximation. ValueError for shapes, dtypes and other activations.
-    """
-    return (glu_triton if runs_triton(x) else glu_reference)(x, activation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1151,22 +1140,11 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 
 def _check_cosine_mix(z, q, kv, n_head):
-    _check_rows("z", z)
+    _check_rows(z)
     C = z.shape[-1]
     _check(isinstance(n_head, int) and n_head > 0 and C % n_head == 0 and C // n_head <= 32768,
            lambda: f"a number of heads that divides {C}, each of at most 32768", n_head)
     _check_tensors(z.device, q=(q, z.shape, z.dtype), kv=(kv, (*z.shape[:-1], 2 * C), z.dtype))
-
-
-def cosine_mix_triton(z, q, kv, n_head):
-    """`cosine_mix` by the Triton kernel."""
-    _check_cosine_mix(z, q, kv, n_head)
-    z, C, D = z.contiguous(), z.shape[-1], z.shape[-1] // n_head
-    out, BLOCK_D = torch.empty_like(z), triton.next_power_of_2(D)
-    with torch.cuda.device_of(z):
-        _cosine_mix_kernel[(z.numel() // C, n_head)](
-            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_D // 256, 1), 16))
-    return out
 
 
 def cosine_mix_reference(z, q, kv, n_head):
@@ -1180,16 +1158,24 @@ def cosine_mix_reference(z, q, kv, n_head):
 def cosine_mix(z, q, kv, n_head):
     """Mixes a token into a state: z + cos(q, k) * v, in each of n_head parts of the C channels.
 
-    z and q [..., C], kv [..., 2 C] = [k, v], one dtype (float32, float16, bfloat16), any strides; n_head divides C.
+    z and q [..., C], kv [..., 2 C] = [k, v], of one float dtype and any strides; n_head divides C.
     Returns [..., C]. ValueError for shapes, dtypes, devices and n_head.
     """
-    return (cosine_mix_triton if runs_triton(z, q, kv) else cosine_mix_reference)(z, q, kv, n_head)
+    if not runs_triton(z, q, kv):
+        return cosine_mix_reference(z, q, kv, n_head)
+    _check_cosine_mix(z, q, kv, n_head)
+    z, C, D = z.contiguous(), z.shape[-1], z.shape[-1] // n_head
+    out, BLOCK_D = torch.empty_like(z), triton.next_power_of_2(D)
+    with torch.cuda.device_of(z):
+        _cosine_mix_kernel[(z.numel() // C, n_head)](
+            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_D // 256, 1), 32))
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # best_guesses and best_tree: drafting a tree (after EAGLE-2, arXiv 2406.16858, section 4)
 #
-#   best_guesses   of the w * W proposals of a depth, the n of highest joint log-probability, best first
+#   best_guesses   of the proposals of a depth, the n of highest joint log-probability, best first
 #   best_tree      of the proposals of all K depths, the T - 1 of highest joint log-probability, as a tree
 #
 # Of equals comes first the shallower, then the lower token, then the child of the better beam. A child's joint
@@ -1211,42 +1197,40 @@ def _comes_before(score, key, column, other_score, other_key, other_column):
 
 @triton.jit
 def _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W):
-    """(joint log-probabilities, tokens) of these columns; behind the last come entries that stand for none."""
-    offsets = column // W * stride_w + column % W
-    logprob = tl.load(logprobs_ptr + offsets, mask=column < count, other=float("-inf"))
+    """(joint log-probabilities, tokens) of proposals; behind the last come entries that stand for none."""
+    offsets, mask = column // W * stride_w + column % W, column < count
+    logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
     joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN, of broken heads: -inf
-    if beams_ptr is not None:
-        joint += tl.load(beams_ptr + column // W, mask=column < count, other=0.0)
-    return joint, tl.load(guesses_ptr + offsets, mask=column < count, other=NO_TOKEN)
+    joint += tl.load(beams_ptr + column // W, mask=mask & (count > W), other=0.0)  # the root, alone, has 0
+    return joint, tl.load(guesses_ptr + offsets, mask=mask, other=NO_TOKEN)
 
 
-@triton.jit(do_not_specialize=["stride_bb", "stride_gb", "stride_gw", "stride_ob", "count", "n", "W"])
+@triton.jit(do_not_specialize=["stride_w", "count", "n", "W", "K", "depth"])
 def _best_guesses_kernel(
-    beams_ptr, logprobs_ptr, guesses_ptr, joint_ptr, tokens_ptr, parents_ptr,
-    stride_bb, stride_gb, stride_gw, stride_ob, count, n, W, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    logprobs_ptr, guesses_ptr, joint_ptr, tokens_ptr, parents_ptr, stride_b, stride_w, count, n, W, K, depth,
+    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    logprobs_ptr += b * stride_gb
-    guesses_ptr += b * stride_gb
-    if beams_ptr is not None:
-        beams_ptr += b * stride_bb
+    logprobs_ptr += b * stride_b
+    guesses_ptr += b * stride_b
+    out = (b * K + depth) * n
+    beams_ptr = joint_ptr + out - n
     column = tl.arange(0, BLOCK_N)
-    joint, token = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_gw, column, count, W)
+    joint, token = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W)
     place = tl.zeros([BLOCK_N], tl.int32)
     for start in range(0, BLOCK_N, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
-        joints, tokens = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_gw, other, count, W)
+        joints, tokens = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, other, count, W)
         place += tl.sum(_comes_before(joint, token, column, joints, tokens, other), 1)
-    out = b * stride_ob + place
-    tl.store(joint_ptr + out, joint, mask=place < n)
-    tl.store(tokens_ptr + out, tl.where(column < count, token, 0), mask=place < n)
-    tl.store(parents_ptr + out, tl.where(column < count, column // W, -1).to(tl.int64), mask=place < n)
+    tl.store(joint_ptr + out + place, joint, mask=place < n)
+    tl.store(tokens_ptr + out + place, tl.where(column < count, token, 0), mask=place < n)
+    tl.store(parents_ptr + out + place, tl.where(column < count, column // W, -1).to(tl.int64), mask=place < n)
 
 
 @triton.jit
 def _entry(joint_ptr, tokens_ptr, parents_ptr, column, count, n):
-    """(joint log-probabilities, depths and tokens as one number, parents, -1 for none): column 0 is the root."""
+    """(joint log-probabilities, depth and token as one number, parents, -1 for none); column 0 is the root."""
     mask = (column > 0) & (column <= count)
     parent = tl.load(parents_ptr + column - 1, mask=mask, other=-1)
     joint = tl.load(joint_ptr + column - 1, mask=mask & (parent >= 0), other=float("-inf"))
@@ -1255,10 +1239,10 @@ def _entry(joint_ptr, tokens_ptr, parents_ptr, column, count, n):
     return tl.where(column == 0, float("inf"), joint), key, parent
 
 
-@triton.jit(do_not_specialize=["K", "n", "T"])
+@triton.jit(do_not_specialize=["B", "K", "n", "T"])
 def _best_tree_kernel(
-    root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr,
-    tree_ancestors_ptr, K, n, T, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_ptr, B, K, n, T,
+    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the tree of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1278,66 +1262,28 @@ def _best_tree_kernel(
     tl.debug_barrier()  # an entry's parent may be another thread's
 
     bit = tl.full([BLOCK_N], 1, tl.int64)
-    ancestors = tl.where(kept, bit << tl.where(kept, node, 0).to(tl.int64), 0) | tl.where(kept | (column == 0), 1, 0)
+    ancestors = tl.where(kept, (bit << tl.where(kept, node, 0).to(tl.int64)) | 1, (column == 0).to(tl.int64))
     above, parent_node = column, tl.zeros([BLOCK_N], tl.int32)
     for level in range(0, K):  # up to the root, where those of less depth wait
-        inside = kept & (above > n)
-        beam = tl.load(parents_ptr + above - 1, mask=inside, other=0).to(tl.int32)
-        above = tl.where(inside, ((above - 1) // n - 1) * n + beam + 1, 0)
+        deep = kept & (above > n)
+        beam = tl.load(parents_ptr + above - 1, mask=deep, other=0).to(tl.int32)
+        above = tl.where(deep, ((above - 1) // n - 1) * n + beam + 1, 0)
         ancestor = tl.load(node_ptr + above)
         parent_node = tl.where(level == 0, ancestor, parent_node)
         ancestors |= tl.where(kept, bit << ancestor.to(tl.int64), 0)
-    out, mask = b * T + node, node < T
     token = tl.where(column == 0, tl.load(root_ptr + b), tl.where(kept, key % NO_TOKEN, 0))
-    tl.store(tree_tokens_ptr + out, token, mask=mask)
-    tl.store(tree_parents_ptr + out, parent_node.to(tl.int64), mask=mask)
-    tl.store(tree_depths_ptr + out, tl.where(kept, (column - 1) // n + 1, 0).to(tl.int64), mask=mask)
-    tl.store(tree_ancestors_ptr + out, ancestors, mask=mask)
+    depth = tl.where(kept, (column - 1) // n + 1, 0).to(tl.int64)
+    tree_ptrs, plane = tree_ptr + b * T + node, B.to(tl.int64) * T
+    tl.store(tree_ptrs, token, mask=node < T)
+    tl.store(tree_ptrs + plane, parent_node.to(tl.int64), mask=node < T)
+    tl.store(tree_ptrs + 2 * plane, depth, mask=node < T)
+    tl.store(tree_ptrs + 3 * plane, ancestors, mask=node < T)
 
 
 def _pair_blocks(n):
-    """Tile sizes and launch options to compare n entries with one another."""
+    """Tile sizes and launch options to compare n entries with one another: 8 to 16 pairs per thread."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
-    return dict(BLOCK_N=BLOCK_N, BLOCK_J=16, num_warps=min(BLOCK_N // 64, 16))
-
-
-def _check_best_guesses(beams, logprobs, guesses, out):
-    _check(logprobs.dim() == 3 and 1 <= logprobs.shape[2] <= 32, "logprobs of shape [B, w, 1 to 32]", logprobs)
-    (B, w, W), n = logprobs.shape, out[0].shape[-1]
-    size = w if beams is None or w > 1 else beams.shape[-1]
-    _check(1 <= size <= 32 and (beams is not None or w == 1), "logprobs of 1 to 32 beams, of 1 without beams", logprobs)
-    _check(W <= n <= 1024 and len({x.stride() for x in out}) == 1 and out[0].stride(-1) == 1,
-           lambda: f"out of shape [{B}, n], n {W} to 1024, with the same strides, the last of them 1", *out)
-    names, dtypes = ("joint", "tokens", "parents"), (torch.float32, torch.int64, torch.int64)
-    _check_tensors(logprobs.device, logprobs=(logprobs, logprobs.shape, torch.float32),
-                   guesses=(guesses, logprobs.shape, torch.int64), beams=(beams, (B, size), torch.float32),
-                   **{name: (x, (B, n), dtype) for name, x, dtype in zip(names, out, dtypes)})
-
-
-def best_guesses_triton(beams, logprobs, guesses, out):
-    """`best_guesses` by the Triton kernel."""
-    _check_best_guesses(beams, logprobs, guesses, out)
-    (B, w, W), n = logprobs.shape, out[0].shape[1]
-    logprobs, guesses = logprobs.contiguous(), guesses.contiguous()
-    beams = beams if beams is None or beams.stride(1) == 1 else beams.contiguous()
-    count = W if beams is None else W * beams.shape[1]
-    with torch.cuda.device_of(logprobs):
-        _best_guesses_kernel[(B,)](
-            beams, logprobs, guesses, *out, 0 if beams is None else beams.stride(0), w * W, W if w > 1 else 0,
-            out[0].stride(0), count, n, W, **_pair_blocks(max(count, n)))
-
-
-def best_guesses_reference(beams, logprobs, guesses, out):
-    """`best_guesses` by torch."""
-    _check_best_guesses(beams, logprobs, guesses, out)
-    joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
-    joint = joint if beams is None else beams[:, :, None] + joint  # (B, w, W)
-    tokens, joint = guesses.expand_as(joint).flatten(1), joint.flatten(1)
-    best = _best_of(joint, tokens, out[0].shape[1])
-    for x, found, none in zip(out, (joint.gather(1, best), tokens.gather(1, best), best // logprobs.shape[2]),
-                              (-math.inf, 0, -1)):
-        x[:, :best.shape[1]] = found
-        x[:, best.shape[1]:] = none
+    return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N), num_warps=min(max(BLOCK_N // 32, 4), 16))
 
 
 def _best_of(scores, keys, n):
@@ -1346,52 +1292,76 @@ def _best_of(scores, keys, n):
     return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
 
 
-def best_guesses(beams, logprobs, guesses, out):
-    """The best proposals of one depth of a token tree.
+def _check_lists(joint, tokens, parents):
+    _check(joint.dim() == 3 and 0 < joint[0].numel() < 4096, "joint of shape [B, K, n], K * n under 4096", joint)
+    _check_tensors(joint.device, joint=(joint, joint.shape, torch.float32), tokens=(tokens, joint.shape, torch.int64),
+                   parents=(parents, joint.shape, torch.int64))
+    _check(all(x.is_contiguous() for x in (joint, tokens, parents)), "contiguous joint, tokens and parents",
+           joint.stride(), tokens.stride(), parents.stride())
 
-    beams float32 [B, w]: each beam's joint log-probability, None for the root alone; logprobs float32 and guesses int64
-    [B, w, W]: the W next tokens that each beam proposes, [B, 1, W] where all propose the same; w and W up to 32.
-    out: (joint float32, tokens int64, parents int64), each [B, n], n W..1024, is filled with the n best proposals: joint
-    log-probability, token, and the beam that made it; where there are fewer, with -inf, 0 and -1. Log-probabilities
-    above 0 count as 0, NaN as -inf. ValueError for shapes, dtypes, strides and devices.
+
+def _check_best_guesses(logprobs, guesses, joint, tokens, parents, depth):
+    _check_lists(joint, tokens, parents)
+    (B, K, n), W = joint.shape, logprobs.shape[-1]
+    _check(isinstance(depth, int) and 0 <= depth < K, lambda: f"a depth of 0 to {K - 1}", depth)
+    _check(1 <= W <= min(n, 32), lambda: f"1 to {min(n, 32)} proposals per beam", W)
+    shape = B, W if depth > 0 and logprobs.dim() == 3 and logprobs.shape[1] > 1 else 1, W
+    _check_tensors(joint.device, logprobs=(logprobs, shape, torch.float32), guesses=(guesses, shape, torch.int64))
+
+
+def best_guesses_reference(logprobs, guesses, joint, tokens, parents, depth):
+    """`best_guesses` by torch."""
+    _check_best_guesses(logprobs, guesses, joint, tokens, parents, depth)
+    W, found = logprobs.shape[2], logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+    if depth:
+        found = joint[:, depth - 1, :W, None] + found  # (B, W, W)
+    guesses, found = guesses.expand_as(found).flatten(1), found.flatten(1)
+    best = _best_of(found, guesses, joint.shape[2])
+    results = (found.gather(1, best), -math.inf), (guesses.gather(1, best), 0), (best // W, -1)
+    for x, (values, none) in zip((joint, tokens, parents), results):
+        x[:, depth, :best.shape[1]] = values
+        x[:, depth, best.shape[1]:] = none
+
+
+def best_guesses(logprobs, guesses, joint, tokens, parents, depth):
+    """The best proposals of one depth of a token tree, from those of the depth before.
+
+    logprobs float32 and guesses int64 [B, w, W]: the W best next tokens of each beam, any strides. The beams are the
+    root alone at depth 0, then the first W entries of the depth before; w is their number, or 1 where all propose the
+    same. W up to 32; log-probabilities above 0 count as 0, NaN as -inf.
+    Fills [:, depth] of joint float32, tokens and parents int64, each [B, K, n], contiguous, n >= W, K * n under 4096,
+    with the n best: joint log-probability, token, and the beam that proposed it; where there are fewer, with -inf, 0
+    and -1. ValueError for shapes, dtypes, strides and devices.
     """
-    (best_guesses_triton if runs_triton(logprobs) else best_guesses_reference)(beams, logprobs, guesses, out)
+    if not runs_triton(logprobs):
+        return best_guesses_reference(logprobs, guesses, joint, tokens, parents, depth)
+    _check_best_guesses(logprobs, guesses, joint, tokens, parents, depth)
+    (B, w, W), (_, K, n) = logprobs.shape, joint.shape
+    count = W * W if depth else W
+    with torch.cuda.device_of(joint):
+        _best_guesses_kernel[(B,)](logprobs.contiguous(), guesses.contiguous(), joint, tokens, parents, w * W,
+                                   W if w > 1 else 0, count, n, W, K, depth, **_pair_blocks(max(count, n)))
 
 
 def _check_best_tree(root, joint, tokens, parents, tree_size):
-    _check(joint.dim() == 3 and 0 < joint[0].numel() < 4096, "joint of shape [B, K, n], K * n under 4096", joint)
-    _check_tensors(joint.device, joint=(joint, joint.shape, torch.float32), tokens=(tokens, joint.shape, torch.int64),
-                   parents=(parents, joint.shape, torch.int64), root=(root, joint.shape[:1], torch.int64))
+    _check_lists(joint, tokens, parents)
+    _check_tensors(joint.device, root=(root, joint.shape[:1], torch.int64))
     _check(isinstance(tree_size, int) and 2 <= tree_size <= 64, "a tree size of 2 to 64", tree_size)
-
-
-def best_tree_triton(root, joint, tokens, parents, tree_size):
-    """`best_tree` by the Triton kernel."""
-    _check_best_tree(root, joint, tokens, parents, tree_size)
-    (B, K, n), blocks = joint.shape, _pair_blocks(max(joint[0].numel() + 1, tree_size))
-    node, tree = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32), root.new_empty(4, B, tree_size)
-    with torch.cuda.device_of(joint):
-        _best_tree_kernel[(B,)](root.contiguous(), joint.contiguous(), tokens.contiguous(), parents.contiguous(), node,
-                                *tree, K, n, tree_size, **blocks)
-    return tuple(tree)
 
 
 def best_tree_reference(root, joint, tokens, parents, tree_size):
     """`best_tree` by torch."""
     _check_best_tree(root, joint, tokens, parents, tree_size)
-    (B, K, n), T = joint.shape, tree_size
+    K, n = joint.shape[1:]
     depth = torch.arange(K, device=root.device).repeat_interleave(n)
     joint, tokens, parents = (x.flatten(1) for x in (joint, tokens, parents))  # (B, K * n)
-    kept = _best_of(joint, torch.where(parents >= 0, depth * NO_TOKEN.value + tokens, 2**62), T - 1)
-    nodes = torch.arange(1, kept.shape[1] + 1, device=root.device)
-    valid = parents.gather(1, kept) >= 0
+    kept = _best_of(joint, torch.where(parents >= 0, depth * NO_TOKEN.value + tokens, 2**62), tree_size - 1)
+    nodes, valid = torch.arange(1, kept.shape[1] + 1, device=root.device), parents.gather(1, kept) >= 0
     node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes * valid)
     depths = (depth[kept] + 1) * valid
     above = ((depths - 2) * n + parents.gather(1, kept)).clamp_(min=0)
-    parent = node_of.gather(1, above) * (depths > 1)
-    spare = T - 1 - len(nodes)
-    tokens, parents, depths, bits = (F.pad(x, (1, spare)) for x in (
-        tokens.gather(1, kept) * valid, parent, depths, valid.long() << nodes))  # (B, T)
+    columns = tokens.gather(1, kept) * valid, node_of.gather(1, above) * (depths > 1), depths, valid.long() << nodes
+    tokens, parents, depths, bits = (F.pad(x, (1, tree_size - 1 - len(nodes))) for x in columns)  # (B, T)
     tokens[:, 0], bits[:, 0] = root, 1
     ancestors = bits
     for _ in range(K):
@@ -1402,13 +1372,19 @@ def best_tree_reference(root, joint, tokens, parents, tree_size):
 def best_tree(root, joint, tokens, parents, tree_size):
     """The likeliest token tree of T = tree_size nodes.
 
-    root int64 [B]; joint float32, tokens and parents int64 [B, K, n]: at [:, d] what `best_guesses` found for depth d +
-    1, of which the first are the beams of the next depth; K * n under 4096; T 2..64.
+    root int64 [B]; joint, tokens, parents [B, K, n]: as `best_guesses` filled them, for every depth; T 2..64.
     Returns (tokens, parents, depths, ancestors), int64 [B, T]: node 0 is the root, then the likeliest first, parents
-    before children; ancestors are bitmasks as in `tree_attention`. Spare nodes, for which there is no proposal, are 0 in
-    all four. ValueError for shapes, dtypes, devices and the tree size.
+    before children; ancestors are bitmasks as in `tree_attention`. Spare nodes, for which there is no proposal, are 0
+    in all four. ValueError for shapes, dtypes, strides, devices and the tree size.
     """
-    return (best_tree_triton if runs_triton(joint) else best_tree_reference)(root, joint, tokens, parents, tree_size)
+    if not runs_triton(joint):
+        return best_tree_reference(root, joint, tokens, parents, tree_size)
+    _check_best_tree(root, joint, tokens, parents, tree_size)
+    (B, K, n), blocks = joint.shape, _pair_blocks(max(joint[0].numel() + 1, tree_size))
+    node, tree = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32), root.new_empty(4, B, tree_size)
+    with torch.cuda.device_of(joint):
+        _best_tree_kernel[(B,)](root.contiguous(), joint, tokens, parents, node, tree, B, K, n, tree_size, **blocks)
+    return tree.unbind()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1457,17 +1433,6 @@ def _check_accept(tokens, parents, depths, ancestors, target, active, max_path):
     _check(isinstance(max_path, int) and 1 <= max_path <= 64, "a longest path of 1 to 64 nodes", max_path)
 
 
-def accept_path_triton(tokens, parents, depths, ancestors, target, active, max_path):
-    """`accept_path` by the Triton kernel."""
-    _check_accept(tokens, parents, depths, ancestors, target, active, max_path)
-    (B, T), P = tokens.shape, max_path
-    out, inputs = tokens.new_empty(B, 2 * P + 2), (tokens, parents, depths, ancestors, target, active)
-    with torch.cuda.device_of(tokens):
-        _accept_path_kernel[(B,)](*(x.contiguous() for x in inputs), out, T, P,
-                                  BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
-    return out
-
-
 def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
     """`accept_path` by torch."""
     _check_accept(tokens, parents, depths, ancestors, target, active, max_path)
@@ -1489,9 +1454,16 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     tokens, parents, depths, ancestors int64 [B, T]: trees as `best_tree` makes them, T 1..64; target int64 [B, T]: the
     model's own next token at each node; active int32 [B]: 1, or 0 for a sequence that accepts nothing; P = max_path,
     1..64: nodes of the longest path.
-    Returns int64 [B, 2 P + 2]: the targets of the accepted nodes (P), the accepted nodes, root first (P), how many there
-    are, and the index of the last. Behind the accepted nodes stand 0, behind their targets the root's. ValueError for
-    shapes, dtypes and devices.
+    Returns int64 [B, 2 P + 2]: the targets of the accepted nodes (P), the accepted nodes, root first (P), how many
+    there are, and the index of the last. Behind the accepted nodes stand 0, behind their targets the root's. ValueError
+    for shapes, dtypes and devices.
     """
-    accept = accept_path_triton if runs_triton(tokens) else accept_path_reference
-    return accept(tokens, parents, depths, ancestors, target, active, max_path)
+    if not runs_triton(tokens):
+        return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
+    _check_accept(tokens, parents, depths, ancestors, target, active, max_path)
+    (B, T), P = tokens.shape, max_path
+    out, inputs = tokens.new_empty(B, 2 * P + 2), (tokens, parents, depths, ancestors, target, active)
+    with torch.cuda.device_of(tokens):
+        _accept_path_kernel[(B,)](*(x.contiguous() for x in inputs), out, T, P,
+                                  BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
+    return out

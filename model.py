@@ -101,8 +101,8 @@ class AttentionContext:
     Without a cache: whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which do
     not see one another.
 
-    With a cache: the tokens continue their sequence at `positions` (int64 [B, T], one after the other), which are their
-    cache rows. `end` is one past the last of them; a caller that gives it saves reading it back from a GPU.
+    With a cache: the tokens continue their sequence at cache rows `positions` (int64 [B, T]). `end` is one past the
+    last of them; a caller that gives it saves reading it back from a GPU.
 
     With a cache and `ancestors` (int64 [B, T]): the tokens are tree nodes at cache rows lengths..lengths+T, see
     `kernels.tree_attention`.
@@ -122,21 +122,22 @@ class AttentionContext:
                 self.mask = same.tril() if slopes is None else self.mask.masked_fill(~same, -math.inf)
             return
         if ancestors is None:
-            self.first = positions[:, 0].int()  # (B,): the first token's cache row
+            self.cache_rows = positions
             end = int(positions.max()) + 1 if end is None else end
             if slopes is None:
                 self.mask = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
             else:
                 self.mask = alibi_mask(positions, end, slopes)
         else:
-            self.first = cache.lengths
+            self.lengths = cache.lengths
+            self.cache_rows = self.lengths[:, None] + torch.arange(T, device=device)  # (B, T)
             if not runs_triton(ancestors):  # the reference wants a mask; the kernel reads the bits itself
-                self.mask = tree_mask(self.first, ancestors, int(self.first.max()) + T, slopes)
+                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T, slopes)
 
     def attend(self, q, k, v):
-        """q [B, T, Hq, D], k and v [B, Hkv, S, D], a layer's cache or, without one, the tokens' own -> [B, T, Hq, D]."""
+        """q [B, T, Hq, D], k and v [B, Hkv, S, D]: a layer's cache, or else the tokens' own -> [B, T, Hq, D]."""
         if self.ancestors is not None:
-            return tree_attention(q, k, v, self.first, self.ancestors, mask=self.mask, slopes=self.slopes)
+            return tree_attention(q, k, v, self.lengths, self.ancestors, mask=self.mask, slopes=self.slopes)
         if self.cached:
             k, v = k[:, :, :self.mask.shape[-1]], v[:, :, :self.mask.shape[-1]]
         if self.mask is not None and self.mask.dtype not in (torch.bool, q.dtype):
@@ -318,7 +319,7 @@ class Attention(nn.Module):
         if kv is None:
             q, k, v = self.rotated(qkv, rope)
         else:
-            q, (k, v) = rope_cache(qkv, rope, kv, context.first, *norms), kv
+            q, (k, v) = rope_cache(qkv, rope, kv, context.cache_rows, *norms), kv
         return self.proj(context.attend(q, k, v).reshape(B, T, Hq * D))  # (B, T, C)
 
     def rotated(self, qkv, rope):
@@ -356,8 +357,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, delta, rope, context, kv=None):
-        """The residual stream before the block is x + delta, behind it the sum of the two that are returned: each sum is
-        made in one operation with the norm that follows it. All are [B, T, C]; delta may be None."""
+        """The residual stream is x + delta (None: x alone) before the block, and the sum of the two results behind it:
+        a sum is one operation with the norm that follows it. All are [B, T, C]."""
         x, normed = self.attn_norm.add(x, delta)
         x, normed = self.mlp_norm.add(x, self.attn(normed, rope, context, kv))
         return x, self.mlp(normed)
