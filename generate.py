@@ -29,6 +29,7 @@ STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory; and per gap between two steps
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
+MOST_SELECTED = 1024  # values that topk finds sooner than a sort of the vocabulary
 
 
 class Engine:
@@ -196,7 +197,8 @@ class Engine:
             budget -= max(end - start, 1)
             self.filling = slot, sequence, end
             if end == len(sequence.prompt) - 1:
-                self.slots.sequence[slot], self.slots.active[slot] = sequence.index, 1
+                self.slots.sequence[slot].fill_(sequence.index)  # on a GPU, [slot] = index would wait for it
+                self.slots.active[slot].fill_(1)
                 self.running[slot], self.filling = sequence, None
 
     def prefill(self, slot, prompt, start):
@@ -210,9 +212,9 @@ class Engine:
         if self.model.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.model.device, non_blocking=True)
         if start == 0:
-            slots.cache.lengths[slot] = 0
+            slots.cache.lengths[slot].zero_()
             if self.heads:
-                slots.state[slot] = 0
+                slots.state[slot].zero_()
         if end > start:
             hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot), start)
             if self.heads:
@@ -222,6 +224,7 @@ class Engine:
         slots.root[slot] = tokens[0, -1]
         return end
 
+    @torch.inference_mode()
     def launch(self):
         """Starts one step -> a function that waits for it and returns its result as lists, one per slot."""
         if self.replay:
@@ -258,8 +261,8 @@ class Engine:
 
     def release(self, slot):
         """Idle slots still run because shapes are fixed, on an empty sequence; their output is discarded."""
-        self.slots.active[slot] = 0
-        self.slots.cache.lengths[slot] = 0
+        self.slots.active[slot].zero_()
+        self.slots.cache.lengths[slot].zero_()
 
     def set_active_slots(self, n):
         """Lets only the first n slots run. `slots` are views of the buffers."""
@@ -383,8 +386,9 @@ def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
     token always stays, and so do tokens that tie with the last one kept."""
     least = torch.full_like(logits[:, :1], -math.inf)
     if top_k > 0 or top_p < 1:
-        ranked = logits.sort(dim=-1, descending=True).values
-        if 0 < top_k < logits.shape[-1]:
+        V = logits.shape[-1]
+        ranked = logits.topk(min(top_k if 0 < top_k <= MOST_SELECTED else V, V)).values  # highest first
+        if 0 < top_k < V:
             ranked[:, top_k:] = -math.inf
         probs = ranked.softmax(dim=-1)
         kept = (probs.cumsum(dim=-1) - probs < top_p) & (ranked > -math.inf)  # the mass before a token is under top_p

@@ -948,7 +948,7 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     _check_add_norm(x, delta, weight, bias)
-    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    x, delta, weight, bias = (y if y is None else y.contiguous() for y in (x, delta, weight, bias))
     total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     C, BLOCK_C = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
@@ -1056,11 +1056,11 @@ def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
         return rope_cache_reference(qkv, rope, kv, rows, q_weight, k_weight, eps)
     _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
     (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]
-    cos, sin = (None, None) if rope is None else (x.contiguous() for x in rope)
+    tables = (x if x is None else x.contiguous() for x in (*(rope or (None, None)), q_weight, k_weight))
     BLOCK_H, BLOCK_D = min(triton.next_power_of_2(H), 16), triton.next_power_of_2((D + 1) // 2)
     with torch.cuda.device_of(qkv):
         _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
-            qkv, cos, sin, q_weight, k_weight, kv, rows.contiguous(), *_strides(qkv), *_strides(kv),
+            qkv, *tables, kv, rows.contiguous(), *_strides(qkv), *_strides(kv),
             eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
 

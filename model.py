@@ -19,6 +19,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from kernels import (
     add_norm,
@@ -37,6 +39,10 @@ from kernels import (
 
 # oneDNN's product from packed weights, as torch.compile uses it
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+# not cuDNN's attention, which makes a plan for each new length of a prompt
+PREFILL_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class InputError(ValueError):
@@ -101,8 +107,8 @@ class AttentionContext:
     Without a cache: whole sequences, causal. `documents` (int64 [B, T]) numbers several documents in a row, which do
     not see one another.
 
-    With a cache: the tokens continue their sequence at cache rows `positions` (int64 [B, T]). `end` is one past the
-    last of them; a caller that gives it saves reading it back from a GPU.
+    With a cache: the tokens continue their sequence at consecutive cache rows `positions` (int64 [B, T]). `end` is one
+    past the last of them; a caller that gives it saves reading it back from a GPU.
 
     With a cache and `ancestors` (int64 [B, T]): the tokens are tree nodes at cache rows lengths..lengths+T, see
     `kernels.tree_attention`.
@@ -113,7 +119,7 @@ class AttentionContext:
     def __init__(self, positions, cache=None, ancestors=None, end=None, slopes=None, documents=None):
         B, T = positions.shape
         device = positions.device
-        self.cached, self.ancestors, self.slopes, self.mask = cache is not None, ancestors, slopes, None
+        self.cached, self.ancestors, self.slopes, self.mask, self.end = cache is not None, ancestors, slopes, None, T
         if cache is None:
             if slopes is not None:
                 self.mask = alibi_mask(torch.arange(T, device=device)[None], T, slopes)
@@ -123,11 +129,13 @@ class AttentionContext:
             return
         if ancestors is None:
             self.cache_rows = positions
-            end = int(positions.max()) + 1 if end is None else end
-            if slopes is None:
-                self.mask = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
-            else:
+            self.end = end = int(positions.max()) + 1 if end is None else end
+            if slopes is not None:
                 self.mask = alibi_mask(positions, end, slopes)
+            elif B > 1 or end > T and device.type == "cpu":
+                self.mask = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
+            elif end > T:
+                self.mask = causal_lower_right(T, end)  # the one mask that flash attention takes
         else:
             self.lengths = cache.lengths
             self.cache_rows = self.lengths[:, None] + torch.arange(T, device=device)  # (B, T)
@@ -138,12 +146,12 @@ class AttentionContext:
         """q [B, T, Hq, D], k and v [B, Hkv, S, D]: a layer's cache, or else the tokens' own -> [B, T, Hq, D]."""
         if self.ancestors is not None:
             return tree_attention(q, k, v, self.lengths, self.ancestors, mask=self.mask, slopes=self.slopes)
-        if self.cached:
-            k, v = k[:, :, :self.mask.shape[-1]], v[:, :, :self.mask.shape[-1]]
-        if self.mask is not None and self.mask.dtype not in (torch.bool, q.dtype):
+        if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
-                                           enable_gqa=q.shape[2] != k.shape[1])
+        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        with sdpa_kernel(PREFILL_ATTENTION) if q.is_cuda and self.cached else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask,
+                                               is_causal=self.mask is None, enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 

@@ -1,0 +1,338 @@
+"""The small fused operations of kernels.py, tested three ways as in test_kernels.py: by the torch references here, by
+the Triton kernels under the interpreter in another process, and on CUDA where there is a device. The results are
+compared with plain formulas in float64 or with plain Python."""
+
+import math
+import random
+import re
+
+import pytest
+import torch
+from test_kernels import BF16, FP16, FP32, INTERPRETED, ROOT, device, needs_triton, plain, run_python
+
+import kernels
+
+DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
+ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3
+__all__ = ["device"]  # the fixture
+
+
+def close(got, want, dtype):
+    assert got.dtype == dtype and got.shape == want.shape
+    torch.testing.assert_close(got.double().cpu(), want, atol=ERROR[dtype], rtol=ERROR[dtype])
+
+
+def normal(*shape, dtype=FP32):
+    return torch.randn(*shape).to(dtype)
+
+
+def every_second(x):
+    """x in memory that is not contiguous."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# add_norm, glu, cosine_mix
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
+@pytest.mark.parametrize("shape", [(1, 16), (2, 3, 63), (5, 1111)], ids=str)
+def test_add_norm_is_the_formula(shape, kind, dtype, device):
+    """Bug: a mean over the padding, a norm of the sum before it is rounded, a bias that RMSNorm does not have."""
+    C = shape[-1]
+    x, delta = 2 * normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    weight, bias = normal(C, dtype=dtype), normal(C, dtype=dtype) if kind == "layer" else None
+    delta, weight = None if kind == "no-delta" else delta, None if kind == "no-weight" else weight
+    want = (x.double() + (0 if delta is None else delta.double())).to(dtype).double()
+    normed = want - want.mean(-1, keepdim=True) if kind == "layer" else want
+    normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    normed = normed if weight is None else normed * weight.double()
+    normed = normed if bias is None else normed + bias.double()
+    on_device = [y if y is None else every_second(y.to(device)) for y in (x, delta, weight, bias)]
+    got = kernels.add_norm(*on_device, 1e-3)
+    close(got[0], want, dtype)
+    assert torch.equal(got[0].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter cuts bits off
+    close(got[1], normed, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("N", [1, 63, 1025])
+def test_glu_is_the_formula(N, activation, dtype, device):
+    """Bug: gate and up exchanged, a column of the next row, an overflow of the exponential."""
+    x = normal(2, 3, 2 * N, dtype=dtype)
+    x[0, 0, 0], x[1, 2, 0] = -60, 60
+    gate, up = x.double().chunk(2, -1)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))
+    want = (gate * torch.sigmoid(gate) if activation == "silu" else 0.5 * gate * (1 + tanh)) * up
+    close(kernels.glu(every_second(x.to(device)), activation), want, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("C, n_head", [(16, 1), (96, 6), (111, 3), (1024, 2)])
+def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
+    """Bug: a cosine over all heads, or over another head's part; a division by the length 0."""
+    z, q, kv = normal(2, 3, C, dtype=dtype), normal(2, 3, C, dtype=dtype), normal(2, 3, 2 * C, dtype=dtype)
+    if dtype != FP16 or kernels.runs_triton(torch.zeros(1, device=device)):  # torch's own gives NaN in float16
+        q[1, 1] = 0
+    parts = lambda x: x.double().view(2, 3, n_head, -1)
+    (k, v), q64 = map(parts, kv.chunk(2, -1)), parts(q)
+    cosine = (q64 * k).sum(-1) / (q64.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-30)
+    want = (parts(z) + cosine[..., None] * v).view(2, 3, C)
+    close(kernels.cosine_mix(*(every_second(x.to(device)) for x in (z, q, kv)), n_head), want, dtype)
+
+
+@plain
+def test_operations_of_training_have_the_gradients_of_their_formulas():
+    """Bug: a detached tensor, or an operation in place that a gradient needs."""
+    x, delta, weight, bias, kv = (torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+                                  for shape in [(2, 6), (2, 6), (6,), (6,), (2, 12)])
+    check = torch.autograd.gradcheck
+    assert check(kernels.add_norm, (x, delta, weight)) and check(kernels.add_norm, (x, delta, weight, bias))
+    assert check(kernels.glu, (x,)) and check(lambda x: kernels.glu(x, "gelu"), (x,))
+    assert check(lambda *a: kernels.cosine_mix(*a, 2), (x, delta, kv))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rope_cache
+
+# B, T, Hq, Hkv, D, rotated, normed. Between them: D 16 to 256, odd ones and ones that do not fill a tile; one query
+# head per key head and 8; more heads than a program takes.
+ROPE = {
+    "llama": (2, 5, 8, 2, 64, True, False),
+    "qwen-3": (3, 1, 4, 2, 128, True, True),
+    "gpt-2": (1, 7, 3, 3, 16, False, False),
+    "odd-head": (2, 3, 2, 1, 21, False, True),
+    "wide-head": (1, 2, 8, 1, 256, True, True),
+    "many-heads": (1, 1, 33, 11, 80, True, False),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("case", ROPE.values(), ids=ROPE.keys())
+def test_rope_cache_rotates_and_writes(case, dtype, device):
+    """Bug: values rotated, a query head normed by the keys' weight, a row beside the right one, a write anywhere
+    else."""
+    B, T, Hq, Hkv, D, rotated, normed = case
+    S, H = T + 9, Hq + 2 * Hkv
+    qkv, kv = normal(B, T, H, D, dtype=dtype), torch.full((2, B, Hkv, S, D), math.nan, dtype=dtype)
+    rows = torch.stack([torch.randperm(S)[:T] for _ in range(B)])
+    angles = torch.rand(B, T, 1, D // 2) * 6
+    rope = torch.cat([angles.cos()] * 2, -1).to(dtype), torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
+    weights = (normal(D, dtype=dtype), normal(D, dtype=dtype)) if normed else (None, None)
+
+    want = qkv.double()
+    for part, weight in (((slice(0, Hq)), weights[0]), (slice(Hq, Hq + Hkv), weights[1])):
+        x = want[:, :, part]
+        x = x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        if rotated:
+            turn = torch.complex(rope[0].double(), rope[1].double())[..., D // 2:]
+            x = torch.complex(x[..., :D // 2], x[..., D // 2:]) * turn
+            x = torch.cat((x.real, x.imag), -1)
+        want[:, :, part] = x
+    cache = kv.double()
+    for b in range(B):
+        for t in range(T):
+            cache[0, b, :, rows[b, t]], cache[1, b, :, rows[b, t]] = want[b, t, Hq:Hq + Hkv], want[b, t, Hq + Hkv:]
+
+    strided = every_second(kv.to(device)).transpose(2, 3).contiguous().transpose(2, 3)
+    rope = [every_second(x.to(device)) for x in rope] if rotated else None
+    weights = [every_second(x.to(device)) for x in weights if x is not None]
+    q = kernels.rope_cache(every_second(qkv.to(device)), rope, strided, rows.to(device), *weights)
+    close(q, want[:, :, :Hq], dtype)
+    got, written = strided.double().cpu(), ~cache.isnan()
+    assert torch.equal(written, ~got.isnan())
+    torch.testing.assert_close(got[written], cache[written], atol=ERROR[dtype], rtol=ERROR[dtype])
+    values = lambda x: torch.stack([x[1, b, :, rows[b]] for b in range(B)])
+    assert torch.equal(values(got), values(cache))  # to the bit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# best_guesses and best_tree
+
+# B, K, W, T, whether all beams propose the same
+TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-guesses": (2, 4, 3, 30, True),
+         "64-nodes": (2, 4, 8, 64, False), "one-beam": (1, 5, 1, 4, False), "32-beams": (1, 2, 32, 64, False),
+         "more-nodes-than-proposals": (2, 2, 2, 20, False)}
+
+
+def random_proposals(B, w, W):
+    """logprobs and guesses [B, w, W] with many equals, an impossible one, a NaN and one above 0."""
+    logprobs = -torch.rand(B, w, W).mul(3).round().sort(-1).values
+    guesses = torch.stack([torch.randperm(max(W, 9))[:W] for _ in range(B * w)]).view(B, w, W)
+    logprobs[0, 0, -1] = -math.inf
+    if w > 1:
+        logprobs[0, -1, 0], logprobs[-1, 0, 0] = math.nan, 0.25
+    return logprobs, guesses
+
+
+def ranked(entries):
+    """entries: (joint log-probability, depth, token, column), the best first."""
+    return sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))
+
+
+@pytest.mark.parametrize("B, K, W, T, shared", TREES.values(), ids=TREES.keys())
+def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
+    """Bug: a wrong order among equals, a parent that is not in the tree, a NaN that wins, a spare node that counts."""
+    n = min(W * W, T - 1)
+    joint = torch.full((B, K, n), math.nan).to(device)
+    tokens, parents = (torch.full((B, K, n), 12345).to(device) for _ in range(2))
+    lists = [[[]] for _ in range(B)]  # per depth: (joint, token, parent's index in the depth before), best first
+    for depth in range(K):
+        w = 1 if depth == 0 else W
+        logprobs, guesses = random_proposals(B, 1 if shared else w, W)
+        proposed = every_second(logprobs.to(device)), every_second(guesses.to(device))
+        kernels.best_guesses(*proposed, joint, tokens, parents, depth)
+        for b in range(B):
+            found = []
+            for beam in range(w):
+                before = lists[b][-1][beam][0] if depth else 0.0
+                for j in range(W):
+                    chance = logprobs[b, 0 if shared else beam, j].item()
+                    chance = -math.inf if math.isnan(chance) else min(chance, 0.0)
+                    total = (torch.tensor(before) + torch.tensor(chance)).item()  # in float32
+                    found.append((total, 0, guesses[b, 0 if shared else beam, j].item(), beam * W + j))
+            best = [(total, token, column // W) for total, _, token, column in ranked(found)[:n]]
+            lists[b].append(best)
+            got = zip(joint[b, depth].tolist(), tokens[b, depth].tolist(), parents[b, depth].tolist())
+            assert list(got) == best + [(-math.inf, 0, -1)] * (n - len(best))
+
+    root = torch.arange(B) + 70
+    tree = kernels.best_tree(root.to(device), joint, tokens, parents, T)
+    assert all(x.shape == (B, T) and x.dtype == torch.int64 for x in tree)
+    for b in range(B):
+        entries = [(total, depth, token, i) for depth in range(1, K + 1)
+                   for i, (total, token, _) in enumerate(lists[b][depth])]
+        kept = ranked(entries)[:T - 1]
+        node_of = {(depth, i): node for node, (_, depth, _, i) in enumerate(kept, start=1)}
+        want = [(root[b].item(), 0, 0, 1)]
+        for node, (_, depth, token, i) in enumerate(kept, start=1):
+            parent = node_of[depth - 1, lists[b][depth][i][2]] if depth > 1 else 0
+            want.append((token, parent, depth, want[parent][3] | 1 << node))
+        want += [(0, 0, 0, 0)] * (T - len(want))
+        got = zip(*(x[b].tolist() for x in tree))
+        assert [(*row[:3], row[3] % 2**64) for row in got] == want
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accept_path
+
+
+def random_tree(rng):
+    """(tokens, parents, depths, bitmasks, how many nodes are used) of a tree of 1 to 64 nodes."""
+    T, depths, parents, masks = rng.randint(1, 64), [0], [0], [1]
+    for i in range(1, T):
+        parent = rng.choice([j for j in range(i) if depths[j] < 4])
+        parents.append(parent), depths.append(depths[parent] + 1), masks.append(masks[parent] | 1 << i)
+    used = rng.randint(1, T)
+    # siblings differ, as in every drafted tree: the i-th child of a node is its i-th guess
+    tokens = [parents[:i].count(parents[i]) for i in range(T)]
+    return tokens, parents, depths, [mask if i < used else 0 for i, mask in enumerate(masks)], used
+
+
+def test_accept_equals_a_plain_walk(device):
+    """Bug: a node accepted under a refused parent, a spare node accepted, a path in the wrong order, an idle sequence
+    that goes on."""
+    rng = random.Random(0)
+    for _ in range(40 if INTERPRETED else 200):
+        tokens, parents, depths, masks, used = random_tree(rng)
+        target, path = [rng.randint(0, 3) for _ in tokens], [0]
+        while True:
+            following = [i for i in range(1, used) if parents[i] == path[-1] and tokens[i] == target[path[-1]]]
+            if not following:
+                break
+            path.append(following[0])
+        masks = [mask - (mask >> 63 << 64) for mask in masks]
+        rows = [torch.tensor([x, x], device=device) for x in (tokens, parents, depths, masks, target)]
+        active = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        got, idle = kernels.accept_path(*rows, active, 5).tolist()
+        rest = 5 - len(path)
+        assert got == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest, len(path), len(path) - 1]
+        assert idle == [*got[:10], 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what comes in wrong, and which function runs
+
+LISTS = dict(joint=torch.zeros(2, 3, 5), tokens=torch.zeros(2, 3, 5).long(), parents=torch.zeros(2, 3, 5).long())
+NODES = torch.zeros(2, 3).long()
+ARGUMENTS = {  # function: what it takes
+    "add_norm": dict(x=torch.zeros(2, 8), delta=torch.zeros(2, 8), weight=torch.zeros(8)),
+    "rope_cache": dict(qkv=torch.ones(2, 3, 4, 16), rope=(torch.zeros(2, 3, 1, 16),) * 2, rows=NODES + torch.arange(3),
+                       kv=torch.zeros(2, 2, 1, 9, 16)),
+    "glu": dict(x=torch.zeros(2, 8)),
+    "cosine_mix": dict(z=torch.zeros(2, 8), q=torch.zeros(2, 8), kv=torch.zeros(2, 16), n_head=2),
+    "best_guesses": dict(logprobs=torch.zeros(2, 2, 2), guesses=torch.zeros(2, 2, 2).long(), **LISTS, depth=1),
+    "best_tree": dict(root=torch.zeros(2).long(), **LISTS, tree_size=6),
+    "accept_path": dict(tokens=NODES, parents=NODES, depths=NODES, ancestors=NODES, target=NODES,
+                        active=torch.zeros(2).int(), max_path=3),
+}
+META = {name: torch.zeros(2, 8, device="meta") for name in ("delta", "q")}
+WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
+    "x-empty": ("add_norm", dict(x=torch.zeros(0, 8)), "the first tensor"),
+    "x-integer": ("glu", dict(x=torch.zeros(2, 8).long()), "the first tensor"),
+    "x-too-wide": ("add_norm", dict(x=torch.zeros(1, 32769)), "32768"),
+    "delta-of-another-shape": ("add_norm", dict(delta=torch.zeros(1, 8)), "delta"),
+    "delta-elsewhere": ("add_norm", dict(delta=META["delta"]), "delta"),
+    "half-weight": ("add_norm", dict(weight=torch.zeros(8).half()), "weight"),
+    "long-bias": ("add_norm", dict(bias=torch.zeros(9)), "bias"),
+    "odd-width": ("glu", dict(x=torch.zeros(2, 7)), "2 N"),
+    "relu": ("glu", dict(activation="relu"), "silu or gelu"),
+    "q-elsewhere": ("cosine_mix", dict(q=META["q"]), "q"),
+    "kv-too-narrow": ("cosine_mix", dict(kv=torch.zeros(2, 8)), "kv"),
+    "heads-do-not-divide": ("cosine_mix", dict(n_head=3), "heads"),
+    "no-heads": ("cosine_mix", dict(n_head=0), "heads"),
+    "cache-of-4-dimensions": ("rope_cache", dict(kv=torch.zeros(2, 1, 9, 16)), "kv"),
+    "qkv-without-queries": ("rope_cache", dict(qkv=torch.zeros(2, 3, 2, 16)), "qkv"),
+    "qkv-of-another-batch": ("rope_cache", dict(qkv=torch.zeros(1, 3, 4, 16)), "qkv"),
+    "half-qkv": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 16).half()), "qkv"),
+    "int32-rows": ("rope_cache", dict(rows=NODES.int()), "rows"),
+    "rows-of-one-dimension": ("rope_cache", dict(rows=torch.zeros(2).long()), "rows"),
+    "angles-of-half-a-head": ("rope_cache", dict(rope=(torch.zeros(2, 3, 1, 8),) * 2), "cos"),
+    "odd-head-to-rotate": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 15), kv=torch.zeros(2, 2, 1, 9, 15)), "even"),
+    "one-norm": ("rope_cache", dict(q_weight=torch.zeros(16)), "k_weight"),
+    "wide-norm": ("rope_cache", dict(q_weight=torch.zeros(17), k_weight=torch.zeros(16)), "q_weight"),
+    "double-logprobs": ("best_guesses", dict(logprobs=torch.zeros(2, 2, 2).double()), "logprobs"),
+    "logprobs-of-three-beams": ("best_guesses", dict(logprobs=torch.zeros(2, 3, 2)), "logprobs"),
+    "two-beams-at-the-root": ("best_guesses", dict(depth=0), "logprobs"),
+    "guesses-of-another-shape": ("best_guesses", dict(guesses=torch.zeros(2, 2, 3).long()), "guesses"),
+    "more-proposals-than-fit": ("best_guesses", dict(logprobs=torch.zeros(2, 6, 6)), "proposals"),
+    "depth-3-of-3": ("best_guesses", dict(depth=3), "depth"),
+    "int32-tokens": ("best_tree", dict(tokens=LISTS["tokens"].int()), "tokens"),
+    "strided-joint": ("best_tree", dict(joint=torch.zeros(3, 2, 5).transpose(0, 1)), "joint"),
+    "4096-proposals": ("best_tree", dict(joint=torch.zeros(2, 64, 64)), "4096"),
+    "root-of-two-dimensions": ("best_tree", dict(root=torch.zeros(2, 1).long()), "root"),
+    "a-tree-of-65": ("best_tree", dict(tree_size=65), "tree"),
+    "65-nodes": ("accept_path", dict(tokens=torch.zeros(2, 65).long()), "tokens"),
+    "targets-missing": ("accept_path", dict(target=torch.zeros(2, 2).long()), "target"),
+    "int64-active": ("accept_path", dict(active=torch.zeros(2).long()), "active"),
+    "a-path-of-0": ("accept_path", dict(max_path=0), "path"),
+}
+
+
+@pytest.mark.parametrize("name, changed, named", WRONG.values(), ids=WRONG.keys())
+def test_wrong_input_is_named_in_one_line(name, changed, named):
+    """Bug: wrong input crashes deep inside, reads other memory, or quietly gives an answer."""
+    for function in (getattr(kernels, name), getattr(kernels, f"{name}_reference")):
+        with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got ") as error:
+            function(**ARGUMENTS[name] | changed)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_dispatch(name, monkeypatch):
+    """Bug: a CPU runs the kernels, or the interpreter tests would test the reference."""
+    ran = []
+    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
+    getattr(kernels, name)(**ARGUMENTS[name])
+    assert len(ran) == (0 if INTERPRETED else 1)
+
+
+@plain
+@needs_triton
+def test_fused_kernels_under_the_interpreter():
+    """Bug: any that the tests above catch, in the Triton kernels."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
+    output = run_python(command, ROOT, TRITON_INTERPRET="1")
+    assert int(re.search(r"(\d+) passed", output)[1]) > 100
