@@ -573,8 +573,8 @@ def free_memory(device):
     """Bytes that can still be allocated on a device, as far as it tells."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        torch.cuda.empty_cache()  # what a live CUDA graph reserves stays: no other allocation can use it
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])

@@ -337,6 +337,21 @@ def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
         parallel.World(train_heads.parse(["--batch-size", "7"]))
 
 
+@pytest.mark.parametrize("device, want", [("cuda", ("nccl", torch.device("cuda:1"))), ("cpu", ("gloo", None))])
+def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
+    """Catches a barrier that has to guess its GPU, and a device given to gloo, which takes none."""
+    started, current = [], []
+    start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
+    monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(parallel.dist, "init_process_group", start)
+    monkeypatch.setattr(parallel, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    parallel.World(train_heads.parse(["--device", device]))
+    assert started == [want] and current == [want[1]] * (device == "cuda")
+
+
 def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
     """Catches own text that is not the model's, or not trained on, and a resumed run that sees another."""
     flags = ["--steps", "16", "--self-distill", "8", "--self-distill-ratio", "0.75", "--dtype", "float32"]
