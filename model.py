@@ -570,10 +570,10 @@ def check_memory(what, size, device, advice):
 
 
 def free_memory(device):
-    """Bytes that can still be allocated on a device, as far as it tells."""
+    """Bytes that can still be allocated on a device, as far as it tells. On CUDA, torch's cache is emptied first."""
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what a live CUDA graph reserves stays: no other allocation can use it
+        torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves, which nothing else can use
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

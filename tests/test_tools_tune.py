@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_prompts
+from conftest import random_prompts, toy_model
 from test_clover import random_heads
 
 from clover import CloverHeads
@@ -167,6 +167,19 @@ def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     times = stage_times(SimpleNamespace(device=torch.device("cuda")), None, 2, tree_size, Sampling())
     assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
     assert (made.draft in captured) == (tree_size > 1) and len(captured) == sum(times.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
+@pytest.mark.parametrize("tree_size", [1, 9])
+def test_stages_and_steps_are_timed_on_a_gpu(tree_size):
+    """Catches a stage that cannot be captured by itself."""
+    model = toy_model().to("cuda")
+    heads = random_heads(model).to("cuda")
+    times = stage_times(model, heads, 2, tree_size, Sampling(0.5, top_k=3))
+    assert (times.pop("draft") > 0) == (tree_size > 1) and min(times.values()) > 0
+    assert step_time(model, heads, 2, tree_size, Sampling()) > 0
 
 
 @torch.inference_mode()

@@ -522,6 +522,10 @@ def test_windows_carry_their_marks_and_the_numbers_of_their_documents(dtype):
     refusal(lambda: data.window_batch([(tokens, 1)], 301, 3, "cpu"), 301, 300)
 
 
+class Pinned(torch.Tensor):
+    """Stands for a tensor in pinned memory."""
+
+
 def test_a_gpu_gets_windows_from_pinned_memory(monkeypatch):
     """Would catch: copies for which the host waits, as it does where memory is pageable or an array has gaps."""
     copies = []
@@ -532,10 +536,6 @@ def test_a_gpu_gets_windows_from_pinned_memory(monkeypatch):
         data.window_batch([(tokens, 8)], 17, 3, device, slice(1, None, 2))
         assert copies == [(True, device, dict(non_blocking=True))] * 3
         copies.clear()
-
-
-class Pinned(torch.Tensor):
-    """Stands for a tensor in pinned memory."""
 
 
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):

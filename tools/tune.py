@@ -116,7 +116,7 @@ def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph
     stages = dict(draft=engine.draft, verify=lambda: engine.verify(tree), sample=lambda: engine.sample(tree, hidden),
                   accept=lambda: engine.accept(tree, target), commit=lambda: engine.commit(hidden, target, path, count))
     if engine.tree_size == 1:
-        del stages["draft"]  # launches nothing, and CUDA does not capture an empty graph
+        del stages["draft"]  # nothing is launched, and torch warns of an empty CUDA graph
     if graph and device.type == "cuda":
         stages = {name: capture(stage, device)[1] for name, stage in stages.items()}
     return {name: seconds(stages[name], device) if name in stages else 0.0 for name in STAGES}

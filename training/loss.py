@@ -19,15 +19,15 @@ CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long
 
 
 def without_autocast(device):
-    """A context in which autocast is off on a torch.device. On CUDA, autocast norms to float32."""
+    """Turns autocast off. CUDA's gives norms in float32, and the LM head would be cast to float32 with its input."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()
 
 
 def teacher_forced(heads, ids, documents=None, wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]).
-    wrapped: DistributedDataParallel around the heads, called in their place. Autocast is for float32 weights alone: a
-    model in half precision computes in its own dtype, as in decoding."""
+    wrapped: DistributedDataParallel around the heads, called in their place. A model in half precision runs without
+    autocast, as in decoding; the heads' own weights are float32."""
     K, half = heads.config.n_draft, heads.model.dtype.itemsize == 2
     with torch.no_grad(), without_autocast(ids.device) if half else contextlib.nullcontext():
         hidden = heads.model(ids[:, :-1], documents=None if documents is None else documents[:, :-1])
@@ -142,7 +142,8 @@ def state_losses(model, outputs, hidden, guess_mask):
     """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance between the head's
     and the model's states, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077). Arguments
     as in `head_losses`; differentiable with respect to the outputs."""
-    normed, T, sums = lambda states: model.norm(states.to(hidden.dtype)).float(), outputs[0].shape[1], []
+    T, sums = outputs[0].shape[1], []
+    normed = lambda states: model.norm(states.to(hidden.dtype)).float()
     with without_autocast(hidden.device):
         teacher = normed(hidden).detach()
         for i, out in enumerate(outputs):
