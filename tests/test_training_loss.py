@@ -177,6 +177,20 @@ class Peak(TorchDispatchMode):
         self.held -= self.live.pop(key, 0)
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_lm_head_is_read_once_for_a_chunk(chunk):
+    """Catches a product for each sequence of a chunk, which reads the whole weight each time."""
+    model = toy_model()
+    given = inputs(model)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket != torch.ops.aten.bmm or len(args[0]) == 1
+            return func(*args, **(kwargs or {}))
+    with Products():
+        head_losses(model, *given, chunk=chunk)
+
+
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary():
     """Real sizes, on the meta device, where nothing is computed: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
     sizes = dict(V=152_000, C=4096, N=4096, K=5)

@@ -85,7 +85,8 @@ class HeadLosses(torch.autograd.Function):
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(outputs, ctx.needs_input_grad[7:])]
         reached = guess_mask.clone()
         for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
-            logits = (teacher[rows, start:end] @ weight.T).to(exact)  # (rows, end - start, V)
+            # contiguous, since a slice would make a batch of products that each read the whole weight
+            logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)  # (rows, end - start, V)
             best = logits.argmax(dim=-1)
             probs = logits.softmax(dim=-1) if objective == "distill" else None
             del logits
@@ -95,7 +96,7 @@ class HeadLosses(torch.autograd.Function):
                     continue
                 at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
                 here, text = (rows, slice(first, last)), tokens[rows, first + 2 + i:last + 2 + i, None]
-                logits = (output[here] @ weight.T).to(exact)
+                logits = (output[here].contiguous() @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
                 hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
                 if top_n and i + 1 < K:
