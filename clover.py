@@ -83,7 +83,8 @@ class AttentionDecoder(nn.Module):
             self.key_value.bias.zero_()
 
     def forward(self, z, e):
-        return cosine_mix(z, self.query(self.norm(z)), self.key_value(e), self.n_head)
+        q, kv = self.query(self.norm(z)), self.key_value(e)
+        return cosine_mix(z, q.to(z.dtype), kv.to(z.dtype), self.n_head)  # autocast changes it
 
 
 class Concat(nn.Module):

@@ -368,8 +368,8 @@ class Block(nn.Module):
         """The residual stream is x + delta (None: x alone) before the block, and the sum of the two results behind it:
         a sum is one operation with the norm that follows it. All are [B, T, C]."""
         x, normed = self.attn_norm.add(x, delta)
-        x, normed = self.mlp_norm.add(x, self.attn(normed, rope, context, kv))
-        return x, self.mlp(normed)
+        x, normed = self.mlp_norm.add(x, self.attn(normed, rope, context, kv).to(x.dtype))  # autocast changes it
+        return x, self.mlp(normed).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,11 +589,11 @@ def check_memory(what, size, device, advice):
 
 
 def free_memory(device):
-    """Bytes that can still be allocated on a device, as far as it tells."""
+    """Bytes that can still be allocated on a device, as far as it tells. On CUDA, torch's cache is emptied first."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves, which nothing else can use
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])

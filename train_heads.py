@@ -8,7 +8,8 @@
 
 The text is tokenised once, into OUT/tokens. The frozen model's hidden states are computed on the fly, with bfloat16
 products unless --dtype float32 is given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume continues
-it and ends with the same heads, bit for bit, as a run that was never stopped. log.jsonl has a line for each interval.
+it and ends with the same heads as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding, where
+attention's backward pass adds in no fixed order. log.jsonl has a line for each interval.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import torch
 from conftest import SHAPES, random_prompts, toy_model
 
 import model as models
+from generate import capture
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -161,6 +162,28 @@ def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
 
 def test_free_memory_is_a_number():
     assert 2**20 < models.free_memory("cpu") < 2**50
+
+
+def test_what_a_live_graph_reserves_is_not_free(monkeypatch):
+    """Catches memory counted as free that only a captured CUDA graph can use, and what torch keeps for itself not."""
+    driver, kept, pool, freed = 100, 40, 30, []  # bytes free at the driver, in torch's cache, in a graph's pool
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(kept))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver + sum(freed), 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 + kept + pool)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    assert models.free_memory("cuda") == driver + kept
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_graph_is_free_again_without_it():
+    """The same on a device: a graph that needs 1 GiB while it runs."""
+    x = torch.ones(2**28, device="cuda")
+    before = models.free_memory("cuda")
+    replay = capture(lambda: (2 * x).sum(), x.device)[1]
+    assert models.free_memory("cuda") < before - 0.9 * 2**30
+    del replay
+    assert models.free_memory("cuda") > before - 0.1 * 2**30
 
 
 @pytest.mark.parametrize("shape", SHAPES)

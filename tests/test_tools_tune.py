@@ -1,10 +1,11 @@
 """tools/tune.py: the tree of most tokens per second, from measured times and what heads were seen to find."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_prompts
+from conftest import random_prompts, toy_model
 from test_clover import random_heads
 
 from clover import CloverHeads
@@ -31,6 +32,24 @@ def test_acceptance_is_what_decoding_accepts():
     for size in (3, 64):
         out = generate(model, given, 48, heads, tree_size=size, beams=8)
         assert found[size - 1] == pytest.approx(out.tokens_per_step, rel=0.06)  # a text's last step is cut
+
+
+def test_acceptance_is_the_same_with_a_step_in_flight(toy, monkeypatch):
+    """Catches slots moved or left out while a step is in flight: its result has a row for each, as the buffer that it
+    is copied to on a GPU."""
+    class AsOnCuda(Engine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.steps_ahead = 1
+
+        def launch(self):
+            wait = super().launch()
+            assert len(self.result) == self.batch_size
+            return wait
+    heads, given = random_heads(toy), random_prompts([9, 30, 3, 14, 7])
+    want = [acceptance(toy, heads, given, t, 20, batch_size=3) for t in (0.0, 1.0)]
+    monkeypatch.setattr(tune, "Engine", AsOnCuda)
+    assert [acceptance(toy, heads, given, t, 20, batch_size=3) for t in (0.0, 1.0)] == want
 
 
 def test_expected_tokens_between_temperatures():
@@ -135,6 +154,32 @@ def test_stages_and_steps_are_timed(toy):
     times = stage_times(toy, random_heads(toy), 2, 9, Sampling(0.5, top_k=3))
     assert list(times) == ["draft", "verify", "sample", "accept", "commit"] and min(times.values()) > 0
     assert step_time(toy, None, 2, 1, Sampling()) > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tree_size, draft", [(1, 0.0), (9, 1.0)])
+def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
+    """Catches a CUDA graph captured of nothing, for which CUDA warns and which it may not launch."""
+    made, captured = tune.timing_engine(toy, random_heads(toy), 2, tree_size, Sampling()), []
+    monkeypatch.setattr(tune, "timing_engine", lambda *_, **__: made)
+    monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or (None, stage))
+    monkeypatch.setattr(tune, "seconds", lambda body, device: 1.0)
+    times = stage_times(SimpleNamespace(device=torch.device("cuda")), None, 2, tree_size, Sampling())
+    assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
+    assert (made.draft in captured) == (tree_size > 1) and len(captured) == sum(times.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
+@pytest.mark.parametrize("tree_size", [1, 9])
+def test_stages_and_steps_are_timed_on_a_gpu(tree_size):
+    """Catches a stage that cannot be captured by itself."""
+    model = toy_model().to("cuda")
+    heads = random_heads(model).to("cuda")
+    times = stage_times(model, heads, 2, tree_size, Sampling(0.5, top_k=3))
+    assert (times.pop("draft") > 0) == (tree_size > 1) and min(times.values()) > 0
+    assert step_time(model, heads, 2, tree_size, Sampling()) > 0
 
 
 @torch.inference_mode()

@@ -85,6 +85,30 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("flags", ["", "--smooth-l1 0.5 --on-policy-steps 20", "--dtype float32"])
+def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(flags, checkpoint, texts, tmp_path, monkeypatch):
+    """Catches tensors on two devices, a value read back in a step, and what only CUDA's autocast does."""
+    def unwaiting(call):
+        def wrapped(self, *args):
+            torch.cuda.set_sync_debug_mode("error" if self.step else "default")  # in the first step, kernels are loaded
+            try:
+                return call(self, *args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return wrapped
+    for name in ("batch", "train_step"):
+        monkeypatch.setattr(train_heads.Run, name, unwaiting(getattr(train_heads.Run, name)))
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
+    start = evaluate.head_accuracy(CloverHeads(PRESETS["clover"], model), heldout, 8, 40)[1]
+    flags = ["--device", "cuda", "--steps", "60", "--self-distill", "8", *flags.split()]
+    record = run(checkpoint, texts, tmp_path, *flags)
+    assert all(b > a + 0.1 for a, b in zip(start, record["accuracy"])), (start, record["accuracy"])
+    assert record["tokens_per_step"] >= 1 and set(record["acceptance"]) == {"0", "1"}
+
+
 @pytest.mark.parametrize("family, shape", [
     ("gpt2", SHAPES["gpt2"]), ("qwen3", dict(qk_norm=True)),
     ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
@@ -335,6 +359,21 @@ def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="must divide by their number, but 7 does not by 2; take"):
         parallel.World(train_heads.parse(["--batch-size", "7"]))
+
+
+@pytest.mark.parametrize("device, want", [("cuda", ("nccl", torch.device("cuda:1"))), ("cpu", ("gloo", None))])
+def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
+    """Catches a barrier that has to guess its GPU, and a device given to gloo, which takes none."""
+    started, current = [], []
+    start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
+    monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(parallel.dist, "init_process_group", start)
+    monkeypatch.setattr(parallel, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    parallel.World(train_heads.parse(["--device", device]))
+    assert started == [want] and current == [want[1]] * (device == "cuda")
 
 
 def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):

@@ -52,6 +52,16 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
         torch.testing.assert_close(a, b, atol=0, rtol=0.02)  # the folder is bfloat16
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_on_a_gpu_learns_and_resumes(texts, tmp_path, capsys):
+    """Catches tensors on two devices, those of the optimisers' states after a resume too."""
+    run(texts, tmp_path, "--device", "cuda", "--steps", "39")
+    run(texts, tmp_path, "--device", "cuda", "--steps", "40", "--resume")
+    losses = [float(said.split()[0]) for said in capsys.readouterr().out.split("held-out loss ")[1:]]
+    assert len(losses) == 2 and all(loss < math.log(300) - 1.5 for loss in losses)
+
+
 def test_a_finished_run_is_not_overwritten(texts, tmp_path):
     """Catches a new tokenizer written beside old weights, and one written before the data is known to be good."""
     run(texts, tmp_path / "run", "--steps", "1")

@@ -522,6 +522,22 @@ def test_windows_carry_their_marks_and_the_numbers_of_their_documents(dtype):
     refusal(lambda: data.window_batch([(tokens, 1)], 301, 3, "cpu"), 301, 300)
 
 
+class Pinned(torch.Tensor):
+    """Stands for a tensor in pinned memory."""
+
+
+def test_a_gpu_gets_windows_from_pinned_memory(monkeypatch):
+    """Would catch: copies for which the host waits, as it does where memory is pageable or an array has gaps."""
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: torch.Tensor.as_subclass(x, Pinned))
+    monkeypatch.setattr(Pinned, "to", lambda x, device, **options: copies.append((x.is_contiguous(), device, options)))
+    tokens = data.Tokens(np.arange(300, dtype=np.uint16), np.ones(300, bool), np.arange(0, 300, 7))
+    for device in ("cuda", torch.device("cuda:1")):
+        data.window_batch([(tokens, 8)], 17, 3, device, slice(1, None, 2))
+        assert copies == [(True, device, dict(non_blocking=True))] * 3
+        copies.clear()
+
+
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):
     """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
     tiny.prefix = [7]

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_prompts, toy_model
+from conftest import SHAPES, random_prompts, toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.loss import guess_masks, head_losses, state_losses, top_hits
+from clover import CloverHeads, preset
+from training import loss
+from training.loss import guess_masks, head_losses, state_losses, teacher_forced, top_hits
 
 K, B, T = 3, 3, 11
 CHUNKS = [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9]
@@ -84,6 +86,31 @@ def test_autocast_products_are_bfloat16():
     torch.testing.assert_close(got, want, atol=2, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_autocast_is_on_for_the_heads_and_off_for_a_half_model_and_the_lm_head(shape, dtype, monkeypatch):
+    """Catches what CUDA makes slow: there autocast gives norms in float32, so a half-precision model is cast at each of
+    them, and the LM head's weight is cast to float32 as its input is."""
+    model, seen = toy_model(**SHAPES[shape]).to(dtype), []
+    heads, ids = CloverHeads(preset("clover"), model), torch.tensor(random_prompts([T + 4 + 1] * B))
+    note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
+    model.blocks[0].register_forward_pre_hook(note("model"))
+    heads.augment_blocks[0].register_forward_pre_hook(note("heads"))
+    ranges, logits = loss.chunk_ranges, model.head.logits
+    monkeypatch.setattr(loss, "chunk_ranges", lambda *sizes: note("loss")() or ranges(*sizes))
+    monkeypatch.setattr(model.head, "logits", lambda x: note(x.dtype)() or logits(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden, outputs = teacher_forced(heads, ids)
+        model.norm.register_forward_pre_hook(note("norm"))
+        outputs = [out.float() for out in outputs]  # as they are on CUDA
+        given = model, outputs, hidden, ids, guess_masks(ids, 4)
+        sums = head_losses(*given)[0] + state_losses(*given[:3], given[4])
+        top_hits(*given[:3], given[4], (1, 2))
+    sums.sum().backward()
+    assert set(seen) == {("model", dtype == torch.float32), ("heads", True), ("norm", False), ("loss", False),
+                         (dtype, False)}
+
+
 def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
     """Catches a head that is trained to guess another document's first words, or what the user says."""
     tokens = torch.arange(2 * 9).view(2, 9)
@@ -148,6 +175,20 @@ class Peak(TorchDispatchMode):
 
     def free(self, key):
         self.held -= self.live.pop(key, 0)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_lm_head_is_read_once_for_a_chunk(chunk):
+    """Catches a product for each sequence of a chunk, which reads the whole weight each time."""
+    model = toy_model()
+    given = inputs(model)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket != torch.ops.aten.bmm or len(args[0]) == 1
+            return func(*args, **(kwargs or {}))
+    with Products():
+        head_losses(model, *given, chunk=chunk)
 
 
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary():

@@ -106,7 +106,8 @@ def step_time(model, heads, batch_size, tree_size, sampling, beams=None, graph=T
 
 @torch.inference_mode()
 def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph=True):
-    """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if `graph`."""
+    """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if `graph`. A tree of
+    one is not drafted: 0."""
     engine, device = timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph=False), model.device
     tree = engine.draft()
     hidden = engine.verify(tree)
@@ -114,9 +115,11 @@ def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph
     accepted = engine.accept(tree, target)
     stages = dict(draft=engine.draft, verify=lambda: engine.verify(tree), sample=lambda: engine.sample(tree, hidden),
                   accept=lambda: engine.accept(tree, target), commit=lambda: engine.commit(hidden, accepted))
+    if engine.tree_size == 1:
+        del stages["draft"]  # nothing is launched, and torch warns of an empty CUDA graph
     if graph and device.type == "cuda":
         stages = {name: capture(stage, device)[1] for name, stage in stages.items()}
-    return {name: seconds(stages[name], device) for name in STAGES}
+    return {name: seconds(stages[name], device) if name in stages else 0.0 for name in STAGES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

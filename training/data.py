@@ -197,8 +197,14 @@ def window_batch(parts, length, seed, device, mine=slice(None)):
         columns = torch.randint(last + 1, (n, 1), generator=generator).numpy() + np.arange(length)
         documents = np.searchsorted(tokens.starts, columns, side="right")
         batch.append((tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents - documents[:, :1]))
-    ids, loss_mask, documents = (torch.from_numpy(np.concatenate(arrays)[mine]).to(device) for arrays in zip(*batch))
+    ids, loss_mask, documents = (to_device(np.concatenate(arrays)[mine], device) for arrays in zip(*batch))
     return ids, loss_mask, documents if any(numbers.any() for *_, numbers in batch) else None
+
+
+def to_device(array, device):
+    """A numpy array as a tensor. On CUDA the copy starts from pinned memory, so that the host need not wait for it."""
+    tensor, on_gpu = torch.from_numpy(np.ascontiguousarray(array)), torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):

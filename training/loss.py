@@ -9,6 +9,8 @@ token t + 2 + i, which the model itself predicts at position t + 1 + i. Losses a
 each with a part of the batch, add theirs up.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 
@@ -16,11 +18,18 @@ CHUNK = 2**24       # logits at a time, 64 MB in float32; the model's own probab
 CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long to read the LM head as one of many
 
 
+def without_autocast(device):
+    """Turns autocast off. CUDA's gives norms in float32, and the LM head would be cast to float32 with its input."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()
+
+
 def teacher_forced(heads, ids, documents=None, wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]).
-    wrapped: DistributedDataParallel around the heads, called in their place."""
-    K = heads.config.n_draft
-    with torch.no_grad():
+    wrapped: DistributedDataParallel around the heads, called in their place. A model in half precision runs without
+    autocast, as in decoding; the heads' own weights are float32."""
+    K, half = heads.config.n_draft, heads.model.dtype.itemsize == 2
+    with torch.no_grad(), without_autocast(ids.device) if half else contextlib.nullcontext():
         hidden = heads.model(ids[:, :-1], documents=None if documents is None else documents[:, :-1])
     return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], None if documents is None else documents[:, :-K - 1])
 
@@ -53,13 +62,15 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
     outputs. At most `chunk` logits (or those of one position) exist at a time; with the model's probabilities, the
     gradient, and copies in both dtypes that is up to six times as many numbers.
     """
-    teacher = model.norm(hidden).detach()
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype
     chunk = chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)
-    return HeadLosses.apply(model.head.weight.to(dtype), teacher.to(dtype), tokens, guess_mask, objective, top_n, chunk,
-                            *(model.norm(out).to(dtype) for out in outputs))
+    with without_autocast(hidden.device):
+        teacher = model.norm(hidden).detach().to(dtype)
+        states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
+        weight = model.head.weight.to(dtype)
+        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, top_n, chunk, *states)
 
 
 class HeadLosses(torch.autograd.Function):
@@ -74,7 +85,8 @@ class HeadLosses(torch.autograd.Function):
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(outputs, ctx.needs_input_grad[7:])]
         reached = guess_mask.clone()
         for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
-            logits = (teacher[rows, start:end] @ weight.T).to(exact)  # (rows, end - start, V)
+            # contiguous, since a slice would make a batch of products that each read the whole weight
+            logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)  # (rows, end - start, V)
             best = logits.argmax(dim=-1)
             probs = logits.softmax(dim=-1) if objective == "distill" else None
             del logits
@@ -84,7 +96,7 @@ class HeadLosses(torch.autograd.Function):
                     continue
                 at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
                 here, text = (rows, slice(first, last)), tokens[rows, first + 2 + i:last + 2 + i, None]
-                logits = (output[here] @ weight.T).to(exact)
+                logits = (output[here].contiguous() @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
                 hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
                 if top_n and i + 1 < K:
@@ -131,11 +143,14 @@ def state_losses(model, outputs, hidden, guess_mask):
     """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance between the head's
     and the model's states, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077). Arguments
     as in `head_losses`; differentiable with respect to the outputs."""
-    T, teacher, sums = outputs[0].shape[1], model.norm(hidden).detach().float(), []
-    for i, out in enumerate(outputs):
-        distances = F.smooth_l1_loss(model.norm(out).float(), teacher[:, i + 1:i + 1 + T], reduction="none")
-        sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
-    return torch.stack(sums)
+    T, sums = outputs[0].shape[1], []
+    normed = lambda states: model.norm(states.to(hidden.dtype)).float()
+    with without_autocast(hidden.device):
+        teacher = normed(hidden).detach()
+        for i, out in enumerate(outputs):
+            distances = F.smooth_l1_loss(normed(out), teacher[:, i + 1:i + 1 + T], reduction="none")
+            sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
+        return torch.stack(sums)
 
 
 @torch.no_grad()
@@ -145,7 +160,10 @@ def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None):
     decoding. Arguments as in `head_losses`."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
     rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // weight.shape[0])
-    logits_of = lambda states: model.head.logits(model.norm(states))
+
+    def logits_of(states):
+        with without_autocast(states.device):
+            return model.head.logits(model.norm(states.to(hidden.dtype)))
     best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
     ids, hits = torch.arange(weight.shape[0], device=weight.device), hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):

@@ -29,10 +29,11 @@ class World:
                 raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, "
                                  f"not {args.device}")
             args.device = f"cuda:{self.local_rank}" if args.device == "cuda" else args.device
-            self.device = pick_device(args.device)
+            self.device, backend = pick_device(args.device), dict(backend="gloo")
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(hours=24))
+                backend = dict(backend="nccl", device_id=self.device)  # so that a barrier knows its device
+            dist.init_process_group(timeout=timedelta(hours=24), **backend)
 
     def print(self, text):
         if self.rank == 0:
