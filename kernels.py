@@ -60,10 +60,10 @@ def _check_device(first, **others):
 
 
 def _check_tensors(device, **named):
-    """named: (tensor or None, shape, dtype)."""
-    for name, (x, shape, dtype) in named.items():
-        if x is not None and not (x.shape == shape and x.dtype == dtype and x.device == device):
-            _check_tensor(name, x, shape, dtype)
+    """named: (tensor or None, shape, dtypes)."""
+    for name, (x, shape, *dtypes) in named.items():
+        if x is not None and not (x.shape == shape and x.dtype in dtypes and x.device == device):
+            _check_tensor(name, x, shape, *dtypes)
             _check(False, f"{name} on {device}, as the others are", x.device)
 
 
@@ -926,8 +926,8 @@ def _add_norm_kernel(
 
 def _check_add_norm(x, delta, weight, bias):
     _check_rows(x, 32768)
-    C = x.shape[-1:]
-    _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, C, x.dtype), bias=(bias, C, x.dtype))
+    parameter = x.shape[-1:], x.dtype, torch.float32
+    _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, *parameter), bias=(bias, *parameter))
 
 
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
@@ -935,7 +935,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     _check_add_norm(x, delta, weight, bias)
     x = x if delta is None else x + delta
     if bias is None:
-        return x, F.rms_norm(x, x.shape[-1:], weight, eps)
+        return x, F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -943,7 +943,8 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """A residual connection and the norm behind it: (x + delta, its norm), each [..., C].
 
     x [..., C], C up to 32768; delta like x, or None for x alone; weight [C], or None for ones; bias [C] for LayerNorm,
-    None for RMSNorm. One float dtype, any strides. ValueError for shapes, dtypes and devices.
+    None for RMSNorm. One float dtype (weight and bias may be float32), any strides. ValueError for shapes, dtypes and
+    devices.
     """
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)

@@ -270,7 +270,7 @@ class Norm(nn.Module):
 
     def add(self, x, delta):
         """(x + delta, its norm); delta: None for x alone."""
-        return add_norm(x, delta, self.weight.to(x.dtype), self.bias, self.eps)  # autocast leaves x in bf16
+        return add_norm(x, delta, self.weight, self.bias, self.eps)
 
 
 def rope_frequencies(config):

@@ -50,6 +50,8 @@ def test_add_norm_is_the_formula(shape, kind, dtype, device):
     normed = normed if weight is None else normed * weight.double()
     normed = normed if bias is None else normed + bias.double()
     on_device = [y if y is None else every_second(y.to(device)) for y in (x, delta, weight, bias)]
+    if kind == "layer":  # as in training under autocast
+        on_device[2:] = [y.float() for y in on_device[2:]]
     got = kernels.add_norm(*on_device, 1e-3)
     close(got[0], want, dtype)
     assert torch.equal(got[0].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter cuts bits off
@@ -276,6 +278,7 @@ WRONG = {  # what is wrong: (function, changed arguments, what the message has t
     "delta-of-another-shape": ("add_norm", dict(delta=torch.zeros(1, 8)), "delta"),
     "delta-elsewhere": ("add_norm", dict(delta=META["delta"]), "delta"),
     "half-weight": ("add_norm", dict(weight=torch.zeros(8).half()), "weight"),
+    "float64-weight": ("add_norm", dict(weight=torch.zeros(8).double()), "weight"),
     "long-bias": ("add_norm", dict(bias=torch.zeros(9)), "bias"),
     "odd-width": ("glu", dict(x=torch.zeros(2, 7)), "2 N"),
     "relu": ("glu", dict(activation="relu"), "silu or gelu"),
