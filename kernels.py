@@ -1321,7 +1321,7 @@ def best_guesses_reference(logprobs, guesses, joint, tokens, parents, depth):
     results = (found.gather(1, best), -math.inf), (guesses.gather(1, best), 0), (best // W, -1)
     for x, (values, none) in zip((joint, tokens, parents), results):
         x[:, depth, :best.shape[1]] = values
-        x[:, depth, best.shape[1]:] = none
+        x[:, depth, best.shape[1]:].fill_(none)
 
 
 def best_guesses(logprobs, guesses, joint, tokens, parents, depth):
@@ -1363,7 +1363,8 @@ def best_tree_reference(root, joint, tokens, parents, tree_size):
     above = ((depths - 2) * n + parents.gather(1, kept)).clamp_(min=0)
     columns = tokens.gather(1, kept) * valid, node_of.gather(1, above) * (depths > 1), depths, valid.long() << nodes
     tokens, parents, depths, bits = (F.pad(x, (1, tree_size - 1 - len(nodes))) for x in columns)  # (B, T)
-    tokens[:, 0], bits[:, 0] = root, 1
+    tokens[:, 0] = root
+    bits[:, 0].fill_(1)
     ancestors = bits
     for _ in range(K):
         ancestors = bits | ancestors.gather(1, parents)

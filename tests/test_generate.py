@@ -233,6 +233,31 @@ def test_nothing_read_back_is_more_than_a_word():
         torch.ones(3)[torch.ones(3) > 0]
 
 
+class NoHostNumbers(TorchDispatchMode):
+    """Raises where a single number becomes a tensor on the host, from which a GPU would copy it and be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.lift_fresh.default or args[0].dim() > 0, func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", [None, "clover"])
+def test_starts_and_ends_of_texts_wait_for_nothing(toy, name):
+    """Catches tensor[slot] = number: on a GPU it waits for the step in flight."""
+    heads = random_heads(toy, name) if name else None
+    made = Engine(toy, heads, batch_size=3, capacity=150, tree_size=9 if name else 1)
+    with NoHostNumbers():
+        made.generate(PROMPTS, 12)
+    with NoHostNumbers(), pytest.raises(AssertionError):
+        torch.zeros(3)[1] = 2
+
+
+def test_a_step_can_be_launched_outside_of_inference_mode(toy):
+    """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
+    made = Engine(toy, random_heads(toy), batch_size=2, capacity=60, tree_size=9)
+    assert len(made.launch()()) == 2
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
     """Catches a token of the step after a text's end, given to the slot's next prompt or to none: what CUDA does,
