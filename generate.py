@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 import torch
 
 from clover import MAX_TREE, root_tree
-from kernels import accept_path, commit_path, gumbel_argmax, runs_triton
+from kernels import accept_path, commit_path, gumbel_argmax, nucleus, runs_triton
 from model import InputError, KVCache, needs_folder, pack
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory; and per gap between two steps
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
-MOST_SELECTED = 1024  # values that topk finds sooner than a sort of the vocabulary
 
 
 class Engine:
@@ -384,18 +383,13 @@ def keep_likely(logits, top_k=0, top_p=1.0, min_p=0.0):
     """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the nucleus of mass top_p
     (arXiv 1904.09751), then those under min_p times the likeliest token's probability (arXiv 2407.01082). The likeliest
     token always stays, and so do tokens that tie with the last one kept."""
-    least = torch.full_like(logits[:, :1], -math.inf)
-    if top_k > 0 or top_p < 1:
-        V = logits.shape[-1]
-        ranked = logits.topk(min(top_k if 0 < top_k <= MOST_SELECTED else V, V)).values  # highest first
-        if 0 < top_k < V:
-            ranked[:, top_k:] = -math.inf
-        probs = ranked.softmax(dim=-1)
-        kept = (probs.cumsum(dim=-1) - probs < top_p) & (ranked > -math.inf)  # the mass before a token is under top_p
-        least = ranked.gather(1, (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0))  # where all is NaN, none is kept
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    if top_p < 1:
+        logits = logits.masked_fill(logits < nucleus(logits, top_p)[:, None], -math.inf)
     if min_p > 0:
-        least = torch.maximum(least, logits.amax(dim=-1, keepdim=True) + math.log(min_p))
-    return logits.masked_fill(logits < least, -math.inf)
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(min_p), -math.inf)
+    return logits
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1469,3 +1469,87 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
         _accept_path_kernel[(B,)](*(x.contiguous() for x in inputs), out, T, P,
                                   BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
     return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nucleus: where top-p sampling cuts (arXiv 1904.09751)
+#
+#   the least logit x of a row with sum of exp(x') over x' > x under top_p * sum of exp(x')
+#
+# Bytes: ten passes over M * V float32 logits, which the L2 holds; a sort moves them as often, with indices, and takes
+# milliseconds. The cut is found as an integer that orders as the logits do, four bits a pass: of 16 candidates, the
+# highest one with enough mass above it. Each row's sums have one order, so that a cut does not depend on other rows.
+
+
+@triton.jit
+def _order(x):
+    """Integers 0..2^32 - 1, int64, that order as float32 numbers do."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits + 2147483648, -1 - bits)
+
+
+@triton.jit(do_not_specialize=["V"])
+def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
+    """Program m: row m."""
+    m = tl.program_id(0).to(tl.int64)
+    logits_ptr += m * V
+    columns = tl.arange(0, BLOCK_V)
+    # [BLOCK_V]
+    best = tl.full([BLOCK_V], PIVOT, tl.float32)
+    for start in range(0, V, BLOCK_V):
+        best = tl.maximum(best, tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf")))
+    row_max = tl.max(best, 0)
+    total = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
+        total += tl.exp(x - row_max)
+    wanted = top_p * tl.sum(total, 0)
+    cut = tl.zeros([], tl.int64)
+    for digit in range(0, 8):
+        # [16]
+        candidates = cut + (tl.arange(0, 16).to(tl.int64) << (28 - 4 * digit))
+        mass = tl.zeros([16], tl.float32)
+        for start in range(0, V, BLOCK_V):
+            x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
+            above = _order(x)[:, None] > candidates[None, :]
+            mass += tl.sum(tl.where(above, tl.exp(x - row_max)[:, None], 0.0), 0)
+        cut = tl.max(tl.where(mass >= wanted, candidates, cut), 0)
+    cut += 1
+    bits = tl.where(cut >= 2147483648, cut - 2147483648, -1 - cut).to(tl.int32)
+    tl.store(cut_ptr + m, bits.to(tl.float32, bitcast=True))
+
+
+def _check_nucleus(logits, top_p):
+    _check(logits.dim() == 2 and logits.numel() > 0 and logits.dtype in (torch.float32, torch.float64),
+           "logits of shape [M, V], float32 or float64", logits)
+    _check(0 < top_p < 1, "top_p between 0 and 1", top_p)
+
+
+def nucleus_reference(logits, top_p):
+    """`nucleus` by torch: of the 1,024 likeliest, and of all where some row needs more."""
+    _check_nucleus(logits, top_p)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    for n in (min(1024, logits.shape[1]), logits.shape[1]):
+        ranked = logits.topk(n).values
+        probs = (ranked - total).exp()
+        before = probs.cumsum(dim=-1) - probs
+        if n == logits.shape[1] or (before[:, -1] >= top_p).all():
+            break
+    kept = (before < top_p).sum(dim=-1, keepdim=True)
+    return ranked.gather(1, (kept - 1).clamp(min=0))[:, 0]  # where all is NaN, none is kept
+
+
+def nucleus(logits, top_p):
+    """The cut of top-p sampling: tokens of at least this logit are the likeliest of mass top_p, and those that tie with
+    the last of them.
+
+    logits float32 or float64 [M, V], any strides, -inf for excluded tokens; 0 < top_p < 1. Returns [M], like them.
+    ValueError for shapes, dtypes and top_p.
+    """
+    if not runs_triton(logits):
+        return nucleus_reference(logits, top_p)
+    _check_nucleus(logits, top_p)
+    logits, cut = logits.contiguous(), logits.new_empty(len(logits))
+    with torch.cuda.device_of(logits):
+        _nucleus_kernel[(len(logits),)](logits, cut, top_p, logits.shape[1], BLOCK_V=1024, num_warps=16)
+    return cut

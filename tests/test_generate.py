@@ -211,6 +211,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name,
     monkeypatch.setattr(models, "project_topk", lambda hidden, weight, k, rows: (
         torch.zeros(len(hidden), k) - 1, torch.arange(k).expand(len(hidden), k)))
     monkeypatch.setattr(module, "commit_path", lambda kv, lengths, path, count: None)
+    monkeypatch.setattr(module, "nucleus", lambda logits, top_p: logits.amin(dim=-1))
     heads = random_heads(toy, name) if name else None
     made = Engine(toy, heads, batch_size=3, capacity=60, tree_size=9, sampling=Sampling(**options))
     made.slots.active.fill_(1)

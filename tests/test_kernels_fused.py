@@ -255,6 +255,35 @@ def test_accept_equals_a_plain_walk(device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# nucleus
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.9999])
+@pytest.mark.parametrize("V, scale", [(5, 1.0), (1500, 0.01), (3001, 5.0)])
+def test_nucleus_cuts_where_a_sort_does(V, scale, top_p, device):
+    """Bug: a cut one token too high or low, negative logits in the wrong order, a tie cut in two, excluded tokens that
+    count."""
+    logits = normal(4, V) * scale
+    logits[1] = logits[1].round()  # many ties
+    logits[2, ::2] = -math.inf
+    cuts = kernels.nucleus(every_second(logits.to(device)), top_p).tolist()
+    for row, cut in zip(logits.double(), cuts):
+        probs = row.softmax(0)
+        masses = {x: probs[row > x].sum().item() for x in row.tolist()}
+        kept = {x for x in masses if masses[x] < top_p}
+        got = {x for x in masses if x >= cut}
+        assert all(abs(masses[x] - top_p) < 1e-5 for x in kept ^ got)  # float32 may see a tie with top_p otherwise
+
+
+def test_nucleus_keeps_the_likeliest_and_survives_nan(device):
+    """Bug: nothing kept, or a loop without end."""
+    logits = torch.tensor([[1.0, 0.0, -1.0], [math.nan] * 3, [-math.inf, 3.0, -math.inf], [-0.0, 0.0, 0.0]])
+    cuts = kernels.nucleus(logits.to(device), 1e-6).cpu()
+    kept = ~(logits < cuts[:, None])
+    assert kept.tolist() == [[True, False, False], [True] * 3, [False, True, False], [True] * 3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # what comes in wrong, and which function runs
 
 LISTS = dict(joint=torch.zeros(2, 3, 5), tokens=torch.zeros(2, 3, 5).long(), parents=torch.zeros(2, 3, 5).long())
@@ -269,6 +298,7 @@ ARGUMENTS = {  # function: what it takes
     "best_tree": dict(root=torch.zeros(2).long(), **LISTS, tree_size=6),
     "accept_path": dict(tokens=NODES, parents=NODES, depths=NODES, ancestors=NODES, target=NODES,
                         active=torch.zeros(2).int(), max_path=3),
+    "nucleus": dict(logits=torch.zeros(2, 8), top_p=0.5),
 }
 META = {name: torch.zeros(2, 8, device="meta") for name in ("delta", "q")}
 WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
@@ -311,6 +341,8 @@ WRONG = {  # what is wrong: (function, changed arguments, what the message has t
     "targets-missing": ("accept_path", dict(target=torch.zeros(2, 2).long()), "target"),
     "int64-active": ("accept_path", dict(active=torch.zeros(2).long()), "active"),
     "a-path-of-0": ("accept_path", dict(max_path=0), "path"),
+    "half-logits": ("nucleus", dict(logits=torch.zeros(2, 8).half()), "logits"),
+    "all-of-the-mass": ("nucleus", dict(top_p=1.0), "top_p"),
 }
 
 
