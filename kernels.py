@@ -925,7 +925,7 @@ def _add_norm_kernel(
 
 
 def _check_add_norm(x, delta, weight, bias):
-    _check_rows(x, 32768)
+    _check_rows(x, 16384)
     parameter = x.shape[-1:], x.dtype, torch.float32
     _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, *parameter), bias=(bias, *parameter))
 
@@ -942,7 +942,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """A residual connection and the norm behind it: (x + delta, its norm), each [..., C].
 
-    x [..., C], C up to 32768; delta like x, or None for x alone; weight [C], or None for ones; bias [C] for LayerNorm,
+    x [..., C], C up to 16384; delta like x, or None for x alone; weight [C], or None for ones; bias [C] for LayerNorm,
     None for RMSNorm. One float dtype (weight and bias may be float32), any strides. ValueError for shapes, dtypes and
     devices.
     """
@@ -954,7 +954,7 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     C, BLOCK_C = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
         _add_norm_kernel[(x.numel() // C,)](x, delta, weight, bias, total, normed, eps, C=C, BLOCK_C=BLOCK_C,
-                                            num_warps=min(max(BLOCK_C // 512, 1), 32))
+                                            num_warps=min(max(BLOCK_C // 512, 1), 16))
     return total, normed
 
 
@@ -1143,8 +1143,8 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 def _check_cosine_mix(z, q, kv, n_head):
     _check_rows(z)
     C = z.shape[-1]
-    _check(isinstance(n_head, int) and n_head > 0 and C % n_head == 0 and C // n_head <= 32768,
-           lambda: f"a number of heads that divides {C}, each of at most 32768", n_head)
+    _check(isinstance(n_head, int) and n_head > 0 and C % n_head == 0 and C // n_head <= 16384,
+           lambda: f"a number of heads that divides {C}, each of at most 16384", n_head)
     _check_tensors(z.device, q=(q, z.shape, z.dtype), kv=(kv, (*z.shape[:-1], 2 * C), z.dtype))
 
 
@@ -1169,7 +1169,7 @@ def cosine_mix(z, q, kv, n_head):
     out, BLOCK_D = torch.empty_like(z), triton.next_power_of_2(D)
     with torch.cuda.device_of(z):
         _cosine_mix_kernel[(z.numel() // C, n_head)](
-            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_D // 256, 1), 32))
+            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_D // 256, 1), 16))
     return out
 
 
@@ -1294,7 +1294,7 @@ def _best_of(scores, keys, n):
 
 
 def _check_lists(joint, tokens, parents):
-    _check(joint.dim() == 3 and 0 < joint[0].numel() < 4096, "joint of shape [B, K, n], K * n under 4096", joint)
+    _check(joint.dim() == 3 and 0 < joint[0].numel() < 2048, "joint of shape [B, K, n], K * n under 2048", joint)
     _check_tensors(joint.device, joint=(joint, joint.shape, torch.float32), tokens=(tokens, joint.shape, torch.int64),
                    parents=(parents, joint.shape, torch.int64))
     _check(all(x.is_contiguous() for x in (joint, tokens, parents)), "contiguous joint, tokens and parents",
@@ -1330,7 +1330,7 @@ def best_guesses(logprobs, guesses, joint, tokens, parents, depth):
     logprobs float32 and guesses int64 [B, w, W]: the W best next tokens of each beam, any strides. The beams are the
     root alone at depth 0, then the first W entries of the depth before; w is their number, or 1 where all propose the
     same. W up to 32; log-probabilities above 0 count as 0, NaN as -inf.
-    Fills [:, depth] of joint float32, tokens and parents int64, each [B, K, n], contiguous, n >= W, K * n under 4096,
+    Fills [:, depth] of joint float32, tokens and parents int64, each [B, K, n], contiguous, n >= W, K * n under 2048,
     with the n best: joint log-probability, token, and the beam that proposed it; where there are fewer, with -inf, 0
     and -1. ValueError for shapes, dtypes, strides and devices.
     """

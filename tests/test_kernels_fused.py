@@ -304,7 +304,7 @@ META = {name: torch.zeros(2, 8, device="meta") for name in ("delta", "q")}
 WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
     "x-empty": ("add_norm", dict(x=torch.zeros(0, 8)), "the first tensor"),
     "x-integer": ("glu", dict(x=torch.zeros(2, 8).long()), "the first tensor"),
-    "x-too-wide": ("add_norm", dict(x=torch.zeros(1, 32769)), "32768"),
+    "x-too-wide": ("add_norm", dict(x=torch.zeros(1, 16385)), "16384"),
     "delta-of-another-shape": ("add_norm", dict(delta=torch.zeros(1, 8)), "delta"),
     "delta-elsewhere": ("add_norm", dict(delta=META["delta"]), "delta"),
     "half-weight": ("add_norm", dict(weight=torch.zeros(8).half()), "weight"),
@@ -334,7 +334,7 @@ WRONG = {  # what is wrong: (function, changed arguments, what the message has t
     "depth-3-of-3": ("best_guesses", dict(depth=3), "depth"),
     "int32-tokens": ("best_tree", dict(tokens=LISTS["tokens"].int()), "tokens"),
     "strided-joint": ("best_tree", dict(joint=torch.zeros(3, 2, 5).transpose(0, 1)), "joint"),
-    "4096-proposals": ("best_tree", dict(joint=torch.zeros(2, 64, 64)), "4096"),
+    "2048-proposals": ("best_tree", dict(joint=torch.zeros(2, 32, 64)), "2048"),
     "root-of-two-dimensions": ("best_tree", dict(root=torch.zeros(2, 1).long()), "root"),
     "a-tree-of-65": ("best_tree", dict(tree_size=65), "tree"),
     "65-nodes": ("accept_path", dict(tokens=torch.zeros(2, 65).long()), "tokens"),
