@@ -1,5 +1,6 @@
-"""Measurements: `python -m bench kernels | decode | heads`. Here: the tables they print and the machine they ran on."""
+"""Measurements, `python -m bench ...`. Here: the tables they print, the record they keep, the machine they ran on."""
 
+import json
 import os
 import platform
 import re
@@ -9,26 +10,85 @@ from pathlib import Path
 import torch
 
 import kernels
+from model import InputError, atomic_write, read_json
+
+
+def cell(row, column):
+    """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key such as "stages.draft" leads into a
+    dict. What is missing or None is a dash. A text stands as it is, up to a colon: an error without its message."""
+    key, form = column.rsplit(" ", 1)
+    for name in key.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return "-" if row is None else row.split(": ")[0] if isinstance(row, str) else form.format(row)
 
 
 class Table(list):
-    """Rows, as dicts, each printed when it is added. columns: {heading: "key format"}, as {"ms": "step_ms {:.2f}"}."""
+    """Rows, as dicts, each printed when it is added. columns: {heading: column, see `cell`}. kept: rows that are there
+    already. save() is called after every addition."""
 
-    def __init__(self, columns):
-        self.columns = [column.rsplit(" ", 1) for column in columns.values()]
+    def __init__(self, columns, kept=(), save=lambda: None):
+        super().__init__(kept)
+        self.columns, self.save = list(columns.values()), save
         print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+        for row in kept:
+            self.show(row)
 
-    def add(self, row, **shown):
-        """shown: what is printed beside the row's values, or in their place."""
-        self.append(row)
-        self.show(row | shown)
+    def add(self, *rows, **shown):
+        """shown: what is printed beside a row's values, or in their place."""
+        self.extend(rows)
+        for row in rows:
+            self.show(row | shown)
+        self.save()
 
     def show(self, row):
-        """Prints a row without adding it: a text as it is, a dash for what is missing or None."""
-        values = [(row.get(key), form) for key, form in self.columns]
-        cells = ["-" if value is None else value if isinstance(value, str) else form.format(value)
-                 for value, form in values]
-        print("| " + " | ".join(cells) + " |", flush=True)
+        """Prints a row without adding it."""
+        print("| " + " | ".join(cell(row, column) for column in self.columns) + " |", flush=True)
+
+    def has(self, **label):
+        """Whether a row has these values."""
+        return any(label.items() <= row.items() for row in self)
+
+
+class Record(dict):
+    """What a command measures, the object of its JSON line. With a path it is also a file, written anew after every
+    row, so that a command that was stopped goes on with what is missing. `complete` says whether nothing is.
+
+    Raises InputError for a file that holds a run with other settings or on another machine."""
+
+    def __init__(self, path=None, **settings):
+        super().__init__(settings, machine=machine())
+        self.path = path
+        kept, now = read_json(path) if path and Path(path).is_file() else {}, json.loads(json.dumps(self))
+        for name, value in now.items() if kept else ():
+            if kept.get(name) != value:
+                raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; delete it, or choose "
+                                 "another --out")
+        self.update({name: value for name, value in kept.items() if name != "error"}, complete=False)
+        self.save()
+
+    def save(self):
+        try:
+            if self.path:
+                atomic_write(self.path, lambda tmp: Path(tmp).write_text(json.dumps(self) + "\n"))
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+
+    def table(self, name, columns):
+        """A Table whose rows are kept under this name."""
+        self[name] = Table(columns, self.get(name, ()), self.save)
+        return self[name]
+
+    def once(self, name, measure):
+        """measure(), kept under this name; what is there is not measured again."""
+        if name not in self:
+            self[name] = measure()
+            self.save()
+        return self[name]
+
+    def done(self):
+        self["complete"] = True
+        self.save()
+        return self
 
 
 def machine():

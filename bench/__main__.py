@@ -7,19 +7,26 @@
     python -m bench decode --random-weights 8b                # times of a step at a real model's sizes
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
     python -m bench kernels --static                          # anywhere: registers, spills and shared memory
+    python -m bench tests                                     # on a GPU: pytest -m gpu, the outcomes kept as it goes
+    python -m bench gpu --out DIR --slice 3                   # on a GPU: all of these, in slices of at most 9 minutes
+    python -m bench report DIR                                # the tables of the files in DIR, as Markdown
+    python -m bench roofline --model 8b --gpu h200            # predicts what speculation gains; needs no GPU
+    python -m bench roofline --gpu h200 --check DIR           # the prediction beside the steps that were measured
 
-Prints tables and, last, one JSON line with the numbers, the hardware and the versions.
+Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE the first four
+keep that line in a file as it grows, and a run that was stopped goes on from there.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from bench import decoding, kinds, machine, operations, static
+from bench import Record, decoding, gpu, kinds, machine, operations, report, roofline, static
 from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
+from tools.tune import PREFIX
 from training.common import add_data_flag
 
 NUMBERS = {  # flags: least, most, help
@@ -34,6 +41,9 @@ NUMBERS = {  # flags: least, most, help
     "prefixes": (0, 2**20, "committed tokens"),
     "capacity": (0, 2**20, "tokens of the KV cache, if prefix and tree need fewer"),
     "rows": (1, 4096, "hidden states projected at once"),
+    "slice": (1, len(gpu.SLICES), "the slice to run; default: all, one after another"),
+    "minutes": (1, 9, "that a slice may take"),
+    "prefix": (0, 2**20, "tokens in the cache of each sequence"),
 }
 
 
@@ -49,7 +59,12 @@ def add_decoding_flags(parser, **defaults):
     add_data_flag(parser)
     parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
                         help="folders of draft heads")
+    add_out(parser)
     add_numbers(parser, prompt_length=64, max_new_tokens=128, **defaults)
+
+
+def add_out(parser):
+    parser.add_argument("--out", metavar="FILE", help="keep the numbers here, and go on from what is there")
 
 
 def parse(argv):
@@ -58,6 +73,7 @@ def parse(argv):
     heads = what.add_parser("heads", help="heads against each other and against plain decoding")
     add_decoding_flags(heads, prompts=50, batch_sizes=[1], tree_sizes=[5, 17], steps=500)
     heads.add_argument("--train", metavar="DIR", help="train --kinds into DIR first, and measure those")
+    heads.add_argument("--base", choices=kinds.BASES, help="with --train, train this model first, and heads for it")
     heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=kinds.KINDS, help="to train")
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
@@ -72,11 +88,38 @@ def parse(argv):
                        help="what to time")
     timed.add_argument("--heads", nargs="+", default=["8b", "70b"], choices=operations.HEADS,
                        help="the models whose attention heads are taken")
+    timed.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which compiles for every shape")
+    add_out(timed)
     add_numbers(timed, batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], capacity=0, tree_sizes=[1, 8, 16, 64],
                 rows=[1, 8, 16, 64])
+    add_others(what)
     args = parser.parse_args(argv)
     check_flags(args)
     return args
+
+
+def add_others(what):
+    """The flags of the commands that measure nothing themselves."""
+    tests = what.add_parser("tests", help="pytest -m gpu, its outcomes kept as it goes")
+    tests.add_argument("files", nargs="*", default=["tests"], help="for pytest")
+    add_out(tests)
+    slices = what.add_parser("gpu", help="all that only a GPU can tell, in slices")
+    slices.add_argument("--out", required=True, metavar="DIR", help="for the records; what is there is not run again")
+    add_numbers(slices, slice=None, minutes=9)
+    tables = what.add_parser("report", help="Markdown tables of the records in a folder")
+    tables.add_argument("folder")
+    predicted = what.add_parser("roofline", help="predicts what speculation gains, from bytes and FLOPs")
+    predicted.add_argument("--model", default="8b", help=f"a checkpoint folder, or {', '.join(decoding.SIZES)}")
+    predicted.add_argument("--gpu", default="h200", type=str.lower, choices=roofline.GPUS)
+    predicted.add_argument("--draft", default=str(DEMO / "clover"), metavar="HEADS",
+                           help="heads that say how often a guess is accepted")
+    predicted.add_argument("--acceptance", type=float, metavar="X",
+                           help="instead: draft a chain, each guess of which is accepted with this chance")
+    predicted.add_argument("--temperature", type=float, default=0.0)
+    predicted.add_argument("--plot", metavar="FILE", help="draw the speed-up over the batch size; needs matplotlib")
+    predicted.add_argument("--check", metavar="DIR", help="hold the prediction against the steps measured there")
+    add_numbers(predicted, batch_sizes=[1, 2, 4, 8, 16, 32, 64, 128, 256], tree_sizes=[2, 4, 8, 16, 32, 64],
+                prefix=PREFIX)
 
 
 def check_flags(args):
@@ -87,21 +130,34 @@ def check_flags(args):
             check(name.replace("_", " "), value, low, high, whole=True)
     for temperature in getattr(args, "temperatures", [getattr(args, "temperature", 0.0)]):
         Sampling(temperature)
-    names = ["plain", *(Path(path).name for path in args.heads)]
+    names = ["plain", *(Path(path).name for path in getattr(args, "heads", []))]
     if args.what != "kernels" and len(set(names)) < len(names):
         raise InputError("two of the heads folders have the same name, or one is called plain; rename one, to tell "
                          "their rows apart")
+    if getattr(args, "base", None) and not args.train:
+        raise InputError("--base needs --train DIR, the folder to train in")
+    if getattr(args, "acceptance", None) is not None:
+        check("acceptance", args.acceptance, 0, 1)
+
+
+def bench_static(args):
+    record = Record(args.out, bench="kernels-static")
+    record.update(static.bench(args))
+    return record.done()
 
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    if args.what == "kernels":
-        bench = static.bench if args.static else operations.bench
-    elif args.what == "heads":
-        bench = kinds.bench
-    else:
-        bench = decoding.bench_random if args.random_weights else decoding.bench
-    print(json.dumps(bench(args) | dict(machine=machine())))
+    commands = dict(decode=decoding.bench, heads=kinds.bench, kernels=operations.bench, tests=gpu.bench_tests,
+                    gpu=gpu.bench, report=report.bench, roofline=roofline.bench)
+    bench = commands[args.what]
+    if args.what == "kernels" and args.static:
+        bench = bench_static
+    elif args.what == "decode" and args.random_weights:
+        bench = decoding.bench_random
+    result = bench(args)
+    if args.what != "report":
+        print(json.dumps(dict(result) | dict(machine=machine())))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,20 @@ transformers; and the times of single steps at the sizes of real models, with ra
 
 import statistics
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from bench import Table
+from bench import Record, Table
 from clover import CloverHeads, preset
-from generate import DEFAULT_TREE, STAGES, Sampling, prepare
+from generate import DEFAULT_TREE, STAGES, Sampling, generate, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, copy_bandwidth, fit_tree, stage_times, step_time
+from tools.tune import PREFIX, copy_bandwidth, fit_tree, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -24,9 +25,23 @@ SIZES = {  # name -> (its fields of a GPTConfig, the model)
            "Llama 2 7B"),
     "8b": (dict(vocab_size=128256, n_layer=32, n_head=32, n_kv_head=8, head_size=128, n_embd=4096, n_inner=14336),
            "Llama 3 8B"),
+    "30b": (dict(vocab_size=32000, n_layer=60, n_head=52, n_kv_head=52, head_size=128, n_embd=6656, n_inner=17920),
+            "LLaMA 30B"),
+    "70b": (dict(vocab_size=128256, n_layer=80, n_head=64, n_kv_head=8, head_size=128, n_embd=8192, n_inner=28672),
+            "Llama 3 70B"),
     "70b-layer": (dict(vocab_size=128256, n_layer=1, n_head=64, n_kv_head=8, head_size=128, n_embd=8192, n_inner=28672),
                   "one layer of Llama 3 70B, and its LM head"),
 }
+DECODING = {  # the columns of the tables, as in bench.Table
+    "batch size": "batch_size {}", "heads": "heads {}", "tree size": "tree_size {}", "auto takes": "auto {}",
+    "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
+    "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
+    "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
+TRANSFORMERS = {"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
+                "identical texts": "identical {:.0%}"}
+STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
+         "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}", "launches": "launches {}",
+         "in kernels, ms": "kernels_ms {:.2f}", **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,28 +64,37 @@ def settings(args, model):
 def decode_in_turns(model, given, kinds, args, runs=1, **options):
     """Decodes the prompts with each kind, {name: (heads, tree size)}, `runs` times in turns, after a few tokens that
     compile and load everything. The first kind is plain decoding.
-    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as `identical`; and plain
-    decoding's texts."""
-    outputs, peaks = {name: [] for name in kinds}, {}
-    engines = {name: prepare(model, given, args.max_new_tokens, heads, tree_size=tree_size, **options)
-               for name, (heads, tree_size) in kinds.items()}
-    for engine in engines.values():
+    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as `identical`."""
+    def ready_engine(heads, tree_size):
+        engine = prepare(model, given, args.max_new_tokens, heads, tree_size=tree_size, **options)
         engine.generate(given[:engine.batch_size], min(8, args.max_new_tokens))
-    for name, engine in list(engines.items()) * runs:
-        if model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(model.device)
+        return engine
+
+    outputs, rows = {name: [] for name in kinds}, {}
+    made = {name: reserved_gb(partial(ready_engine, *kind), model.device) for name, kind in kinds.items()}
+    for name, (engine, _) in list(made.items()) * runs:
         outputs[name].append(engine.generate(given, args.max_new_tokens))
-        if model.device.type == "cuda":
-            peaks[name] = torch.cuda.max_memory_allocated(model.device) / GB
-    rows, plain = {}, next(iter(outputs.values()))
+    plain = next(iter(outputs.values()))
     for name, done in outputs.items():
-        median = sorted(done, key=lambda out: out.seconds)[runs // 2]
+        median, taken = sorted(done, key=lambda out: out.seconds)[runs // 2], made[name][1]
+        weights = sum(p.nbytes for module in (model, kinds[name][0]) if module for p in module.parameters()) / GB
         rows[name] = dict(
             heads=name, tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
-            tokens_per_second=median.tokens_per_second, peak_gb=peaks.get(name),
+            tokens_per_second=median.tokens_per_second, peak_gb=None if taken is None else weights + taken,
             speed_up=statistics.median(slow.seconds / out.seconds for out, slow in zip(done, plain)),
             identical=share_equal(done[0].tokens, plain[0].tokens))
-    return rows, plain[0].tokens
+    return rows
+
+
+def reserved_gb(make, device):
+    """(what make() returns, GB that torch took from the GPU for it at most; None on a CPU). Of what is reserved, not of
+    what is allocated: the memory of a CUDA graph counts as free between two replays, and it is not."""
+    if device.type != "cuda":
+        return make(), None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return make(), (torch.cuda.max_memory_reserved(device) - before) / GB
 
 
 def share_equal(texts, others):
@@ -90,8 +114,8 @@ def step_bytes(model, batch_size):
 # Decoding a checkpoint
 
 def measure_batch(model, given, heads, batch_size, floor, args, table):
-    """Adds the rows of one batch size: plain decoding, and each kind of heads with its best tree of more than a root.
-    Returns the texts of plain decoding."""
+    """Adds the rows of one batch size: plain decoding, and each kind of heads with its best tree of more than one
+    node."""
     kinds, auto = {"plain": (None, 1)}, {"plain": 1}
     sampling, graph = Sampling(args.temperature), not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
@@ -99,18 +123,22 @@ def measure_batch(model, given, heads, batch_size, floor, args, table):
         fit = fit_tree(model, kind, batch_size, capacity, sampling, graph=graph)
         trees = {tokens / seconds: size for size, seconds, tokens in fit.table if size > 1} or {0: DEFAULT_TREE}
         kinds[name], auto[name] = (kind, args.tree_size or trees[max(trees)]), fit.tree_size
-    rows, texts = decode_in_turns(model, given, kinds, args, args.runs, batch_size=batch_size, graph=graph,
-                                  temperature=args.temperature)
-    for name, row in rows.items():
-        seconds = step_time(model, kinds[name][0], batch_size, row["tree_size"], sampling, graph=graph)
-        table.add(dict(batch_size=batch_size, auto=auto[name], step_ms=1e3 * seconds, floor_ms=1e3 * floor) | row)
-    return texts
+    rows = decode_in_turns(model, given, kinds, args, args.runs, batch_size=batch_size, graph=graph,
+                           temperature=args.temperature)
+    times = {name: step_time(model, kinds[name][0], batch_size, row["tree_size"], sampling, graph=graph)
+             for name, row in rows.items()}
+    table.add(*(dict(batch_size=batch_size, auto=auto[name], step_ms=1e3 * times[name], floor_ms=1e3 * floor) | row
+                for name, row in rows.items()))
+
+
+def tree_columns(sizes):
+    return {"heads": "heads {}"} | {f"T = {size}": f"{size} {{:.2f}}" for size in sizes}
 
 
 def measure_trees(model, given, heads, args):
     """Tokens per step of each kind of heads over tree sizes, printed: {heads: {tree size: tokens per step}}."""
-    columns = {f"tokens per step, T = {size}": f"{size} {{:.2f}}" for size in args.tree_sizes}
-    table = Table({"heads": "heads {}"} | columns)
+    print("\ntokens per step over tree sizes")
+    table = Table(tree_columns(args.tree_sizes))
     for name, kind in heads.items():
         found = {}
         for size in args.tree_sizes:
@@ -120,7 +148,7 @@ def measure_trees(model, given, heads, args):
     return dict(zip(heads, table))
 
 
-def transformers_rows(model, given, wanted, args):
+def transformers_rows(model, given, args):
     """Rows of transformers' generate, with the same weights, one prompt at a time; or why there are none."""
     if args.temperature:
         return "measured at temperature 0 only"
@@ -131,6 +159,7 @@ def transformers_rows(model, given, wanted, args):
     transformers.logging.set_verbosity_error()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=model.dtype).to(model.device).eval()
     theirs.generation_config.eos_token_id = None  # our runs do not stop either
+    wanted = generate(model, given, args.max_new_tokens).tokens
 
     @torch.inference_mode()
     def decode(prompt, flags):
@@ -139,8 +168,7 @@ def transformers_rows(model, given, wanted, args):
                               max_new_tokens=args.max_new_tokens, **flags)
         return out[0, len(prompt):].tolist()
 
-    table = Table({"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
-                   "identical texts": "identical {:.0%}"})
+    table = Table(TRANSFORMERS)
     for name, flags in dict(greedy={}, prompt_lookup=dict(prompt_lookup_num_tokens=10)).items():
         decode(given[0], flags)  # warms up
         start = time.perf_counter()
@@ -152,23 +180,21 @@ def transformers_rows(model, given, wanted, args):
 
 
 def bench(args):
-    """`python -m bench decode` on a checkpoint: prints the tables, returns what goes into the JSON line."""
+    """`python -m bench decode` on a checkpoint: prints the tables, returns the Record."""
     model, heads, heldout = load(args, args.heads)
-    bandwidth = copy_bandwidth(model.device)
+    record = Record(args.out, bench="decode", **settings(args, model), temperature=args.temperature, runs=args.runs)
+    bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(model.device) / GB)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth {bandwidth / GB:.1f} "
           "GB/s (bytes read and written)")
-    table = Table({
-        "batch size": "batch_size {}", "heads": "heads {}", "tree size": "tree_size {}", "auto takes": "auto {}",
-        "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
-        "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
-        "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"})
+    table = record.table("decoding", DECODING)
     for batch_size in args.batch_sizes:
-        given = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        texts = measure_batch(model, given, heads, batch_size, step_bytes(model, batch_size) / bandwidth, args, table)
-    given, wanted = given[:args.prompts], texts[:args.prompts]
-    return dict(bench="decode", **settings(args, model), temperature=args.temperature, runs=args.runs,
-                copy_gb_per_s=bandwidth / GB, decoding=table, trees=measure_trees(model, given, heads, args),
-                transformers=transformers_rows(model, given, wanted, args))
+        if not table.has(batch_size=batch_size):
+            given = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
+            measure_batch(model, given, heads, batch_size, step_bytes(model, batch_size) / bandwidth, args, table)
+    given = prompts(heldout, args.prompts, args.prompt_length)
+    record.once("trees", lambda: measure_trees(model, given, heads, args))
+    record.once("transformers", lambda: transformers_rows(model, given, args))
+    return record.done()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,28 +215,52 @@ def random_model(name, device, dtype):
     return model.requires_grad_(False).eval()
 
 
+@torch.inference_mode()
+def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph):
+    """A row of one step: its time and that of its stages, and what the GPU did in it. floor: in seconds."""
+    engine = timing_engine(model, heads, batch_size, tree_size, sampling, graph=graph)
+    body = engine.replay or engine.step
+    step, kernels = seconds(body, model.device), kernel_times(body, model.device)
+    del engine, body  # frees its memory for those of the stages
+    stages = stage_times(model, heads, batch_size, tree_size, sampling, graph=graph)
+    return dict(step_ms=1e3 * step, floor_ms=1e3 * floor, share=floor / step,
+                launches=sum(count for count, _ in kernels.values()) or None,
+                kernels_ms=sum(ms for _, ms in kernels.values()) or None,
+                stages_ms={name: 1e3 * time for name, time in stages.items()}, kernels=kernels)
+
+
+def kernel_times(body, device):
+    """{kernel: [launches, ms]} of one body() on a GPU as torch's profiler sees it, the longest first; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        body()
+        torch.cuda.synchronize(device)
+    found = [(event.key, [event.count, event.self_device_time_total / 1e3]) for event in profile.key_averages()
+             if event.device_type == torch.autograd.DeviceType.CUDA]
+    return dict(sorted(found, key=lambda pair: -pair[1][1]))
+
+
 def bench_random(args):
     """`python -m bench decode --random-weights`: the time of one step for each batch and tree size."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+    record = Record(args.out, bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
+                    prefix=PREFIX, temperature=args.temperature)
     model = random_model(args.random_weights, device, dtype)
-    heads = CloverHeads(preset("clover"), model).to(device=device, dtype=dtype).requires_grad_(False).eval()
-    bandwidth, options = copy_bandwidth(device), dict(sampling=Sampling(args.temperature), graph=not args.no_graph)
+    with device:
+        heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
+    bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(device) / GB)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters; "
           f"copy bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
-    table = Table({"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
-                   "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
-                   **{stage: f"{stage} {{:.2f}}" for stage in STAGES}})
+    table, options = record.table("steps", STEPS), (Sampling(args.temperature), not args.no_graph)
     for batch_size, tree_size in product(args.batch_sizes, args.tree_sizes):
-        row = dict(batch_size=batch_size, tree_size=tree_size)
+        label = dict(batch_size=batch_size, tree_size=tree_size)
         try:
-            step = 1e3 * step_time(model, heads, batch_size, tree_size, **options)
-            times = stage_times(model, heads, batch_size, tree_size, **options)
+            if not table.has(**label):
+                floor = step_bytes(model, batch_size) / bandwidth
+                table.add(label | measure_step(model, heads, batch_size, tree_size, floor, *options))
         except (InputError, torch.OutOfMemoryError):
-            table.show(row | dict(step_ms="does not fit the memory"))
-            continue
-        floor, stages = 1e3 * step_bytes(model, batch_size) / bandwidth, {name: 1e3 * t for name, t in times.items()}
-        table.add(row | dict(step_ms=step, floor_ms=floor, stages_ms=stages), share=floor / step, **stages)
-    return dict(bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
-                copy_gb_per_s=bandwidth / GB, steps=table)
+            table.show(label | dict(step_ms="does not fit the memory"))
+    return record.done()

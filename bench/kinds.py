@@ -8,10 +8,13 @@ and an interrupted one is resumed.
 from itertools import product
 from pathlib import Path
 
+import torch
+
 import train_heads
-from bench import Table
+from bench import Record, Table
 from bench.decoding import decode_in_turns, load, settings
 from model import InputError, read_json
+from training import base
 from training.data import prompts
 from training.evaluate import head_accuracy
 
@@ -24,6 +27,10 @@ KINDS = {  # name: flags of train_heads.py; the others are compared with the fir
     "clover-no-attention": ["--preset", "clover", "--mix", "concat"],     # heads read it without the Attention Decoder
     "clover-no-augmenting": ["--preset", "clover", "--augment-layers", "0"],
 }
+BASES = {  # name: flags of training.base
+    "124m": "--n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --n-inner 2048 --vocab-size 50304 --block-size 1024 "
+            "--batch-size 16 --steps 6000 --lr 0.002",  # about ten minutes on an H200, by estimate
+}
 
 
 def finished(folder, steps):
@@ -32,62 +39,99 @@ def finished(folder, steps):
     return "acceptance" in record and record.get("training", {}).get("steps") == steps
 
 
+def base_steps(folder):
+    """The steps of a base that was trained into a folder so far."""
+    state = folder / "train_state.pt"
+    return torch.load(state, map_location="cpu", weights_only=True, mmap=True)["step"] if state.exists() else 0
+
+
+def train_base(args):
+    """Trains --base into a folder of --train, unless that is done -> the folder."""
+    folder, flags = Path(args.train) / args.base, BASES[args.base].split()
+    steps = int(flags[flags.index("--steps") + 1])
+    run_training(base.main, f"the {args.base} base", folder, flags, args, lambda: base_steps(folder) == steps)
+    return str(folder)
+
+
 def train(args):
     """Trains args.kinds into folders of args.train, unless that is done -> these folders."""
     folders = [Path(args.train) / name for name in args.kinds]
     for name, folder in zip(args.kinds, folders):
-        if not finished(folder, args.steps):
-            flags = ["--out", str(folder), "--model", args.model, "--device", args.device, "--steps", str(args.steps)]
-            flags += ["--dtype", args.dtype] if args.dtype else []
-            flags += ["--data", *args.data] if args.data else []
-            flags += ["--resume"] if (folder / "train_state.pt").exists() else []
-            print(f"\ntraining {name}", flush=True)
-            train_heads.main([*KINDS[name], *flags])
-        if not finished(folder, args.steps):
-            raise InputError(f"{folder}: training was interrupted; the same command continues it")
+        flags = [*KINDS[name], "--model", args.model, "--steps", str(args.steps)]
+        flags += ["--dtype", args.dtype] if args.dtype else []
+        run_training(train_heads.main, name, folder, flags, args, lambda: finished(folder, args.steps))
     return folders
+
+
+def run_training(main, what, folder, flags, args, is_done):
+    """Starts a training's main(flags), or goes on with it, unless it is done."""
+    if is_done():
+        return
+    data = ["--data", *args.data] if args.data else []
+    resume = ["--resume"] if (folder / "train_state.pt").exists() else []
+    print(f"\ntraining {what}", flush=True)
+    main([*flags, "--out", str(folder), "--device", args.device, *data, *resume])
+    if not is_done():
+        raise InputError(f"{folder}: training was interrupted; the same command continues it")
+
+
+def accuracy_columns(accuracy):
+    """accuracy: {heads: [share per head]}."""
+    return {"heads": "heads {}"} | {f"head {i + 1}": f"{i} {{:.1%}}" for i in range(max(map(len, accuracy.values())))}
 
 
 def accuracies(heads, heldout):
     """Held-out head accuracy of every kind, printed: {name: [share per head]}."""
-    n_draft = max(kind.config.n_draft for kind in heads.values())
-    table = Table({"heads": "heads {}"} | {f"accuracy of head {i + 1}": f"{i} {{:.1%}}" for i in range(n_draft)})
     found = {}
     for name, kind in heads.items():
         block_size = min(256, kind.model.config.block_size - kind.config.n_draft - 1)
-        found[name] = shares = head_accuracy(kind, heldout, 8, block_size)[1]
-        table.show(dict(heads=name) | {str(i): share for i, share in enumerate(shares)})
+        found[name] = head_accuracy(kind, heldout, 8, block_size)[1]
+    print("\nhead accuracy")
+    Table(accuracy_columns(found), accuracy_rows(found))
     return found
 
 
-def decoding_rows(model, given, heads, args):
-    """Rows of every kind at every temperature, batch and tree size, printed; plain decoding runs beside each."""
+def accuracy_rows(accuracy):
+    return [dict(heads=name) | {str(i): share for i, share in enumerate(shares)} for name, shares in accuracy.items()]
+
+
+def decoding_columns(first):
+    return {"heads": "heads {}", "temperature": "temperature {:g}", "batch size": "batch_size {}",
+            "tree size": "tree_size {}", "tokens per step": "tokens_per_step {:.2f}",
+            f"extra over {first}": "extra_over_first {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
+            "over plain": "speed_up {:.2f}x", f"over {first}": "speed_up_over_first {:.2f}x",
+            "identical texts": "identical {:.0%}"}
+
+
+def measure_decoding(model, given, heads, args, table):
+    """Adds the rows of every kind at every temperature, batch and tree size; plain decoding runs beside each."""
     first = next(iter(heads))
-    table = Table({
-        "heads": "heads {}", "temperature": "temperature {:g}", "batch size": "batch_size {}",
-        "tree size": "tree_size {}", "tokens per step": "tokens_per_step {:.2f}",
-        f"extra over {first}": "extra_over_first {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
-        "over plain": "speed_up {:.2f}x", f"over {first}": "speed_up_over_first {:.2f}x",
-        "identical texts": "identical {:.0%}"})
     for temperature, batch_size, tree_size in product(args.temperatures, args.batch_sizes, args.tree_sizes):
+        label = dict(temperature=temperature, batch_size=batch_size, tree_size=tree_size)
+        if table.has(**label):
+            continue
         kinds = {"plain": (None, 1)} | {name: (kind, tree_size) for name, kind in heads.items()}
-        rows, _ = decode_in_turns(model, given, kinds, args, batch_size=batch_size, temperature=temperature)
+        rows = decode_in_turns(model, given, kinds, args, batch_size=batch_size, temperature=temperature)
         plain, base = rows.pop("plain"), rows[first]
         base_extra = base["tokens_per_step"] - 1
-        for row in rows.values():
-            table.add(row | dict(
-                temperature=temperature, batch_size=batch_size, plain_tokens_per_second=plain["tokens_per_second"],
-                speed_up_over_first=row["tokens_per_second"] / base["tokens_per_second"],
-                extra_over_first=(row["tokens_per_step"] - 1) / base_extra if base_extra else None))
-    return table
+        table.add(*(row | label | dict(
+            plain_tokens_per_second=plain["tokens_per_second"],
+            speed_up_over_first=row["tokens_per_second"] / base["tokens_per_second"],
+            extra_over_first=(row["tokens_per_step"] - 1) / base_extra if base_extra else None)
+            for row in rows.values()))
 
 
 def bench(args):
-    """`python -m bench heads`: prints the tables, returns what goes into the JSON line."""
+    """`python -m bench heads`: prints the tables, returns the Record."""
+    if args.base:
+        args.model = train_base(args)
     model, heads, heldout = load(args, train(args) if args.train else args.heads)
     training = {name: kind.info.get("training") for name, kind in heads.items()}
     different = [name for name in heads if training[name] != training[next(iter(heads))]]
     if args.train and different:
         raise InputError(f"{args.train}: {different[0]} was not trained as the first was; choose another --train DIR")
-    return dict(bench="heads", **settings(args, model), training=training, accuracy=accuracies(heads, heldout),
-                decoding=decoding_rows(model, prompts(heldout, args.prompts, args.prompt_length), heads, args))
+    record = Record(args.out, bench="heads", **settings(args, model), base=args.base, training=training)
+    record.once("accuracy", lambda: accuracies(heads, heldout))
+    table = record.table("decoding", decoding_columns(next(iter(heads))))
+    measure_decoding(model, prompts(heldout, args.prompts, args.prompt_length), heads, args, table)
+    return record.done()

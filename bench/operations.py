@@ -4,12 +4,13 @@ import math
 import statistics
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from bench import Table
+from bench import Record
 from generate import capture
 from model import InputError
 from tools.tune import copy_bandwidth
@@ -49,12 +50,12 @@ def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1, capacity=
             for _ in range(count)]
 
 
-def attention_rivals(inputs, flex):
+def attention_rivals(inputs, flex=None):
     """{name: [call for each input]} of the same attention by other means; results [B, T, Hq, D].
 
     sdpa: the dense mask and enable_gqa. sdpa packed: a group's query heads as rows, so that the kernel needs no groups.
-    flex: FlexAttention (the function, compiled or not). Masks are made beforehand, in the form that needs no conversion
-    in the call: added to the scores, with rows of a multiple of 16 bytes; a block mask for FlexAttention.
+    flex: FlexAttention, if the function is given, compiled or not. Masks are made beforehand, in the form that needs no
+    conversion in the call: added to the scores, with rows of a multiple of 16 bytes; a block mask for FlexAttention.
     """
     from torch.nn.attention.flex_attention import create_block_mask
     q, k, v, lengths, ancestors = inputs[0]
@@ -71,8 +72,6 @@ def attention_rivals(inputs, flex):
         below = (row - lengths[b]).clamp(0, 63)
         return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
 
-    block_mask = create_block_mask(visible, B, None, T, max_len, device=q.device)
-
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2)
 
@@ -84,8 +83,11 @@ def attention_rivals(inputs, flex):
     def flexible(q, k, v):
         return flex(q.transpose(1, 2), k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
 
+    rivals = {"sdpa": sdpa, "sdpa packed": packed}
+    if flex:
+        block_mask, rivals["flex"] = create_block_mask(visible, B, None, T, max_len, device=q.device), flexible
     seen = [(q, k[:, :, :max_len], v[:, :, :max_len]) for q, k, v, *_ in inputs]
-    return {name: each(call, seen) for name, call in {"sdpa": sdpa, "sdpa packed": packed, "flex": flexible}.items()}
+    return {name: each(call, seen) for name, call in rivals.items()}
 
 
 def log_softmax(hidden, weight, k):
@@ -130,7 +132,7 @@ def difference(out, want):
     return (out - want).abs().max().item() if want.is_floating_point() else 0.0
 
 
-def timed_row(label, size, bandwidth, ours, rivals):
+def timed_row(label, size, ours, rivals, bandwidth):
     """A row: our time, its share of the bandwidth, the rivals' times, and the speed-up over the fastest of them. A
     rival that cannot run, or whose result differs, gives the reason instead of a time."""
     us, found = median_us(ours), {}
@@ -145,75 +147,87 @@ def timed_row(label, size, bandwidth, ours, rivals):
     return label | dict(us=us, bytes=size, share_of_copy=share, speed_up=best and best / us) | found
 
 
-def timed_rows(cases, bandwidth):
-    """Times (label, bytes, our calls, rivals) and prints the rows, in a new table where the columns change."""
-    rows, columns = [], None
-    for label, size, ours, rivals in cases:
-        found = {name: f"{name} {{}}" for name in label} | {"us": "us {:.1f}", "of copy": "share_of_copy {:.0%}"}
-        found |= {name: f"{name} {{:.1f}}" for name in rivals} | {"against the best": "speed_up {:.2f}x"}
-        if columns != found:
-            columns, table = found, Table(found)
-        row = timed_row(label, size, bandwidth, ours, rivals)
-        rows.append(row)
-        table.show(row | {name: row[name].split(":")[0] for name in rivals if isinstance(row[name], str)})
-        del ours, rivals  # frees the inputs before the next are made
-    return rows
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# What is timed: (label, bytes that must be moved, our calls, {rival: calls})
+# What is timed: (bytes that must be moved, our calls, {rival: calls})
 
-def attention_cases(args, device):
+def attention_case(args, device, heads, batch, prefix, T):
     from torch.nn.attention.flex_attention import flex_attention
-    for name, B, prefix, T in product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes):
-        torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
-        Hq, Hkv, D = HEADS[name]
-        size = 2 * (2 * B * Hkv * (prefix + T) * D + 2 * B * T * Hq * D)
-        inputs = attention_inputs(HEADS[name], B, prefix, T, device, count=copies(size), capacity=args.capacity)
-        rivals = attention_rivals(inputs, torch.compile(flex_attention, dynamic=False))
-        yield dict(heads=name, batch=B, prefix=prefix, T=T), size, each(kernels.tree_attention, inputs), rivals
-        del inputs, rivals  # before the next are made
+    torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
+    Hq, Hkv, D = HEADS[heads]
+    size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
+    inputs = attention_inputs(HEADS[heads], batch, prefix, T, device, count=copies(size), capacity=args.capacity)
+    rivals = attention_rivals(inputs, None if args.no_flex else torch.compile(flex_attention, dynamic=False))
+    return size, each(kernels.tree_attention, inputs), rivals
 
 
-def projection_cases(args, device):
-    sample = lambda temperature: lambda *x, k, place: kernels.project_sample(*x, temperature, 0, place, place)
-    operations = (("top", (8, 32), lambda *x, k, place: kernels.project_topk(*x, k), (log_softmax, logsumexp)),
-                  ("argmax", (1,), sample(0.0), (argmax,)), ("sample", (1,), sample(0.8), (gumbel,)))
-    for (operation, ks, ours, rivals), (name, (C, V)) in product(operations, PROJECTIONS.items()):
-        weights = [torch.randn(V, C, device=device, dtype=BF16) / C ** 0.5 for _ in range(copies(2 * V * C))]
-        for M, k in product(args.rows, ks):
-            inputs = [(torch.randn(M, C, device=device, dtype=BF16), weight) for weight in weights]
-            yield (dict(model=name, C=C, V=V, M=M, operation=f"{operation} {k}"), 2 * C * (V + M),
-                   each(partial(ours, k=k, place=torch.arange(M, device=device)), inputs),
-                   {rival.__name__: each(partial(rival, k=k), inputs) for rival in rivals})
+def projection_case(args, device, model, C, V, M, operation):
+    name, k = (operation + " 1").split()[:2]  # as in "top 8"
+    place = torch.arange(M, device=device)
+    sample = lambda temperature: lambda *x, k: kernels.project_sample(*x, temperature, 0, place, place)
+    ours, rivals = dict(top=(kernels.project_topk, (log_softmax, logsumexp)), argmax=(sample(0.0), (argmax,)),
+                        sample=(sample(0.8), (gumbel,)))[name]
+    inputs = [(torch.randn(M, C, device=device, dtype=BF16), torch.randn(V, C, device=device, dtype=BF16) / C ** 0.5)
+              for _ in range(copies(2 * V * C))]
+    calls = lambda function: each(partial(function, k=int(k)), inputs)
+    return 2 * C * (V + M), calls(ours), {rival.__name__: calls(rival) for rival in rivals}
 
 
-def commit_cases(args, device):
-    for name, B in product(args.heads, args.batch_sizes):
-        Hq, Hkv, D = HEADS[name]
-        lengths = torch.full((B,), 100, device=device, dtype=torch.int32)
-        path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(B, 1)
-        count = torch.full((B,), 5, device=device)
-        caches = [torch.randn(LAYERS[name], 2, B, Hkv, 128, D, device=device, dtype=BF16) for _ in range(8)]
-        size = 2 * LAYERS[name] * 2 * B * Hkv * 4 * D * 2  # four rows read and written, in keys and values
-        calls = each(kernels.commit_path, [(kv, lengths, path, count) for kv in caches])
-        yield dict(heads=name, batch=B, moved=4 * B), size, calls, {}
+def commit_case(args, device, heads, batch):
+    Hq, Hkv, D = HEADS[heads]
+    lengths = torch.full((batch,), 100, device=device, dtype=torch.int32)
+    path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(batch, 1)
+    count = torch.full((batch,), 5, device=device)
+    caches = [torch.randn(LAYERS[heads], 2, batch, Hkv, 128, D, device=device, dtype=BF16) for _ in range(8)]
+    size = 2 * LAYERS[heads] * 2 * batch * Hkv * 4 * D * 2  # four rows read and written, in keys and values
+    return size, each(kernels.commit_path, [(kv, lengths, path, count) for kv in caches]), {}
 
 
-OPERATIONS = dict(attention=attention_cases, projections=projection_cases, commit=commit_cases)
+class Operation(NamedTuple):
+    keys: tuple       # what tells its rows apart
+    rivals: tuple     # what it is held against
+    labels: callable  # args -> the values of the keys, for each row
+    case: callable    # (args, device, **label) -> what is timed
+
+    @property
+    def columns(self):
+        return ({key: f"{key} {{}}" for key in self.keys} | {"us": "us {:.1f}", "of copy": "share_of_copy {:.0%}"}
+                | {name: f"{name} {{:.1f}}" for name in self.rivals} | {"against the best": "speed_up {:.2f}x"})
+
+
+OPERATIONS = dict(
+    attention=Operation(
+        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex"),
+        lambda args: product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes), attention_case),
+    projections=Operation(
+        ("operation", "model", "C", "V", "M"), ("log_softmax", "logsumexp", "argmax", "gumbel"),
+        lambda args: ((operation, model, *PROJECTIONS[model], M) for operation, model, M in product(
+            ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
+    commit=Operation(("heads", "batch"), (), lambda args: product(args.heads, args.batch_sizes), commit_case))
+
+
+def measure(operation, args, device, bandwidth, table):
+    """Adds the rows of an Operation that are missing."""
+    for values in operation.labels(args):
+        label = dict(zip(operation.keys, values))
+        try:
+            if not table.has(**label):
+                table.add(timed_row(label, *operation.case(args, device, **label), bandwidth))
+        except torch.OutOfMemoryError:
+            table.show(label | dict(us="does not fit the memory"))
 
 
 def bench(args):
-    """`python -m bench kernels`: prints the tables, returns what goes into the JSON line. Needs CUDA."""
+    """`python -m bench kernels`: prints the tables, returns the Record. Needs CUDA."""
     if not torch.cuda.is_available():
         raise InputError("timing kernels needs a CUDA device, and there is none; --static only compiles them")
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth(torch.device("cuda"))
+    record = Record(args.out, bench="kernels")
+    bandwidth = 1e9 * record.once("copy_gb_per_s", lambda: copy_bandwidth(torch.device("cuda")) / 1e9)
     print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s (bytes read and written)")
-    result = dict(bench="kernels", copy_gb_per_s=bandwidth / 1e9)
     for name in args.operations:
-        result[name] = timed_rows(OPERATIONS[name](args, "cuda"), bandwidth)
-        gains = [row["speed_up"] for row in result[name] if row["speed_up"]]
+        table = record.table(name, OPERATIONS[name].columns)
+        measure(OPERATIONS[name], args, "cuda", bandwidth, table)
+        gains = [row["speed_up"] for row in table if row["speed_up"]]
         if gains:
             print(f"{name}: {min(gains):.2f}x at least, {statistics.median(gains):.2f}x in the median")
-    return result
+    return record.done()

@@ -120,18 +120,20 @@ def test_decode_on_random_weights(run, monkeypatch):
     """Catches sizes that differ from the model's, a floor that counts an embedding table which no step reads, and a
     table that ends at the first size without room."""
     monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    step_time = decoding.step_time
+    timing_engine = decoding.timing_engine
 
     def without_room(model, heads, batch_size, *rest, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
-        return step_time(model, heads, batch_size, *rest, **options)
+        return timing_engine(model, heads, batch_size, *rest, **options)
 
-    monkeypatch.setattr(decoding, "step_time", without_room)
+    monkeypatch.setattr(decoding, "timing_engine", without_room)
     lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5")
     assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5)]
     assert all(tuple(row["stages_ms"]) == STAGES for row in result["steps"])
-    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - |" in lines
+    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - | - | - |" in lines
+    assert all(row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"]) for row in result["steps"])
+    assert result["prefix"] == PREFIX and result["complete"]
     model = decoding.random_model("7b", "cpu", torch.float32)
     weights = sum(p.numel() for p in model.parameters()) - 97 * 64
     assert decoding.step_bytes(model, 10) == 4 * (weights + 10 * PREFIX * 2 * 2 * 2 * 16)
@@ -141,7 +143,7 @@ def test_decode_on_random_weights(run, monkeypatch):
 
 
 def test_real_sizes_are_those_of_the_models():
-    for name, billions in {"7b": 6.74, "8b": 8.03, "70b-layer": 2.96}.items():
+    for name, billions in {"7b": 6.74, "8b": 8.03, "30b": 32.53, "70b": 70.55, "70b-layer": 2.96}.items():
         with torch.device("meta"):
             model = GPT(GPTConfig(**decoding.SIZES[name][0], tied=False))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
@@ -152,7 +154,10 @@ def test_real_sizes_are_those_of_the_models():
     ("heads --prompts 0", "prompts must be"), ("heads --temperatures -1", "temperature must be"),
     ("decode --heads a/clover b/clover", "same name"), ("decode --heads a/plain", "plain"), ("kernel", "kernel"),
     ("kernels --tree-sizes 65", "tree sizes must be"), ("kernels --prefixes -1", "prefixes must be"),
-    ("kernels --rows 0", "rows must be")])
+    ("kernels --rows 0", "rows must be"), ("heads --base 124m", "--base needs --train"), ("gpu", "--out"),
+    ("gpu --out x --slice 0", "slice must be"), ("gpu --out x --minutes 10", "minutes must be"),
+    ("roofline --gpu h3", "'h3' .*'h200', 'h100'"), ("roofline --acceptance 1.5", "acceptance must be"),
+    ("roofline --prefix -1", "prefix must be")])
 def test_bad_flags_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         bench.main(flags.split())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernels
+from bench import Record, Table, operations
 from bench import __main__ as bench
-from bench import operations
 from model import InputError
 
 FP32 = torch.float32
@@ -48,23 +48,57 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     monkeypatch.setattr(operations, "LAYERS", {"toy": 3})
     monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200)
-    rows = {name: operations.timed_rows(cases(args, "cpu"), 1e9) for name, cases in operations.OPERATIONS.items()}
+    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200,
+                           no_flex=False)
+    rows = {}
+    for name, operation in operations.OPERATIONS.items():
+        rows[name] = Table(operation.columns)
+        operations.measure(operation, args, "cpu", 1e9, rows[name])
     one, five = rows["attention"]
     assert five["bytes"] == 2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16) and five["T"] == 5 and five["prefix"] == 70
     assert five["share_of_copy"] == pytest.approx(five["bytes"] / 1e9 / 2000e-6) and five["speed_up"] == 1.0
     top, top32, argmax, sample = rows["projections"]
     assert top["bytes"] == 2 * 64 * 303 and (top["operation"], top32["operation"]) == ("top 8", "top 32")
-    assert "gumbel" in sample and "argmax" in argmax
+    assert "gumbel" in sample and "argmax" in argmax and "flex" in five
     moved, = rows["commit"]
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
     for line in capsys.readouterr().out.split("\n\n"):
         assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
     a, b = ([lambda value=value: torch.tensor(value)] for value in (3.0, 2.0))
-    row, = operations.timed_rows([(dict(of="toy"), 1, a, dict(equal=a, other=b, broken=[lambda: 1 / 0]))], 1e9)
+    toy = operations.Operation(("of",), ("equal", "other", "broken"), lambda args: [("toy",)], lambda *_, **label: (
+        1, a, dict(equal=a, other=b, broken=[lambda: 1 / 0])))
+    operations.measure(toy, None, "cpu", 1e9, table := Table(toy.columns))
+    row, = table
     assert row["equal"] == 1000.0 and row["speed_up"] == 1.0 and "ZeroDivisionError" in row["broken"]
-    assert "differs by 1" in row["other"] and "| the result differs by 1.0 |" in capsys.readouterr().out
-    assert operations.timed_row({}, 1, 1e9, a, dict(other=b))["speed_up"] is None
+    printed = capsys.readouterr().out
+    assert "differs by 1" in row["other"] and "| the result differs by 1.0 | ZeroDivisionError |" in printed
+    assert operations.timed_row({}, 1, a, dict(other=b), 1e9)["speed_up"] is None
+
+
+def test_a_stopped_run_goes_on_with_what_is_missing(monkeypatch, tmp_path, capsys):
+    """Bug: a row measured twice, one lost, or a size without room that ends the run."""
+    calls = []
+
+    def case(args, device, of):
+        calls.append(of)
+        if of == "large":
+            raise torch.OutOfMemoryError
+        return 1, [], {}
+    monkeypatch.setattr(operations, "median_us", lambda calls: 5.0)
+    toy = operations.Operation(("of",), (), lambda args: [(of,) for of in args], case)
+    table = Record(tmp_path / "file", bench="toy").table("rows", toy.columns)
+    operations.measure(toy, ["a", "large"], "cpu", 1e9, table)
+    table = Record(tmp_path / "file", bench="toy").table("rows", toy.columns)
+    operations.measure(toy, ["a", "b"], "cpu", 1e9, table)
+    assert calls == ["a", "large", "b"] and [row["of"] for row in table] == ["a", "b"]
+    assert "| large | does not fit the memory |" in capsys.readouterr().out
+
+
+def test_flex_attention_can_be_left_out():
+    """Bug: minutes of compiling where it was not asked for."""
+    inputs = operations.attention_inputs((4, 2, 16), 1, 20, 3, "cpu", FP32)
+    assert set(operations.attention_rivals(inputs)) == {"sdpa", "sdpa packed"}
+    assert bench.parse(["kernels", "--no-flex"]).no_flex and not bench.parse(["kernels"]).no_flex
 
 
 def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):
