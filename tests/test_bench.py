@@ -1,22 +1,27 @@
 """bench/: the tables say what a run of `generate` says."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
 
 import train_heads
 from bench import __main__ as bench
-from bench import decoding
+from bench import decoding, kinds
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
-from generate import STAGES, generate
+from generate import STAGES, Sampling, capture, generate
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
-from tools.tune import PREFIX
+from tools.tune import PREFIX, timing_engine
+from training import base
 from training.data import load_tokens, prompts
 
 TOY = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+MEASURED = dict(accuracy=[0.5] * 4, top_accuracy={n: [0.5] * 4 for n in (1, 2, 4, 8)}, prompts=2, tokens_per_step=1.0,
+                tokens_per_step_interval=[1.0, 1.0], acceptance={"0": [[0.5] * 63] * 4})
 
 
 @pytest.fixture
@@ -70,9 +75,7 @@ def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
 
 def test_heads_trains_every_kind_alike_and_once(run, flags, tmp_path, monkeypatch):
     """Catches an ablation that is not one, kinds with unequal training, and training that is repeated."""
-    measured = dict(accuracy=[0.5] * 4, top_accuracy={n: [0.5] * 4 for n in (1, 2, 4, 8)}, prompts=2,
-                    tokens_per_step=1.0, tokens_per_step_interval=[1.0, 1.0], acceptance={"0": [[0.5] * 63] * 4})
-    monkeypatch.setattr(train_heads, "measure", lambda *_: measured)  # measuring would take most of the time
+    monkeypatch.setattr(train_heads, "measure", lambda *_: MEASURED)  # measuring would take most of the time
     monkeypatch.setattr(train_heads, "plot", lambda folder: None)  # as would drawing
     out = tmp_path / "out"
     flags = ["heads", *flags, "--train", str(out), "--steps", "2", "--tree-sizes", "4", "--temperatures", "0"]
@@ -140,6 +143,98 @@ def test_decode_on_random_weights(run, monkeypatch):
     monkeypatch.setattr("model.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="random weights of 7b in float32 take .* GB"):
         decoding.random_model("7b", "cpu", torch.float32)
+
+
+def test_a_stopped_run_goes_on_with_what_is_missing(run, monkeypatch, tmp_path):
+    """Catches a row that is measured twice or lost, and rows of two runs in one file."""
+    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
+    flags, timed = ["decode", "--random-weights", "7b", "--batch-sizes", "1", "--tree-sizes", "1", "3", "4",
+                    "--out", str(tmp_path / "steps.json")], []
+    measure_step = decoding.measure_step
+
+    def stopped(model, heads, batch_size, tree_size, *rest):
+        timed.append(tree_size)
+        if timed == [1, 3]:
+            raise KeyboardInterrupt
+        return measure_step(model, heads, batch_size, tree_size, *rest)
+    monkeypatch.setattr(decoding, "measure_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(*flags)
+    kept = json.loads((tmp_path / "steps.json").read_text())
+    assert [row["tree_size"] for row in kept["steps"]] == [1] and kept["complete"] is False
+    lines, result = run(*flags)
+    assert timed == [1, 3, 3, 4] and result["steps"][0] == kept["steps"][0] and result["complete"]
+    assert result == json.loads((tmp_path / "steps.json").read_text())
+    assert any(line.startswith("| 1 | 1 |") for line in lines)
+    with pytest.raises(InputError, match="steps.json holds a run with temperature 0.0, not 0.5; delete it"):
+        run(*flags, "--temperature", "0.5")
+    with pytest.raises(InputError, match="nowhere.*cannot be written.*another --out"):
+        run(*flags[:-1], str(tmp_path / "nowhere" / "steps.json"))
+
+
+def test_nothing_of_a_complete_file_is_measured_again(run, flags, folders, monkeypatch, tmp_path):
+    """Catches a table of decode or heads that does not look into the file."""
+    common = [*flags, "--heads", *folders, "--batch-sizes", "1", "--tree-sizes", "3"]
+    decode = ["decode", *common, "--runs", "1", "--out", str(tmp_path / "decode.json")]
+    heads = ["heads", *common, "--temperatures", "0", "--out", str(tmp_path / "heads.json")]
+    before = run(*decode)[1], run(*heads)[1]
+    for name in ("decode_in_turns", "measure_trees", "transformers_rows", "copy_bandwidth"):
+        monkeypatch.setattr(decoding, name, lambda *_, **__: pytest.fail("measured again"))
+    for name in ("decode_in_turns", "accuracies"):
+        monkeypatch.setattr(kinds, name, lambda *_, **__: pytest.fail("measured again"))
+    lines, again = run(*decode)
+    assert (again, run(*heads)[1]) == before
+    assert sum(line.startswith(("| 1 | plain |", "| 1 | medusa |", "| 1 | clover |")) for line in lines) == 3
+
+
+def test_heads_trains_a_base_of_its_own_first(run, flags, tmp_path, monkeypatch):
+    """Catches a base that is trained twice, heads for another base, and heads for a base that was interrupted."""
+    monkeypatch.setattr(train_heads, "measure", lambda *_: MEASURED)
+    monkeypatch.setattr(train_heads, "plot", lambda folder: None)
+    monkeypatch.setitem(kinds.BASES, "tiny", "--vocab-size 300 --n-layer 1 --n-head 2 --n-kv-head 1 --head-size 16 "
+                                             "--n-embd 32 --n-inner 48 --batch-size 2 --block-size 96 --steps 4")
+    set_learning_rate = base.set_learning_rate
+
+    def interrupted(optimizer, peak, step, steps):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        set_learning_rate(optimizer, peak, step, steps)
+    monkeypatch.setattr(base, "set_learning_rate", interrupted)
+    flags = ["heads", *flags[2:], "--base", "tiny", "--train", str(tmp_path / "out"), "--kinds", "medusa",
+             "--steps", "2", "--tree-sizes", "4", "--temperatures", "0"]
+    with pytest.raises(InputError, match="out/tiny: training was interrupted"):
+        run(*flags)
+    assert kinds.base_steps(tmp_path / "out" / "tiny") == 2 and not (tmp_path / "out" / "medusa").exists()
+    monkeypatch.setattr(base, "set_learning_rate", set_learning_rate)
+    _, result = run(*flags)
+    assert result["model"] == result["base"] == "tiny" and kinds.base_steps(tmp_path / "out" / "tiny") == 4
+    assert [row["heads"] for row in result["decoding"]] == ["medusa"]
+    monkeypatch.setattr(base, "main", lambda flags: pytest.fail("trained again"))
+    run(*flags)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_the_memory_of_a_graph_counts(device):
+    """Catches a peak that leaves out what a graph keeps for itself: here as much as the eager calls before it took."""
+    body = lambda: torch.ones(2**28, device=device, dtype=torch.uint8).sum()
+    _, taken = decoding.reserved_gb(lambda: capture(body, torch.device(device)), torch.device(device))
+    assert 2 * 2**28 / 1e9 <= taken < 3 * 2**28 / 1e9
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_launches_of_a_captured_step_are_counted(device):
+    """Catches a profile that sees a graph as one launch, or counts what the host does."""
+    config = GPTConfig(**TOY)
+    model = GPT(config).to(device, torch.bfloat16).requires_grad_(False).eval()
+    eager, captured = (timing_engine(model, None, 8, 1, Sampling(), graph=graph) for graph in (False, True))
+    with torch.inference_mode():
+        found = [decoding.kernel_times(body, model.device) for body in (eager.step, captured.replay)]
+    launches = [sum(count for count, _ in kernels.values()) for kernels in found]
+    assert launches[0] >= 20 and abs(launches[1] - launches[0]) <= 4
+    assert any("tree_attention" in name for name in found[1]) and all(ms > 0 for _, ms in found[1].values())
 
 
 def test_real_sizes_are_those_of_the_models():
