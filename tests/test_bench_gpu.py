@@ -48,7 +48,7 @@ def test_what_was_begun_goes_on_and_nothing_starts_too_late(tmp_path):
     path = tmp_path / "part.json"
     path.write_text('{"complete": false}')
     gpu.run_slice({"part": script(SAVES, path)}, tmp_path, 0)
-    assert gpu.state(path) == "begun"
+    assert gpu.state(path) == "begun" and not (tmp_path / "part.log").exists()
     gpu.run_slice({"part": script(SAVES, path)}, tmp_path, 600)
     assert gpu.state(path) == "complete"
 
@@ -65,8 +65,11 @@ def test_a_command_may_save_and_then_it_ends(listens, monkeypatch):
     code = f"{'' if listens else DEAF}print(flush=True); {BLOCKS}"
     with subprocess.Popen(script(code, ""), stdout=subprocess.PIPE, start_new_session=True) as process:
         process.stdout.readline()
-        gpu.stop(process)
-        assert process.returncode == -(signal.SIGTERM if listens else signal.SIGKILL)
+        try:
+            gpu.stop(process)
+            assert process.returncode == -(signal.SIGTERM if listens else signal.SIGKILL)
+        finally:
+            process.kill()
 
 
 def test_the_slices_are_commands_of_bench(tmp_path):
@@ -94,6 +97,7 @@ def test_a_slice_runs_a_command_of_bench(checkpoint, tmp_path):
 
 def test_without_a_gpu_one_line_says_what_to_run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "run_slice", lambda *_: pytest.fail("ran"))
     with pytest.raises(InputError, match="needs a CUDA device.*bench decode.*kernels --static.*roofline"):
         bench.main(["gpu", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
