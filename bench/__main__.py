@@ -13,8 +13,8 @@
     python -m bench roofline --model 8b --gpu h200            # predicts what speculation gains; needs no GPU
     python -m bench roofline --gpu h200 --check DIR           # the prediction beside the steps that were measured
 
-Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE the first four
-keep that line in a file as it grows, and a run that was stopped goes on from there.
+Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE heads, decode,
+kernels and tests keep that line in a file as it grows, and a run that was stopped goes on from there.
 """
 
 import json
@@ -111,8 +111,8 @@ def add_others(what):
     predicted = what.add_parser("roofline", help="predicts what speculation gains, from bytes and FLOPs")
     predicted.add_argument("--model", default="8b", help=f"a checkpoint folder, or {', '.join(decoding.SIZES)}")
     predicted.add_argument("--gpu", default="h200", type=str.lower, choices=roofline.GPUS)
-    predicted.add_argument("--draft", default=str(DEMO / "clover"), metavar="HEADS",
-                           help="heads that say how often a guess is accepted")
+    predicted.add_argument("--heads", default=str(DEMO / "clover"), metavar="DIR",
+                           help="draft heads, whose heads.json says how often a guess is accepted")
     predicted.add_argument("--acceptance", type=float, metavar="X",
                            help="instead: draft a chain, each guess of which is accepted with this chance")
     predicted.add_argument("--temperature", type=float, default=0.0)
@@ -130,8 +130,8 @@ def check_flags(args):
             check(name.replace("_", " "), value, low, high, whole=True)
     for temperature in getattr(args, "temperatures", [getattr(args, "temperature", 0.0)]):
         Sampling(temperature)
-    names = ["plain", *(Path(path).name for path in getattr(args, "heads", []))]
-    if args.what != "kernels" and len(set(names)) < len(names):
+    names = ["plain", *(Path(path).name for path in args.heads)] if args.what in ("heads", "decode") else []
+    if len(set(names)) < len(names):
         raise InputError("two of the heads folders have the same name, or one is called plain; rename one, to tell "
                          "their rows apart")
     if getattr(args, "base", None) and not args.train:

@@ -16,7 +16,7 @@ from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, copy_bandwidth, fit_tree, seconds, stage_times, step_time, timing_engine
+from tools.tune import PREFIX, copy_bandwidth, fit_tree, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -40,8 +40,10 @@ DECODING = {  # the columns of the tables, as in bench.Table
 TRANSFORMERS = {"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
                 "identical texts": "identical {:.0%}"}
 STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
-         "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}", "launches": "launches {}",
-         "in kernels, ms": "kernels_ms {:.2f}", **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
+         "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
+         **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
+LAUNCHES = {"batch size": "batch_size {}", "tree size": "tree_size {}", "launches": "launches {}",
+            "in kernels, ms": "kernels_ms {:.2f}"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,25 +217,31 @@ def random_model(name, device, dtype):
     return model.requires_grad_(False).eval()
 
 
-@torch.inference_mode()
 def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph):
-    """A row of one step: its time and that of its stages, and what the GPU did in it. floor: in seconds."""
-    engine = timing_engine(model, heads, batch_size, tree_size, sampling, graph=graph)
-    body = engine.replay or engine.step
-    step, kernels = seconds(body, model.device), kernel_times(body, model.device)
-    del engine, body  # frees its memory for those of the stages
+    """A row of one step: its time and that of its stages. floor: in seconds."""
+    step = step_time(model, heads, batch_size, tree_size, sampling, graph=graph)
     stages = stage_times(model, heads, batch_size, tree_size, sampling, graph=graph)
     return dict(step_ms=1e3 * step, floor_ms=1e3 * floor, share=floor / step,
-                launches=sum(count for count, _ in kernels.values()) or None,
-                kernels_ms=sum(ms for _, ms in kernels.values()) or None,
-                stages_ms={name: 1e3 * time for name, time in stages.items()}, kernels=kernels)
+                stages_ms={name: 1e3 * time for name, time in stages.items()})
+
+
+@torch.inference_mode()
+def profile_steps(model, heads, table, sampling, graph):
+    """Adds to the rows what the GPU did in their steps. Last, since a profiler may slow down what follows it."""
+    shown = Table(LAUNCHES)
+    for row in table:
+        if "kernels" not in row:
+            engine = timing_engine(model, heads, row["batch_size"], row["tree_size"], sampling, graph=graph)
+            kernels = kernel_times(engine.replay or engine.step, model.device)
+            row |= dict(launches=sum(count for count, _ in kernels.values()), kernels=kernels,
+                        kernels_ms=sum(ms for _, ms in kernels.values()))
+            table.save()
+        shown.show(row)
 
 
 def kernel_times(body, device):
-    """{kernel: [launches, ms]} of one body() on a GPU as torch's profiler sees it, the longest first; {} on a CPU."""
-    if device.type != "cuda":
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """{kernel: [launches, ms]} of one body() on a GPU, as torch's profiler sees it, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         body()
         torch.cuda.synchronize(device)
     found = [(event.key, [event.count, event.self_device_time_total / 1e3]) for event in profile.key_averages()
@@ -263,4 +271,6 @@ def bench_random(args):
                 table.add(label | measure_step(model, heads, batch_size, tree_size, floor, *options))
         except (InputError, torch.OutOfMemoryError):
             table.show(label | dict(step_ms="does not fit the memory"))
+    if device.type == "cuda":
+        profile_steps(model, heads, table, *options)
     return record.done()

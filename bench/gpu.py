@@ -69,9 +69,8 @@ def run_slice(argvs, out, seconds):
             code = run(argv, path.with_suffix(".log"), left)
             if code is not None and state(path) != "complete":
                 write_failure(path, code)
-        advice = {"begun": "goes on in the next call", "missing": "starts in the next call",
-                  "failed": f"see {path.with_suffix('.log')}; delete {path} to run it again"}
-        print(f"{name}: {state(path)}  {advice.get(state(path), '')}".rstrip(), flush=True)
+        advice = {"complete": "", "failed": f"; see {path.with_suffix('.log')}, and delete {path} to run it again"}
+        print(f"{name}: {state(path)}{advice.get(state(path), '; the next call goes on with it')}", flush=True)
 
 
 def run(argv, log, seconds):

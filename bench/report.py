@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench import cell
-from bench.decoding import DECODING, STEPS, TRANSFORMERS, tree_columns
+from bench.decoding import DECODING, LAUNCHES, STEPS, TRANSFORMERS, tree_columns
 from bench.kinds import accuracy_columns, accuracy_rows, decoding_columns
 from bench.operations import OPERATIONS
 from bench.static import TARGETS
@@ -27,7 +27,7 @@ def decode_tables(record):
 
 
 def step_tables(record):
-    yield f"Steps of {record['model']} with random weights", STEPS, record["steps"]
+    yield f"Steps of {record['model']} with random weights", STEPS | LAUNCHES, record["steps"]
 
 
 def heads_tables(record):
@@ -104,10 +104,9 @@ def markdown(title, columns, rows):
 
 def lines(record):
     """A record as Markdown. Raises KeyError and its like where it is not what its `bench` says."""
-    found, where = [], hardware(record["machine"])
-    details = [str(record[name]).removeprefix("torch.") for name in ("dtype",) if name in record]
+    found, dtype = [], f", {record['dtype'].removeprefix('torch.')}" if "dtype" in record else ""
     for title, columns, rows in FORMS[record["bench"]](record):
-        found += markdown(", ".join([title, *details, where]), columns, rows)
+        found += markdown(f"{title}{dtype}, {hardware(record['machine'])}", columns, rows)
     return found
 
 

@@ -67,20 +67,18 @@ class Prediction:
         """(K, W): how many heads draft a tree, and with how many beams."""
         return (tree_size - 1, 1) if self.chain else (min(self.heads.n_draft, tree_size - 1), isqrt(tree_size - 1) + 1)
 
-    def product(self, weights, rows, launches):
-        """Seconds of matrix products, and of what is launched beside them."""
-        seconds = max(BYTES * weights / self.gpu.bandwidth, 2 * weights * rows / self.gpu.peak) / 1e12
-        return seconds + launches * self.gpu.launch / 1e6
+    def seconds(self, size, work, launches=0):
+        """Seconds for so many bytes and FLOPs."""
+        return max(size / self.gpu.bandwidth, work / self.gpu.peak) / 1e12 + launches * self.gpu.launch / 1e6
 
-    def attention(self, layers, batch_size, rows):
-        """Seconds of attention; `layers` counts its launches."""
-        c, keys = self.config, batch_size * (self.prefix + rows)
-        size, work = 2 * BYTES * keys * c.n_kv_head * c.head_size, 4 * rows * keys * c.n_head * c.head_size
-        return layers * max(size / self.gpu.bandwidth, work / self.gpu.peak) / 1e12
+    def product(self, weights, rows, launches):
+        return self.seconds(BYTES * weights, 2 * weights * rows, launches)
 
     def layers(self, n, batch_size, rows):
         """Seconds of n blocks on so many rows of each sequence."""
-        return self.product(n * self.block, batch_size * rows, n * PER_LAYER) + self.attention(n, batch_size, rows)
+        c, keys = self.config, n * batch_size * (self.prefix + rows)
+        attention = self.seconds(2 * BYTES * keys * c.n_kv_head * c.head_size, 4 * rows * keys * c.n_head * c.head_size)
+        return self.product(n * self.block, batch_size * rows, n * PER_LAYER) + attention
 
     def step(self, batch_size, tree_size):
         """Seconds of a step: verify, then draft and commit where there is something to draft."""
@@ -136,9 +134,9 @@ def acceptance(args):
     """(the draft heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
     if args.acceptance is not None:
         return PRESETS["clover"], lambda tree_size: sum(args.acceptance ** depth for depth in range(tree_size))
-    config, record = read_record(Path(args.draft) / "heads.json")
+    config, record = read_record(Path(args.heads) / "heads.json")
     if not record.get("acceptance"):
-        raise InputError(f"{args.draft}: these heads carry no acceptance table; make one with train_heads.py "
+        raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with train_heads.py "
                          "--evaluate, or give --acceptance X")
     return config, lambda tree_size: expected_tokens(record["acceptance"], tree_size, args.temperature)
 

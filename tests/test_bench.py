@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_heads
+from bench import Table, decoding, kinds
 from bench import __main__ as bench
-from bench import decoding, kinds
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
 from generate import STAGES, Sampling, capture, generate
@@ -123,18 +124,18 @@ def test_decode_on_random_weights(run, monkeypatch):
     """Catches sizes that differ from the model's, a floor that counts an embedding table which no step reads, and a
     table that ends at the first size without room."""
     monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    timing_engine = decoding.timing_engine
+    step_time = decoding.step_time
 
     def without_room(model, heads, batch_size, *rest, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
-        return timing_engine(model, heads, batch_size, *rest, **options)
+        return step_time(model, heads, batch_size, *rest, **options)
 
-    monkeypatch.setattr(decoding, "timing_engine", without_room)
+    monkeypatch.setattr(decoding, "step_time", without_room)
     lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5")
     assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5)]
     assert all(tuple(row["stages_ms"]) == STAGES for row in result["steps"])
-    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - | - | - |" in lines
+    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - |" in lines
     assert all(row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"]) for row in result["steps"])
     assert result["prefix"] == PREFIX and result["complete"]
     model = decoding.random_model("7b", "cpu", torch.float32)
@@ -235,6 +236,18 @@ def test_launches_of_a_captured_step_are_counted(device):
     launches = [sum(count for count, _ in kernels.values()) for kernels in found]
     assert launches[0] >= 20 and abs(launches[1] - launches[0]) <= 4
     assert any("tree_attention" in name for name in found[1]) and all(ms > 0 for _, ms in found[1].values())
+
+
+def test_steps_are_profiled_once_each(monkeypatch, capsys):
+    """Catches launches beside another step, a profile that is taken again, and one that is not kept."""
+    engines, saved = [], []
+    monkeypatch.setattr(decoding, "timing_engine", lambda *_, **__: engines.append(_) or SimpleNamespace(replay=_))
+    monkeypatch.setattr(decoding, "kernel_times", lambda body, device: {"a": [body[2], 0.5], "b": [body[3], 0.25]})
+    row = lambda batch_size, **more: dict(batch_size=batch_size, tree_size=4, **more)
+    table = Table({}, [row(1, launches=7, kernels_ms=1.0, kernels={}), row(2), row(3)], lambda: saved.append(1))
+    decoding.profile_steps(SimpleNamespace(device="cpu"), None, table, Sampling(), True)
+    assert [row["launches"] for row in table] == [7, 6, 7] and table[1]["kernels"] == {"a": [2, 0.5], "b": [4, 0.25]}
+    assert len(engines) == len(saved) == 2 and "| 3 | 4 | 7 | 0.75 |" in capsys.readouterr().out
 
 
 def test_real_sizes_are_those_of_the_models():

@@ -37,7 +37,7 @@ def test_a_failure_leaves_the_others_and_nothing_runs_twice(tmp_path, capsys):
     assert json.loads((tmp_path / "partial.json").read_text()) == begun | dict(error=dict(exit_code=3, tail=[]))
     assert [gpu.state(tmp_path / f"{name}.json") for name in argvs] == ["failed"] * 3 + ["complete"]
     said = capsys.readouterr().out
-    assert "fine: complete" in said and f"crashes: failed  see {tmp_path / 'crashes.log'}; delete" in said
+    assert "fine: complete" in said and f"crashes: failed; see {tmp_path / 'crashes.log'}, and delete" in said
     gpu.run_slice({name: script("raise SystemExit(4)", "") for name in argvs}, tmp_path, 600)
     assert json.loads((tmp_path / "partial.json").read_text())["error"]["exit_code"] == 3
     assert gpu.state(tmp_path / "fine.json") == "complete"

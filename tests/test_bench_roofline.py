@@ -89,7 +89,7 @@ def test_tokens_per_step_come_from_the_heads_or_the_chance(run, tmp_path):
     assert rows[0]["speed_up"] == pytest.approx(1.875 * rows[0]["plain_ms"] / rows[0]["step_ms"])
     CloverHeads(preset("clover"), GPT(CONFIG).init_weights()).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no acceptance table.*--acceptance"):
-        run("--draft", str(tmp_path))
+        run("--heads", str(tmp_path))
 
 
 def test_rows_that_do_not_fit_are_left_out(run):
