@@ -85,7 +85,7 @@ FORMS = {"decode": decode_tables, "decode-random": step_tables, "heads": heads_t
 
 def hardware(machine):
     """Such as "NVIDIA H200, torch 2.11.0, triton 3.6.0, commit 1a2b3c4"."""
-    parts = [machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"]
+    parts = [machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"]
     return ", ".join(parts + [f"{name} {machine[name]}" for name in ("torch", "triton", "commit") if machine.get(name)])
 
 

@@ -39,7 +39,8 @@ GPUS = {  # by the vendors' datasheets and architecture whitepapers; SXM where n
     "a10": GPU(0.6, 125, 24), "3090": GPU(0.936, 71, 24), "4090": GPU(1.008, 165, 24), "5090": GPU(1.792, 209, 32),
     "mi300x": GPU(5.3, 1307, 192),
 }
-PER_LAYER, PER_STEP, PER_HEAD = 10, 20, 10  # launches: of a layer, of the rest of a plain step, of drafting with a head
+PER_LAYER, PER_STEP = 10, 17  # launches, by bench/launches.py: of a layer, of the rest of a plain step,
+PER_HEAD, PER_TREE = 14, 10   # of drafting with a head, of the rest that a tree takes
 BYTES = 2        # of a weight
 MOST = 1024      # the largest batch size that is tried
 COLUMNS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "tokens per step": "tokens_per_step {:.2f}",
@@ -84,12 +85,14 @@ class Prediction:
         """Seconds of a step: verify, then draft and commit where there is something to draft."""
         B, T = batch_size, tree_size
         seconds = self.layers(self.config.n_layer, B, T) + self.product(self.lm_head, B * T, PER_STEP)
-        K, W = self.drafting(T) if T > 1 else (0, 0)
+        if T == 1:
+            return seconds
+        K, W = self.drafting(T)
         reads_tokens = self.heads.mix != "none" or self.heads.projector == "linear"
         for depth in range(K):
             rows = B * W if depth and reads_tokens else B  # one state at the root, then one for each beam
             seconds += self.product(self.head + self.draft_lm_head, rows, PER_HEAD)
-        return seconds + (self.layers(self.heads.augment_layers, B, K + 1) if K else 0)
+        return seconds + self.layers(self.heads.augment_layers, B, K + 1) + self.seconds(0, 0, PER_TREE)
 
     def memory(self, batch_size, tree_size):
         """GB of the weights and the cache."""
