@@ -934,9 +934,13 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     """`add_norm` by torch; it has gradients."""
     _check_add_norm(x, delta, weight, bias)
     x = x if delta is None else x + delta
-    if bias is None:
-        return x, F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
-    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if bias is not None:
+        return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if x.dtype == torch.float32 and torch.is_inference_mode_enabled():  # two thirds of the time that rms_norm takes
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        return x, normed if weight is None else normed.mul_(weight)
+    return x, F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
