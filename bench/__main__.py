@@ -7,6 +7,7 @@
     python -m bench decode --random-weights 8b                # times of a step at a real model's sizes
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
     python -m bench kernels --static                          # anywhere: registers, spills and shared memory
+    python -m bench launches                                  # anywhere: how many launches a step takes
     python -m bench tests                                     # on a GPU: pytest -m gpu, the outcomes kept as it goes
     python -m bench gpu --out DIR --slice 3                   # on a GPU: all of these, in slices of at most 9 minutes
     python -m bench report DIR                                # the tables of the files in DIR, as Markdown
@@ -21,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import Record, decoding, gpu, kinds, machine, operations, report, roofline, static
+from bench import Record, decoding, gpu, kinds, launches, machine, operations, report, roofline, static
 from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
@@ -103,6 +104,10 @@ def add_others(what):
     tests = what.add_parser("tests", help="pytest -m gpu, its outcomes kept as it goes")
     tests.add_argument("files", nargs="*", default=["tests"], help="for pytest")
     add_out(tests)
+    counted = what.add_parser("launches", help="how many launches a step takes, without a GPU")
+    counted.add_argument("--model", default=str(DEMO), metavar="DIR", help="a checkpoint folder")
+    counted.add_argument("--heads", default=str(DEMO / "clover"), metavar="DIR", help="draft heads")
+    add_numbers(counted, tree_sizes=[1, 5, 16, 64])
     slices = what.add_parser("gpu", help="all that only a GPU can tell, in slices")
     slices.add_argument("--out", required=True, metavar="DIR", help="for the records; what is there is not run again")
     add_numbers(slices, slice=None, minutes=9)
@@ -149,7 +154,7 @@ def bench_static(args):
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
     commands = dict(decode=decoding.bench, heads=kinds.bench, kernels=operations.bench, tests=gpu.bench_tests,
-                    gpu=gpu.bench, report=report.bench, roofline=roofline.bench)
+                    gpu=gpu.bench, launches=launches.bench, report=report.bench, roofline=roofline.bench)
     bench = commands[args.what]
     if args.what == "kernels" and args.static:
         bench = bench_static

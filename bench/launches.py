@@ -1,4 +1,5 @@
-"""Counts the launches of a step without a GPU: every Triton kernel, and every torch operation that is not a view.
+"""`python -m bench launches` counts the launches of a step without a GPU: every Triton kernel, and every torch
+operation that is not a view.
 
 The model is moved to the meta device, where operations have shapes and no values, and the Triton kernels are recorded
 instead of run. torch may take more than one launch for an operation, so the figure is a lower bound.
@@ -11,7 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
+from bench import Table
+from clover import CloverHeads
 from generate import Engine
+from model import GPT, InputError
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
@@ -52,3 +56,18 @@ def step_launches(model, heads=None, **options):
         with launches:
             engine.step()
     return launches.counts
+
+
+def bench(args):
+    """`python -m bench launches`: prints a row for each tree size, returns what goes into the JSON line."""
+    if not kernels.HAS_TRITON:
+        raise InputError("counting launches needs triton, which is not installed; pip install triton")
+    model = GPT.from_pretrained(args.model, device="cpu")
+    heads = CloverHeads.from_pretrained(args.heads, model).to("meta")
+    model.to("meta")
+    table = Table({"tree size": "tree_size {}", "launches": "launches {}", "most of them": "most {}"})
+    for tree_size in args.tree_sizes:
+        counts = step_launches(model, heads, tree_size=tree_size, capacity=min(512, model.config.block_size))
+        table.add(dict(tree_size=tree_size, launches=counts.total(), operations=counts),
+                  most=", ".join(f"{n} {name}" for name, n in counts.most_common(6)))
+    return dict(bench="launches", model=args.model, steps=table)

@@ -1,9 +1,12 @@
 """bench/launches.py: how many launches a step takes."""
 
+import json
+
 import pytest
 import torch
 
 import kernels
+from bench import __main__ as bench
 from bench.launches import Launches, step_launches
 from clover import CloverHeads
 from generate import Sampling
@@ -35,6 +38,16 @@ def test_a_step_takes_few_launches(demo, tree_size, sampling, most):
     assert found["rope_cache"] == found["tree_attention"] == found["glu"] == layers
     assert found["project"] == found["merge_lists"] == 1 + found["best_guesses"]
     assert found["accept_path"] == 1 and found["best_tree"] == found["commit_path"] == (tree_size > 1)
+
+
+def test_the_command_prints_the_counts(capsys):
+    """Bug: a count under another tree size, or one that the JSON line lacks."""
+    bench.main(["launches", "--tree-sizes", "1", "5"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    steps = json.loads(last)["steps"]
+    assert [row["tree_size"] for row in steps] == [1, 5] and steps[0]["launches"] < steps[1]["launches"]
+    assert all(sum(row["operations"].values()) == row["launches"] for row in steps)
+    assert f"| 5 | {steps[1]['launches']} | " in "".join(lines)
 
 
 def test_views_are_free_and_composites_count_what_they_are_made_of():
