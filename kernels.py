@@ -947,7 +947,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     x = x if delta is None else x + delta
     if bias is not None:
         return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if x.dtype == torch.float32 and torch.is_inference_mode_enabled():  # rms_norm is twice as many operations
+    if x.dtype == torch.float32 and not torch.is_grad_enabled():  # rms_norm is twice as many operations
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         normed = x * torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
         return x, normed if weight is None else normed.mul_(weight)
