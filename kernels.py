@@ -932,13 +932,15 @@ def _check_add_norm(x, delta, weight, bias):
 
 @lru_cache
 def _constant(value, device):
-    return torch.tensor(value, device=device)
+    with torch.inference_mode(False):  # so that it may be used in any mode
+        return torch.tensor(value, device=device)
 
 
 @lru_cache
 def _column(n, device):
     """0..n - 1, int64 [n, 1]."""
-    return torch.arange(n, device=device)[:, None]
+    with torch.inference_mode(False):
+        return torch.arange(n, device=device)[:, None]
 
 
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
@@ -1203,25 +1205,23 @@ def cosine_mix(z, q, kv, n_head):
 
 
 @triton.jit
-def _comes_before(score, key, column, other_score, other_key, other_column):
+def _comes_before(score, key, other_score, other_key):
     """int32 [BLOCK_N, BLOCK_J]: whether others [BLOCK_J] come before entries [BLOCK_N]."""
-    first = other_column[None, :] < column[:, None]
-    first = (other_key[None, :] < key[:, None]) | ((other_key[None, :] == key[:, None]) & first)
-    first = (other_score[None, :] > score[:, None]) | ((other_score[None, :] == score[:, None]) & first)
-    return first.to(tl.int32)
+    ahead = (other_score[None, :] == score[:, None]) & (other_key[None, :] < key[:, None])
+    return (ahead | (other_score[None, :] > score[:, None])).to(tl.int32)
 
 
 @triton.jit
-def _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W):
+def _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth):
     """(joint log-probabilities, tokens) of proposals; behind the last come entries that stand for none."""
     offsets, mask = column // W * stride_w + column % W, column < count
     logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
     joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN, of broken heads: -inf
-    joint += tl.load(beams_ptr + column // W, mask=mask & (count > W), other=0.0)  # the root, alone, has 0
+    joint += tl.load(beams_ptr + column // W, mask=mask & (depth > 0), other=0.0)  # the root has 0
     return joint, tl.load(guesses_ptr + offsets, mask=mask, other=NO_TOKEN)
 
 
-@triton.jit(do_not_specialize=["stride_w", "count", "n", "W", "K", "depth"])
+@triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _best_guesses_kernel(
     logprobs_ptr, guesses_ptr, joint_ptr, tokens_ptr, parents_ptr, stride_b, stride_w, count, n, W, K, depth,
     BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
@@ -1232,27 +1232,23 @@ def _best_guesses_kernel(
     guesses_ptr += b * stride_b
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
-    column = tl.arange(0, BLOCK_N)
-    joint, token = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W)
-    place = tl.zeros([BLOCK_N], tl.int32)
+    column, place = tl.arange(0, BLOCK_N), tl.zeros([BLOCK_N], tl.int32)
+    joint, token = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth)
     for start in range(0, BLOCK_N, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
-        joints, tokens = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, other, count, W)
-        place += tl.sum(_comes_before(joint, token, column, joints, tokens, other), 1)
+        joints, tokens = _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, other, count, W, depth)
+        place += tl.sum(_comes_before(joint, token * BLOCK_N + column, joints, tokens * BLOCK_N + other), 1)
     tl.store(joint_ptr + out + place, joint, mask=place < n)
     tl.store(tokens_ptr + out + place, tl.where(column < count, token, 0), mask=place < n)
     tl.store(parents_ptr + out + place, tl.where(column < count, column // W, -1).to(tl.int64), mask=place < n)
 
 
 @triton.jit
-def _entry(joint_ptr, tokens_ptr, parents_ptr, column, count, n):
-    """(joint log-probabilities, depth and token as one number, parents, -1 for none); column 0 is the root."""
-    mask = (column > 0) & (column <= count)
-    parent = tl.load(parents_ptr + column - 1, mask=mask, other=-1)
-    joint = tl.load(joint_ptr + column - 1, mask=mask & (parent >= 0), other=float("-inf"))
-    token = tl.load(tokens_ptr + column - 1, mask=mask, other=0)
-    key = tl.where(parent >= 0, ((column - 1) // n).to(tl.int64) * NO_TOKEN + token, 64 * NO_TOKEN)
-    return tl.where(column == 0, float("inf"), joint), key, parent
+def _listed(joint_ptr, parents_ptr, column, count):
+    """(joint log-probabilities, parents) of the lists' entries; -inf and -1 for those that stand for none."""
+    parent = tl.load(parents_ptr + column, mask=column < count, other=-1)
+    joint = tl.load(joint_ptr + column, mask=parent >= 0, other=float("-inf"))
+    return tl.where(parent >= 0, tl.maximum(joint, PIVOT), joint), parent
 
 
 @triton.jit(do_not_specialize=["B", "K", "n", "T"])
@@ -1260,40 +1256,40 @@ def _best_tree_kernel(
     root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_ptr, B, K, n, T,
     BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
-    """Program b: the tree of one sequence."""
+    """Program b: the tree of one sequence. The lists are in order, so of equals the lower column comes first."""
     b = tl.program_id(0).to(tl.int64)
     joint_ptr += b * K * n
-    tokens_ptr += b * K * n
     parents_ptr += b * K * n
     node_ptr += b * BLOCK_N
-    column = tl.arange(0, BLOCK_N)
-    joint, key, parent = _entry(joint_ptr, tokens_ptr, parents_ptr, column, K * n, n)
-    node = tl.zeros([BLOCK_N], tl.int32)
+    column, node = tl.arange(0, BLOCK_N), tl.full([BLOCK_N], 1, tl.int32)
+    joint, parent = _listed(joint_ptr, parents_ptr, column, K * n)
     for start in range(0, BLOCK_N, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
-        joints, keys, _ = _entry(joint_ptr, tokens_ptr, parents_ptr, other, K * n, n)
-        node += tl.sum(_comes_before(joint, key, column, joints, keys, other), 1)
+        joints, _ = _listed(joint_ptr, parents_ptr, other, K * n)
+        node += tl.sum(_comes_before(joint, column, joints, other), 1)
     kept = (parent >= 0) & (node < T)
     tl.store(node_ptr + column, tl.where(kept, node, 0))
     tl.debug_barrier()  # an entry's parent may be another thread's
 
     bit = tl.full([BLOCK_N], 1, tl.int64)
-    ancestors = tl.where(kept, (bit << tl.where(kept, node, 0).to(tl.int64)) | 1, (column == 0).to(tl.int64))
+    ancestors = bit << tl.where(kept, node, 0).to(tl.int64)
     above, parent_node = column, tl.zeros([BLOCK_N], tl.int32)
     for level in range(0, K):  # up to the root, where those of less depth wait
-        deep = kept & (above > n)
-        beam = tl.load(parents_ptr + above - 1, mask=deep, other=0).to(tl.int32)
-        above = tl.where(deep, ((above - 1) // n - 1) * n + beam + 1, 0)
-        ancestor = tl.load(node_ptr + above)
+        deep = kept & (above >= n)
+        beam = tl.load(parents_ptr + above, mask=deep, other=0).to(tl.int32)
+        above = tl.where(deep, (above // n - 1) * n + beam, 0)
+        ancestor = tl.load(node_ptr + above, mask=deep, other=0)
         parent_node = tl.where(level == 0, ancestor, parent_node)
-        ancestors |= tl.where(kept, bit << ancestor.to(tl.int64), 0)
-    token = tl.where(column == 0, tl.load(root_ptr + b), tl.where(kept, key % NO_TOKEN, 0))
-    depth = tl.where(kept, (column - 1) // n + 1, 0).to(tl.int64)
-    tree_ptrs, plane = tree_ptr + b * T + node, B.to(tl.int64) * T
-    tl.store(tree_ptrs, token, mask=node < T)
-    tl.store(tree_ptrs + plane, parent_node.to(tl.int64), mask=node < T)
-    tl.store(tree_ptrs + 2 * plane, depth, mask=node < T)
-    tl.store(tree_ptrs + 3 * plane, ancestors, mask=node < T)
+        ancestors |= bit << ancestor.to(tl.int64)
+    token = tl.load(tokens_ptr + b * K * n + column, mask=kept, other=0)
+    tree_ptr += b * T
+    plane = B.to(tl.int64) * T
+    tl.store(tree_ptr + node, token, mask=node < T)
+    tl.store(tree_ptr + plane + node, parent_node.to(tl.int64), mask=node < T)
+    tl.store(tree_ptr + 2 * plane + node, tl.where(kept, column // n + 1, 0).to(tl.int64), mask=node < T)
+    tl.store(tree_ptr + 3 * plane + node, tl.where(kept, ancestors, 0), mask=node < T)
+    is_root = tl.arange(0, 4)  # its token, parent, depth and ancestors
+    tl.store(tree_ptr + is_root * plane, tl.where(is_root == 0, tl.load(root_ptr + b), is_root // 3))
 
 
 def _pair_blocks(n):
@@ -1309,7 +1305,8 @@ def _best_of(scores, keys, n):
 
 
 def _check_lists(joint, tokens, parents):
-    _check(joint.dim() == 3 and 0 < joint[0].numel() < 2048, "joint of shape [B, K, n], K * n under 2048", joint)
+    _check(joint.dim() == 3 and joint.numel() > 0 and joint[0].numel() < 2048,
+           "joint of shape [B, K, n], not empty, K * n under 2048", joint)
     _check_tensors(joint.device, joint=(joint, joint.shape, torch.float32), tokens=(tokens, joint.shape, torch.int64),
                    parents=(parents, joint.shape, torch.int64))
     _check(all(x.is_contiguous() for x in (joint, tokens, parents)), "contiguous joint, tokens and parents",
@@ -1318,10 +1315,11 @@ def _check_lists(joint, tokens, parents):
 
 def _check_best_guesses(logprobs, guesses, joint, tokens, parents, depth):
     _check_lists(joint, tokens, parents)
-    (B, K, n), W = joint.shape, logprobs.shape[-1]
+    _check(logprobs.dim() == 3, "logprobs of shape [B, w, W]", logprobs)
+    (B, K, n), (w, W) = joint.shape, logprobs.shape[1:]
     _check(isinstance(depth, int) and 0 <= depth < K, lambda: f"a depth of 0 to {K - 1}", depth)
     _check(1 <= W <= min(n, 32), lambda: f"1 to {min(n, 32)} proposals per beam", W)
-    shape = B, W if depth > 0 and logprobs.dim() == 3 and logprobs.shape[1] > 1 else 1, W
+    shape = B, W if depth > 0 and w > 1 else 1, W
     _check_tensors(joint.device, logprobs=(logprobs, shape, torch.float32), guesses=(guesses, shape, torch.int64))
 
 
@@ -1369,14 +1367,15 @@ def best_tree_reference(root, joint, tokens, parents, tree_size):
     """`best_tree` by torch."""
     _check_best_tree(root, joint, tokens, parents, tree_size)
     K, n = joint.shape[1:]
-    depth = torch.arange(K, device=root.device).repeat_interleave(n)
     joint, tokens, parents = (x.flatten(1) for x in (joint, tokens, parents))  # (B, K * n)
-    kept = _best_of(joint, torch.where(parents >= 0, depth * NO_TOKEN.value + tokens, 2**62), tree_size - 1)
-    nodes, valid = torch.arange(1, kept.shape[1] + 1, device=root.device), parents.gather(1, kept) >= 0
+    joint = joint.clamp(min=PIVOT.value).masked_fill_(parents < 0, -math.inf)
+    kept = joint.argsort(dim=1, descending=True, stable=True)[:, :tree_size - 1]
+    nodes, parents = torch.arange(1, kept.shape[1] + 1, device=root.device), parents.gather(1, kept)
+    valid = parents >= 0
+    depths = (kept // n + 1) * valid
     node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes * valid)
-    depths = (depth[kept] + 1) * valid
-    above = ((depths - 2) * n + parents.gather(1, kept)).clamp_(min=0)
-    columns = tokens.gather(1, kept) * valid, node_of.gather(1, above) * (depths > 1), depths, valid.long() << nodes
+    parents = node_of.gather(1, ((depths - 2) * n + parents).clamp_(min=0)) * (depths > 1)
+    columns = tokens.gather(1, kept) * valid, parents, depths, valid.long() << nodes
     tokens, parents, depths, bits = (F.pad(x, (1, tree_size - 1 - len(nodes))) for x in columns)  # (B, T)
     tokens[:, 0] = root
     bits[:, 0].fill_(1)
@@ -1491,16 +1490,15 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
 #
 #   the least logit x of a row with sum of exp(x') over x' > x under top_p * sum of exp(x')
 #
-# Bytes: ten passes over M * V float32 logits, which the L2 holds; a sort moves them as often, with indices, and takes
-# milliseconds. The cut is found as an integer that orders as the logits do, four bits a pass: of 16 candidates, the
-# highest one with enough mass above it. Each row's sums have one order, so that a cut does not depend on other rows.
+# Bytes: ten passes over M * V float32 logits; a sort moves them about as often, with indices. The cut is found as an
+# integer that orders as the logits do, four bits a pass: the highest of 16 candidates with enough mass above it. Each
+# row is one program, so that its cut depends on no other row.
 
 
 @triton.jit
-def _order(x):
-    """Integers 0..2^32 - 1, int64, that order as float32 numbers do."""
-    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits >= 0, bits + 2147483648, -1 - bits)
+def _order(bits):
+    """int32 that order as the float32 numbers of these bits do; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -1510,28 +1508,25 @@ def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
     logits_ptr += m * V
     columns = tl.arange(0, BLOCK_V)
     # [BLOCK_V]
-    best = tl.full([BLOCK_V], PIVOT, tl.float32)
-    for start in range(0, V, BLOCK_V):
-        best = tl.maximum(best, tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf")))
-    row_max = tl.max(best, 0)
-    total = tl.zeros([BLOCK_V], tl.float32)
+    best, total = tl.full([BLOCK_V], PIVOT, tl.float32), tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-        total += tl.exp(x - row_max)
-    wanted = top_p * tl.sum(total, 0)
-    cut = tl.zeros([], tl.int64)
+        new_best = tl.maximum(best, x)
+        total = total * tl.exp(best - new_best) + tl.exp(x - new_best)
+        best = new_best
+    row_max = tl.max(best, 0)
+    wanted = top_p * tl.sum(total * tl.exp(best - row_max), 0)
+    cut = tl.full([], -2147483648, tl.int32)
     for digit in range(0, 8):
-        # [16]
-        candidates = cut + (tl.arange(0, 16).to(tl.int64) << (28 - 4 * digit))
-        mass = tl.zeros([16], tl.float32)
+        # [16], [BLOCK_V, 16]
+        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
+        mass = tl.zeros([BLOCK_V, 16], tl.float32)
         for start in range(0, V, BLOCK_V):
             x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-            above = _order(x)[:, None] > candidates[None, :]
-            mass += tl.sum(tl.where(above, tl.exp(x - row_max)[:, None], 0.0), 0)
-        cut = tl.max(tl.where(mass >= wanted, candidates, cut), 0)
-    cut += 1
-    bits = tl.where(cut >= 2147483648, cut - 2147483648, -1 - cut).to(tl.int32)
-    tl.store(cut_ptr + m, bits.to(tl.float32, bitcast=True))
+            above = _order(x.to(tl.int32, bitcast=True))[:, None] > candidates[None, :]
+            mass += tl.where(above, tl.exp(x - row_max)[:, None], 0.0)
+        cut = tl.max(tl.where(tl.sum(mass, 0) >= wanted, candidates, cut), 0)
+    tl.store(cut_ptr + m, _order(cut + 1).to(tl.float32, bitcast=True))
 
 
 def _check_nucleus(logits, top_p):

@@ -152,12 +152,32 @@ def test_rope_cache_rotates_and_writes(case, dtype, device):
     assert torch.equal(values(got), values(cache))  # to the bit
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU the reference indexes as torch does")
+def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
+    """Bug: a write before or behind the cache, which is another sequence's or nobody's."""
+    outer = torch.zeros(2, 1, 1, 12, 16)
+    kernels.rope_cache(torch.ones(1, 4, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([[-1, 0, 3, 4]]))
+    assert outer[..., 0].nonzero()[:, 3].tolist() == [4, 7, 4, 7]
+
+
+@plain
+def test_a_cache_filled_in_inference_mode_can_be_filled_with_a_gradient_later():
+    """Bug: a constant made in inference mode that autograd cannot save."""
+    kv, rows, qkv = torch.zeros(2, 3, 1, 5, 16), torch.zeros(3, 1).long(), torch.ones(3, 1, 3, 16)
+    with torch.inference_mode():
+        kernels.rope_cache(qkv.clone(), None, kv.clone(), rows)
+    qkv.requires_grad_()
+    kernels.rope_cache(qkv, None, kv, rows)
+    kv.sum().backward()
+    assert qkv.grad[:, :, 1:].eq(1).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # best_guesses and best_tree
 
 # B, K, W, T, whether all beams propose the same
 TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-guesses": (2, 4, 3, 30, True),
-         "64-nodes": (2, 4, 8, 64, False), "one-beam": (1, 5, 1, 4, False), "32-beams": (1, 2, 32, 64, False),
+         "64-nodes": (2, 4, 8, 64, False), "one-beam": (3, 5, 1, 4, False), "32-beams": (1, 2, 32, 64, False),
          "more-nodes-than-proposals": (2, 2, 2, 20, False)}
 
 
@@ -251,6 +271,8 @@ def test_accept_equals_a_plain_walk(device):
         rows = [torch.tensor([x, x], device=device) for x in (tokens, parents, depths, masks, target)]
         active = torch.tensor([1, 0], dtype=torch.int32, device=device)
         got, idle = kernels.accept_path(*rows, active, 5).tolist()
+        short = kernels.accept_path(*rows, active, 3)[0].tolist()  # deeper nodes are left out
+        assert short[3:] == [*path[:3], *[0] * (3 - len(path)), min(len(path), 3), min(len(path), 3) - 1]
         rest = 5 - len(path)
         assert got == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest, len(path), len(path) - 1]
         assert idle == [*got[:10], 0, 0]
