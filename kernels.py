@@ -197,6 +197,9 @@ def _tree_attention_kernel(
     # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN would reach the output.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+    if slopes_ptr is not None:
+        key_bits = tl.load(ancestors_ptr + b * T + tl.arange(0, 64), mask=tl.arange(0, 64) < T, other=0)
+        depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
     for start in range(masked_begin, end, BLOCK_S):
         cache_rows = start + tile_rows
         node = cache_rows - length
@@ -208,9 +211,7 @@ def _tree_attention_kernel(
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         positions = node
         if slopes_ptr is not None:
-            key_bits = tl.load(ancestors_ptr + b * T + node, mask=(node >= 0) & (node < T), other=0)
-            depth = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
-            positions = tl.where(node < 0, node, depth)
+            positions = tl.where(node < 0, node, tl.gather(depths, node & 63, 0))
         # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
@@ -294,13 +295,13 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2,
-                    **(_max_registers(224) if aligned else {}))
+                    **(_max_registers(224) if aligned or BLOCK_D <= 64 else {}))
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = alibi and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
                 num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 else 8,
-                num_stages=4 if BLOCK_Q <= 32 or halved else 3, **_max_registers(168 if BLOCK_Q == 16 < BLOCK_D else 255))
+                num_stages=4 if BLOCK_Q <= 32 or halved else 3, **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
 def _programs_at_once(blocks, multiprocessors):
