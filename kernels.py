@@ -103,9 +103,13 @@ def _dot(a, b, acc):
 # splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back
 # float32 partial sums, which in bf16 are as many bytes as 2 * T * G of its rows, so many query rows want long splits.
 #
-# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid. The split size depends
-# on the sequence's own length: a short text in a large cache is cut as in a small cache, and the cuts do not depend on
-# the rest of the batch. Programs beyond the end of their sequence return at once.
+# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid. `_splits` takes the
+# number with the least waves * rows for a full cache. rows: the rows of a split, 2 * BLOCK_Q for its partial sums, and
+# min_split for the program's start. waves: how often the programs fill the GPU. Latency counts a part of a wave as a
+# whole one, bandwidth as a part: the mean of both counts.
+#
+# The split size depends on the sequence's own length: a short text in a large cache is cut as in a small cache, and the
+# cuts do not depend on the rest of the batch. Programs beyond the end of their sequence return at once.
 
 
 @triton.jit
@@ -289,14 +293,16 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three such pairs in
     flight, and up to 64 query rows of D = 128 leave room for two programs per multiprocessor: enough to hide memory
     latency. Exact float32 has no tensor cores, and its unrolled multiply-adds need small tiles; so do loads of single
-    elements. 128 query rows fit only with the commonest head sizes. The ALiBi bias takes registers: a tile of many
-    scores gets half the keys, and one more such tile in flight.
+    elements. 128 query rows fit only with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas
+    serialise their products (C7515), so `python -m bench kernels` times 64 rows beside them. The ALiBi bias takes
+    registers: a tile of many scores gets half the keys, and one more such tile in flight, or half the query rows.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2,
                     **(_max_registers(224) if aligned or BLOCK_D <= 64 else {}))
-    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
+    largest = 128 if D in (64, 128) else 32 if alibi and BLOCK_D == 256 else 64
+    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = alibi and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
@@ -305,16 +311,15 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
 
 
 def _programs_at_once(blocks, multiprocessors):
-    """How many programs of these launch options the registers let live together: of 65536 per multiprocessor each
-    thread has maxnreg, or the most there can be. Shared memory allows as many, except where a GPU has 100 kB of it."""
-    return multiprocessors * max(65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255)), 1)
+    """How many programs of these launch options run at once. A multiprocessor has 65536 registers: room for 3 programs
+    of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1 of 8 warps. Shared memory has room for as many on
+    data-centre GPUs."""
+    return multiprocessors * (65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255)))
 
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, row_tiles, at_once):
-    """Splits per tile of query rows, none under min_split cache rows. They are best for a full cache: a program takes
-    as long as its rows and its partial sums; half of the time is that of the waves of programs, half that of all bytes.
-    """
+    """Splits per tile of query rows, none under min_split cache rows, where `at_once` programs run at a time."""
     def time(splits):
         waves = row_tiles * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
