@@ -168,7 +168,8 @@ def _tree_attention_kernel(
     if begin >= end:
         return
 
-    rows = tl.program_id(0) % row_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)  # query row = node * G + query head within the group
+    # query row = node * G + query head within the group
+    rows = tl.program_id(0) % row_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row_mask = rows < T * G
     nodes, heads = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)

@@ -101,14 +101,12 @@ def all_launches():
     T = (2, 8, 16, 32)  # with 4 query heads a group: tiles of up to 128 query rows
     M = (8, 32, 64)
     attention, project = partial(cases, attention_launches, G=[4]), partial(cases, project_launches)
-    launches = attention(T=T, D=(*D, 80, 192), dtype=[BF16])
+    launches = attention(T=T, D=(*D, 80, 192), dtype=[BF16]) + attention(T=T, D=D, dtype=[FP16])
     # loads of single elements take fewer registers with a mask than without, float32 as many
-    launches += attention(T=[5], D=D, dtype=[FP32, BF16], aligned=[True, False])
+    launches += attention(T=[5], D=D, dtype=[FP32, BF16, FP16], aligned=[True, False])
     launches += attention(T=[2, 16], D=[128], dtype=[BF16], S=[64], alibi=[False, True])  # a single split
-    launches += attention(T=T, D=D, dtype=[BF16], alibi=[True])
-    launches += attention(T=[5], D=D, dtype=[FP32], alibi=[True])
-    launches += attention(T=[5], D=D, dtype=[BF16], aligned=[False], alibi=[True])
-    launches += attention(T=[5], D=[128], dtype=[FP32], aligned=[False], alibi=[True])
+    launches += attention(T=T, D=D, dtype=[BF16], alibi=[True])  # float16 takes the same registers
+    launches += attention(T=[5], D=D, dtype=[FP32, BF16], aligned=[True, False], alibi=[True])
     # a greedy sample is a sample without its noise, so one of the two is gathered; masked channels cost two registers
     launches += project(M=M, k=[1], dtype=[BF16], temperature=[0.0, 0.8])
     launches += project(M=M, k=[1], dtype=[BF16], temperature=[0.8], gathered=[True])
@@ -116,16 +114,13 @@ def all_launches():
     launches += project(M=M, k=[8], dtype=[BF16], C=[4112])
     launches += project(M=M, k=[8], dtype=[FP32], aligned=[False])
     for k, temperature in ((1, 0.8), (8, None), (32, None)):
-        launches += project(M=M, k=[k], dtype=[FP32], temperature=[temperature])
-        launches += project(M=M, k=[k], dtype=[BF16], temperature=[temperature], aligned=[False])
+        launches += project(M=M, k=[k], dtype=[FP32, FP16], temperature=[temperature])
+        launches += project(M=M, k=[k], dtype=[BF16, FP16], temperature=[temperature], aligned=[False])
     for k, temperature in ((1, 0.8), (1, None), (32, None)):  # multiprocessors: how many lists there are to merge
         launches += project(M=[8], k=[k], dtype=[BF16], temperature=[temperature], V=[128256],
                             multiprocessors=[2**i for i in range(9)])
     launches += project(M=[8], k=[1], dtype=[BF16], V=[100])
-    launches += cases(commit_launches, P=[1, 5, 17, 64], D=[16, 80, 256], dtype=[BF16, FP32])
-    # float16 takes the registers of bfloat16 on every target
-    launches += attention(T=T, D=[128], dtype=[FP16]) + attention(T=[5], D=[128], dtype=[FP16], aligned=[False])
-    return signatures(launches + project(M=M, k=[8], dtype=[FP16]))
+    return signatures(launches + cases(commit_launches, P=[1, 5, 17, 64], D=[16, 80, 256], dtype=[BF16, FP32]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
