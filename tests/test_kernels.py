@@ -540,6 +540,20 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     assert torch.equal(outer.cpu(), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_commit_path_reads_before_it_writes():
+    """Bug: a race of the warps, where each row moves to the place of the row before it."""
+    path = torch.tensor([0, *range(2, 64)], device="cuda").repeat(8, 1)
+    lengths, count = torch.arange(8, device="cuda", dtype=torch.int32), torch.full((8,), 63, device="cuda")
+    for _ in range(200):
+        kv = torch.randn(8, 2, 8, 8, 80, 256, device="cuda", dtype=BF16)
+        want = kv.clone()
+        kernels.commit_path_reference(want, lengths, path, count)
+        kernels.commit_path(kv, lengths, path, count)
+        assert torch.equal(kv, want)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what comes in wrong, and which function runs
 
