@@ -101,11 +101,15 @@ def _dot(a, b, acc):
 # so 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU
 # stops being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache is cut into
 # splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back
-# float32 partial sums: in bf16 that adds 2 * T * G / n to the bytes, so many query rows want long splits.
+# float32 partial sums, which in bf16 are as many bytes as 2 * T * G of its rows, so many query rows want long splits.
 #
-# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid. The split size depends
-# on the sequence's own length: a short text in a large cache is cut as in a small cache, and the cuts do not depend on
-# the rest of the batch. Programs beyond the end of their sequence return at once.
+# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid. `_splits` takes the
+# number with the least waves * rows for a full cache. rows: the rows of a split, 2 * BLOCK_Q for its partial sums, and
+# min_split for the program's start. waves: how often the programs fill the GPU. Latency counts a part of a wave as a
+# whole one, bandwidth as a part: the mean of both counts.
+#
+# The split size depends on the sequence's own length: a short text in a large cache is cut as in a small cache, and the
+# cuts do not depend on the rest of the batch. Programs beyond the end of their sequence return at once.
 
 
 @triton.jit
@@ -137,9 +141,9 @@ def _popcount(word):
 
 
 @triton.jit
-def _split_size(end, splits, min_split):
-    """Cache rows per split: a multiple of 128, and so of every BLOCK_S."""
-    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), 128) * 128, min_split)
+def _split_size(end, splits, tile, min_split):
+    """Cache rows per split: whole tiles of BLOCK_S rows, and at least min_split."""
+    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), tile) * tile, min_split)
 
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
@@ -150,19 +154,22 @@ def _tree_attention_kernel(
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (tile of query rows, split, sequence and kv head): attention of the tile over one split of the cache."""
+    """Program (sequence, kv head and tile of query rows; split): attention of the tile over one split of the cache."""
+    row_tiles = tl.cdiv(T * G, BLOCK_Q)
+    group = tl.program_id(0) // row_tiles  # tiles of the same keys and values are neighbours, so that the L2 has them
+    kv_head = (group % Hkv).to(tl.int64)
+    b = (group // Hkv).to(tl.int64)
     split = tl.program_id(1)
-    kv_head = (tl.program_id(2) % Hkv).to(tl.int64)
-    b = (tl.program_id(2) // Hkv).to(tl.int64)
     length = tl.load(lengths_ptr + b)
     end = tl.minimum(length + T, S)
-    split_size = _split_size(end, splits, min_split)
+    split_size = _split_size(end, splits, BLOCK_S, min_split)
     begin = split * split_size
     end = tl.minimum(begin + split_size, end)
     if begin >= end:
         return
 
-    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)  # query row = node * G + query head within the group
+    # query row = node * G + query head within the group
+    rows = tl.program_id(0) % row_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row_mask = rows < T * G
     nodes, heads = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -195,6 +202,9 @@ def _tree_attention_kernel(
     # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN would reach the output.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+    if slopes_ptr is not None:
+        key_bits = tl.load(ancestors_ptr + b * T + tl.arange(0, 64), mask=tl.arange(0, 64) < T, other=0)
+        depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
     for start in range(masked_begin, end, BLOCK_S):
         cache_rows = start + tile_rows
         node = cache_rows - length
@@ -206,9 +216,7 @@ def _tree_attention_kernel(
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         positions = node
         if slopes_ptr is not None:
-            key_bits = tl.load(ancestors_ptr + b * T + node, mask=(node >= 0) & (node < T), other=0)
-            depth = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
-            positions = tl.where(node < 0, node, depth)
+            positions = tl.where(node < 0, node, tl.gather(depths, node & 63, 0))
         # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
@@ -227,15 +235,15 @@ def _tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, min_split,
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, tile, min_split,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (node and head, sequence): combines the partial results of the splits that the sequence reaches."""
-    b = tl.program_id(1).to(tl.int64)
-    row = b * T * Hq + tl.program_id(0)
+    """Program (sequence, node and head): combines the partial results of the splits that the sequence reaches."""
+    row = tl.program_id(0).to(tl.int64)
+    b = row // (T * Hq)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     end = tl.minimum(tl.load(lengths_ptr + b) + T, S)
-    n_splits = tl.cdiv(end, _split_size(end, splits, min_split))  # the other programs wrote nothing
+    n_splits = tl.cdiv(end, _split_size(end, splits, tile, min_split))  # the other programs wrote nothing
     row_max = PIVOT
     row_sum = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -286,13 +294,16 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three such pairs in
     flight, and up to 64 query rows of D = 128 leave room for two programs per multiprocessor: enough to hide memory
     latency. Exact float32 has no tensor cores, and its unrolled multiply-adds need small tiles; so do loads of single
-    elements. 128 query rows fit only with the commonest head sizes. The ALiBi bias takes registers: a tile of many
-    scores gets half the keys, and one more such tile in flight.
+    elements. 128 query rows fit only with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas
+    serialise their products (C7515), so `python -m bench kernels` times 64 rows beside them. The ALiBi bias takes
+    registers: a tile of many scores gets half the keys, and one more such tile in flight, or half the query rows.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
-        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2)
-    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 128 if D in (64, 128) else 64)
+        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2,
+                    **(_max_registers(224) if aligned or BLOCK_D <= 64 else {}))
+    largest = 128 if D in (64, 128) else 32 if alibi and BLOCK_D == 256 else 64
+    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = alibi and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
@@ -300,10 +311,20 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
                 num_stages=4 if BLOCK_Q <= 32 or halved else 3, **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
-def _splits(S, min_split, groups, multiprocessors):
-    """Splits per group of query rows: about four programs per multiprocessor in all, none under `min_split` cache
-    rows."""
-    return min(triton.cdiv(S, min_split), triton.cdiv(4 * multiprocessors, groups))
+def _programs_at_once(blocks, multiprocessors):
+    """How many programs of these launch options run at once. A multiprocessor has 65536 registers: room for 3 programs
+    of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1 of 8 warps. Shared memory has room for as many on
+    data-centre GPUs."""
+    return multiprocessors * (65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255)))
+
+
+@lru_cache
+def _splits(S, min_split, BLOCK_Q, row_tiles, at_once):
+    """Splits per tile of query rows, none under min_split cache rows, where `at_once` programs run at a time."""
+    def time(splits):
+        waves = row_tiles * splits / at_once
+        return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
+    return min(range(1, triton.cdiv(S, min_split) + 1), key=time)
 
 
 def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
@@ -345,9 +366,9 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
     G = Hq // Hkv
     blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), slopes is not None)
     BLOCK_Q = blocks["BLOCK_Q"]
-    row_tiles = triton.cdiv(T * G, BLOCK_Q)
-    min_split = max(128, 4 * BLOCK_Q)
-    splits = _splits(S, min_split, B * Hkv * row_tiles, _multiprocessors(q.device))
+    row_tiles = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
+    min_split = max(BLOCK_Q, 2 * blocks["BLOCK_S"])
+    splits = _splits(S, min_split, BLOCK_Q, row_tiles, _programs_at_once(blocks, _multiprocessors(q.device)))
     lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
     slopes = None if slopes is None else slopes.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -357,12 +378,12 @@ def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, m
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel uses base-2 exponentials
     with torch.cuda.device_of(q):
-        _tree_attention_kernel[(row_tiles, splits, B * Hkv)](
+        _tree_attention_kernel[(row_tiles, splits)](
             q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse, *_strides(q), *_strides(k_cache),
             scale, T, G, S, Hkv, splits, min_split, D=D, **blocks)
         if lse is not None:
-            _combine_splits_kernel[(T * Hq, B)](
-                partial, lse, lengths, out, T, Hq, S, splits, min_split,
+            _combine_splits_kernel[(B * T * Hq,)](
+                partial, lse, lengths, out, T, Hq, S, splits, blocks["BLOCK_S"], min_split,
                 D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
     return out
 
@@ -815,11 +836,11 @@ def _commit_path_kernel(
     stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
     D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (layer, keys or values, kv head; sequence): moves the path's rows of one [S, D] slice."""
-    b = tl.program_id(1).to(tl.int64)
+    """Program (sequence and kv head; layer, keys or values): moves the path's rows of one [S, D] slice."""
+    b = (tl.program_id(0) // Hkv).to(tl.int64)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
-    side = (tl.program_id(0) // Hkv % 2).to(tl.int64)
-    layer = (tl.program_id(0) // Hkv // 2).to(tl.int64)
+    layer = (tl.program_id(1) // 2).to(tl.int64)
+    side = (tl.program_id(1) % 2).to(tl.int64)
     index = tl.arange(0, BLOCK_P)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     valid = (index < P) & (index < tl.load(count_ptr + b))
@@ -855,7 +876,7 @@ def commit_path_triton(kv, lengths, path, count):
     P = path.shape[1]
     BLOCK_P, BLOCK_D = triton.next_power_of_2(P), triton.next_power_of_2(D)
     with torch.cuda.device_of(kv):
-        _commit_path_kernel[(L * 2 * Hkv, B)](
+        _commit_path_kernel[(B * Hkv, L * 2)](
             kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
             D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
 

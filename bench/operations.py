@@ -5,6 +5,7 @@ import statistics
 from functools import partial
 from itertools import product
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,14 @@ def attention_rivals(inputs, flex=None):
     return {name: each(call, seen) for name, call in rivals.items()}
 
 
+def narrow_tiles(*inputs):
+    """`kernels.tree_attention` with tiles of at most 64 query rows."""
+    def blocks(rows, *shape, widest=kernels._attention_blocks):
+        return widest(min(rows, 64), *shape)
+    with patch.object(kernels, "_attention_blocks", blocks):
+        return kernels.tree_attention(*inputs)
+
+
 def log_softmax(hidden, weight, k):
     return torch.log_softmax((hidden @ weight.T).float(), -1).topk(k)
 
@@ -157,6 +166,8 @@ def attention_case(args, device, heads, batch, prefix, T):
     size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
     inputs = attention_inputs(HEADS[heads], batch, prefix, T, device, count=copies(size), capacity=args.capacity)
     rivals = attention_rivals(inputs, None if args.no_flex else torch.compile(flex_attention, dynamic=False))
+    if T * Hq // Hkv > 64 and D in (64, 128):  # kernels.py takes tiles of 128 query rows
+        rivals["64 rows"] = each(narrow_tiles, inputs)
     return size, each(kernels.tree_attention, inputs), rivals
 
 
@@ -196,7 +207,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = dict(
     attention=Operation(
-        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex"),
+        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex", "64 rows"),
         lambda args: product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes), attention_case),
     projections=Operation(
         ("operation", "model", "C", "V", "M"), ("log_softmax", "logsumexp", "argmax", "gumbel"),

@@ -8,6 +8,7 @@ import torch
 import kernels
 from bench import Record, Table, operations
 from bench import __main__ as bench
+from bench.static import record
 from model import InputError
 
 FP32 = torch.float32
@@ -99,6 +100,18 @@ def test_flex_attention_can_be_left_out():
     inputs = operations.attention_inputs((4, 2, 16), 1, 20, 3, "cpu", FP32)
     assert set(operations.attention_rivals(inputs)) == {"sdpa", "sdpa packed"}
     assert bench.parse(["kernels", "--no-flex"]).no_flex and not bench.parse(["kernels"]).no_flex
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
+def test_narrow_tiles_are_timed_where_a_tile_has_128_rows(monkeypatch):
+    """Bug: the column times the same tiles again, or stands where there is nothing to compare."""
+    monkeypatch.setattr(kernels, "tree_attention", kernels.tree_attention_triton)
+    monkeypatch.setattr(operations, "copies", lambda size: 1)
+    args = SimpleNamespace(no_flex=True, capacity=0)
+    assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[2]
+    _, ours, rivals = operations.attention_case(args, "cpu", "70b", 1, 70, 16)
+    wide, narrow, again = (record(calls[0])[0][3] for calls in (ours, rivals["64 rows"], ours))
+    assert wide == again and wide["BLOCK_Q"] == 128 and narrow["BLOCK_Q"] == 64 and narrow["num_warps"] == 4
 
 
 def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):

@@ -164,7 +164,7 @@ def test_splits_are_weighed_rightly(dtype, multiprocessors, slopes, device, monk
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, or the boundary rows count twice or
     never."""
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
-    assert kernels._splits(700, 128, 4, multiprocessors) == (1 if multiprocessors == 1 else 6)
+    assert kernels._splits(700, 128, 64, 4, 2 * multiprocessors) == (1 if multiprocessors == 1 else 6)
     check_attention(([0, 255, 256, 687], 13, 3, 1, 32, 700, dtype, None), device, slopes=slopes)
 
 
@@ -228,6 +228,59 @@ def test_launches_follow_the_shapes_alone():
     assert len(launches[0]) == 2 and launches[0] == launches[1]
 
 
+def attention_grid(B, T, heads, S, D=128):
+    """(tiles of query rows in all, splits, launch options) of bfloat16 attention on an H100. heads: (Hq, Hkv)."""
+    Hq, Hkv = heads
+    q, cache = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((B, T, Hq, D), (B, Hkv, S, D)))
+    lengths, ancestors = meta(B).int(), meta(B, T).long()
+    launch, *_ = record(kernels.tree_attention_triton, q, cache, cache, lengths, ancestors, multiprocessors=132)
+    return *launch[1], launch[3]
+
+
+@plain
+@needs_triton
+@pytest.mark.parametrize("T, S", [(T, S) for T in (1, 16) for S in (528, 2048, 8192, 32768)])
+@pytest.mark.parametrize("B", [1, 4, 8, 32])
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)], ids=["7b", "8b", "70b"])
+def test_programs_fill_whole_waves(heads, B, T, S):
+    """Bug: a last wave of a few programs costs as much as a full one, or most multiprocessors have nothing to do."""
+    row_tiles, splits, options = attention_grid(B, T, heads, S)
+    at_once = 132 * {16: 3, 32: 2, 64: 2, 128: 1}[options["BLOCK_Q"]]  # what 65536 registers a multiprocessor allow
+    waves = row_tiles * splits / at_once
+    if S >= 8192:
+        assert waves / math.ceil(waves) >= 0.95
+    elif waves < 0.55:  # more splits would move more bytes of partial sums than they save time
+        assert S / splits <= max(64, 3 * options["BLOCK_Q"])
+    assert splits == 1 or S / splits >= 58  # two tiles of 32 rows, the last ones cut short
+
+
+@plain
+@needs_triton
+def test_a_short_cache_is_cut_into_short_splits():
+    """Bug: at batch 1 and 512 tokens most of the GPU idles: it ran 24 programs for 8b."""
+    assert [attention_grid(1, T, (32, 8), 528)[:2] for T in (1, 16)] == [(8, 9), (8, 9)]
+
+
+@plain
+@needs_triton
+def test_no_batch_is_too_large_for_a_grid():
+    """Bug: more than 65535 programs along a grid's second or third axis: CUDA refuses the launch."""
+    B, T, Hkv = 70_000, 16, 32
+    q, cache = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((B, T, Hkv, 128), (B, Hkv, 4096, 128)))
+    rows = meta(B * T).long()
+    hidden, weight = (torch.empty(n, 4096, dtype=BF16, device="meta") for n in (B * T, 128256))
+    launches = record(kernels.tree_attention_triton, q, cache, cache, meta(B).int(), meta(B, T).long())
+    launches += record(kernels.tree_attention_triton, q[:1, :, :1].expand(1, T, 4096 * Hkv, 128), cache[:1], cache[:1],
+                       meta(1).int(), meta(1, T).long(), multiprocessors=10**6)
+    launches += record(kernels.project_topk_triton, hidden, weight, 32)
+    launches += record(kernels.project_sample_triton, hidden, weight, 0.8, 0, rows, rows)
+    launches += record(kernels.commit_path_triton, cache[None, None].expand(80, 2, *cache.shape), meta(B).int(),
+                       meta(B, 17).long(), meta(B).int())
+    assert len({name for name, *_ in launches}) == 5
+    for name, (first, *others), *_ in launches:
+        assert first < 2**31 and all(n <= 65535 for n in others), name
+
+
 @plain
 @needs_triton
 def test_strides_of_single_rows_do_not_matter():
@@ -252,7 +305,7 @@ def test_a_large_cache_is_cut_like_a_small_one(S, device, monkeypatch):
     place = torch.tensor([999], device=device)
     kernels.tree_attention_triton(q, cache, cache, place.int(), torch.ones(1, 1, dtype=torch.int64, device=device))
     lse = launches[0][1]  # NaN where no program wrote
-    assert lse.shape[-1] == -(-S // 128) and int((~lse.isnan()).sum()) == 8
+    assert lse.shape[-1] == kernels._splits(S, 32, 16, 1, 264) and int((~lse.isnan()).sum()) == -(-1000 // 32)
 
 
 def test_tree_mask_follows_the_bits(device):
@@ -335,6 +388,17 @@ def test_project_topk_gives_equals_to_the_first(V, k, order, device):
     assert kernels.project_topk(hidden, weight, k, rows)[1].tolist() == want
     place = torch.zeros(4, dtype=torch.int64, device=device)
     assert kernels.project_sample(hidden, weight, 0.0, 0, place, place, rows).tolist() == [row[0] for row in want]
+
+
+def test_the_last_of_equal_worst_entries_leaves_a_list(device, monkeypatch):
+    """Bug: the first of the equals at the end of a program's list makes room for a better logit of a later tile."""
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)  # a program walks several tiles
+    logits = torch.zeros(6, 300)
+    logits[:, 3:60:9] = 1  # seven in the first tile, of which the list has room for five
+    for row in range(6):
+        logits[row, 130:130 + row] = 2  # so many of them leave
+    want = logits.sort(descending=True, stable=True).indices[:, :5]
+    assert torch.equal(kernels.project_topk(torch.eye(6, device=device), logits.T.to(device), 5)[1].cpu(), want)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
@@ -474,6 +538,20 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     assert kv.shape == (2, 2, 4, 3, S, D) and not kv.is_contiguous()
     kernels.commit_path(kv, lengths.int().to(device), paths.to(integers).to(device), counts.to(integers).to(device))
     assert torch.equal(outer.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_commit_path_reads_before_it_writes():
+    """Bug: a race of the warps, where each row moves to the place of the row before it."""
+    path = torch.tensor([0, *range(2, 64)], device="cuda").repeat(8, 1)
+    lengths, count = torch.arange(8, device="cuda", dtype=torch.int32), torch.full((8,), 63, device="cuda")
+    for _ in range(200):
+        kv = torch.randn(8, 2, 8, 8, 80, 256, device="cuda", dtype=BF16)
+        want = kv.clone()
+        kernels.commit_path_reference(want, lengths, path, count)
+        kernels.commit_path(kv, lengths, path, count)
+        assert torch.equal(kv, want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
