@@ -1,17 +1,22 @@
-"""The four operations of a speculative step that need kernels of their own, in Triton and in torch.
+"""The operations of a speculative step that have kernels of their own, in Triton and in torch.
 
-    tree_attention   attention of a token tree over the committed cache and the tree's own ancestors
-    project_topk     LM head + log-softmax + top-k, for drafting
-    project_sample   LM head + argmax or Gumbel-argmax, for verifying
-    commit_path      moves the accepted nodes' cache rows to the front
+    tree_attention             attention of a token tree over the committed cache and the tree's own ancestors
+    project_topk               LM head + log-softmax + top-k, for drafting
+    project_sample             LM head + argmax or Gumbel-argmax, for verifying
+    commit_path                moves the accepted nodes' cache rows to the front
+    add_norm                   residual add + RMSNorm or LayerNorm
+    rope_cache                 norm and rotation of queries and keys, write of keys and values to the cache
+    glu, cosine_mix            SiLU(gate) * up; the Attention Decoder's cosine and sum
+    best_guesses, best_tree    choose the best proposals of a depth; of all depths, as a tree
+    accept_path, nucleus       the walk down the tree; where top-p sampling cuts
 
-For each: formula and cost, kernel, host function (`*_triton`), torch reference (`*_reference`), dispatching function.
-The three functions share one signature. The dispatching function runs Triton on CUDA tensors, and on CPU tensors if
-TRITON_INTERPRET=1 was set before the import; elsewhere it runs the reference. This file needs torch and, where it
-exists, triton. The kernels are for inference and have no gradient.
+The first four move the bytes of a step, the others save launches between them. For each: formula and bytes, kernel,
+torch reference (`*_reference`), and a function of the same signature that launches the kernel for CUDA tensors, and for
+CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, it calls the
+reference. This file needs torch and, where it exists, triton.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value heads, G = Hq / Hkv,
-D head size, C hidden size, V vocabulary, M = B * T hidden states, P nodes of a path.
+D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a path, K depths and W beams of a draft.
 """
 
 import math
@@ -49,22 +54,12 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}")
 
 
-def _check_tensor(name, x, shape, *dtypes):
-    _check(x.shape == shape and x.dtype in dtypes,
-           lambda: f"{name} of shape {list(shape)}, {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", x)
-
-
-def _check_device(first, **others):
-    for name, x in others.items():
-        _check(x.device == first.device, lambda: f"{name} on {first.device}, as the first argument is", x.device)
-
-
 def _check_tensors(device, **named):
-    """named: (tensor or None, shape, dtypes)."""
+    """named: (tensor or None, shape, the dtypes it may have)."""
     for name, (x, shape, *dtypes) in named.items():
         if x is not None and not (x.shape == shape and x.dtype in dtypes and x.device == device):
-            _check_tensor(name, x, shape, *dtypes)
-            _check(False, f"{name} on {device}, as the others are", x.device)
+            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            _check(False, f"{name} of shape {list(shape)}, {kinds}, on {device}", x, x.device)
 
 
 def _check_rows(x, most=None):
@@ -333,18 +328,12 @@ def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
     B, T, Hq, D = q.shape
     _check(T <= 64, "q of 1 to 64 nodes", q)
     _check(16 <= D <= 256, "q of a head size of 16 to 256", q)
-    for name, cache in dict(k_cache=k_cache, v_cache=v_cache).items():
-        _check(cache.dim() == 4 and cache.shape[0] == B and cache.shape[2] >= T and cache.shape[3] == D,
-               lambda: f"{name} of shape [{B}, Hkv, S >= {T}, {D}], to fit q", cache)
-        _check(cache.shape[1] > 0 and Hq % cache.shape[1] == 0, lambda: f"{name} of heads that divide q's {Hq}", cache)
-        _check(cache.dtype == q.dtype, lambda: f"{name} of {q.dtype}, as q has it", cache)
-    _check(k_cache.shape == v_cache.shape, "k_cache and v_cache of one shape", k_cache, v_cache)
-    _check_tensor("lengths", lengths, (B,), torch.int32)
-    _check_tensor("ancestors", ancestors, (B, T), torch.int64)
-    _check_device(q, k_cache=k_cache, v_cache=v_cache, lengths=lengths, ancestors=ancestors)
-    if slopes is not None:
-        _check_tensor("slopes", slopes, (Hq,), torch.float32)
-        _check_device(q, slopes=slopes)
+    _check(k_cache.dim() == 4 and k_cache.shape[2] >= T, lambda: f"k_cache of shape [{B}, Hkv, S >= {T}, {D}]", k_cache)
+    Hkv, S = k_cache.shape[1:3]
+    _check(Hkv > 0 and Hq % Hkv == 0, lambda: f"k_cache of heads that divide q's {Hq}", k_cache)
+    cache = (B, Hkv, S, D), q.dtype
+    _check_tensors(q.device, k_cache=(k_cache, *cache), v_cache=(v_cache, *cache), lengths=(lengths, (B,), torch.int32),
+                   ancestors=(ancestors, (B, T), torch.int64), slopes=(slopes, (Hq,), torch.float32))
 
 
 def _check_lengths(lengths, T, capacity):
@@ -353,39 +342,6 @@ def _check_lengths(lengths, T, capacity):
         low, high = lengths.aminmax()
         _check(0 <= low and high + T <= capacity,
                lambda: f"lengths of 0 to {capacity - T}, to fit {T} nodes into {capacity} rows", lengths.tolist())
-
-
-def tree_attention_triton(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
-    """`tree_attention` by the Triton kernels, which read the ancestor bits and not `mask`."""
-    _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
-    B, T, Hq, D = q.shape
-    Hkv, S = k_cache.shape[1:3]
-    _check_lengths(lengths, T, S)
-    if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
-        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
-    G = Hq // Hkv
-    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), slopes is not None)
-    BLOCK_Q = blocks["BLOCK_Q"]
-    row_tiles = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
-    min_split = max(BLOCK_Q, 2 * blocks["BLOCK_S"])
-    splits = _splits(S, min_split, BLOCK_Q, row_tiles, _programs_at_once(blocks, _multiprocessors(q.device)))
-    lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
-    slopes = None if slopes is None else slopes.contiguous()
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial, lse = out, None  # a single split writes the result itself; 128 rows would spill when rounding it
-    if splits > 1 or BLOCK_Q > 64:
-        partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
-        lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
-    scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel uses base-2 exponentials
-    with torch.cuda.device_of(q):
-        _tree_attention_kernel[(row_tiles, splits)](
-            q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse, *_strides(q), *_strides(k_cache),
-            scale, T, G, S, Hkv, splits, min_split, D=D, **blocks)
-        if lse is not None:
-            _combine_splits_kernel[(B * T * Hq,)](
-                partial, lse, lengths, out, T, Hq, S, splits, blocks["BLOCK_S"], min_split,
-                D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
-    return out
 
 
 class TreeMask(NamedTuple):
@@ -406,8 +362,7 @@ def tree_mask(lengths, ancestors, max_len, slopes=None):
     B, T = ancestors.shape
     _check_lengths(lengths, T, max_len)
     if slopes is not None:
-        _check(slopes.dim() == 1 and slopes.dtype == torch.float32, "slopes of shape [Hq], float32", slopes)
-        _check_device(lengths, slopes=slopes)
+        _check_tensors(lengths.device, slopes=(slopes, (slopes.numel(),), torch.float32))
     node = torch.arange(max_len, device=lengths.device) - lengths[:, None]  # (B, max_len), negative: committed
     ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, max_len)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
@@ -461,8 +416,37 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
     mask: `tree_mask(lengths, ancestors, max_len, slopes)`. Only the reference reads it, slopes included.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
-    attend = tree_attention_triton if runs_triton(q) else tree_attention_reference
-    return attend(q, k_cache, v_cache, lengths, ancestors, scale, mask, slopes)
+    if not runs_triton(q):
+        return tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale, mask, slopes)
+    _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
+    B, T, Hq, D = q.shape
+    Hkv, S = k_cache.shape[1:3]
+    _check_lengths(lengths, T, S)
+    if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+    G = Hq // Hkv
+    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), slopes is not None)
+    BLOCK_Q = blocks["BLOCK_Q"]
+    row_tiles = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
+    min_split = max(BLOCK_Q, 2 * blocks["BLOCK_S"])
+    splits = _splits(S, min_split, BLOCK_Q, row_tiles, _programs_at_once(blocks, _multiprocessors(q.device)))
+    lengths, ancestors = lengths.contiguous(), ancestors.contiguous()
+    slopes = None if slopes is None else slopes.contiguous()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    partial, lse = out, None  # a single split writes the result itself; 128 rows would spill when rounding it
+    if splits > 1 or BLOCK_Q > 64:
+        partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
+        lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
+    scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # the kernel uses base-2 exponentials
+    with torch.cuda.device_of(q):
+        _tree_attention_kernel[(row_tiles, splits)](
+            q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse, *_strides(q), *_strides(k_cache),
+            scale, T, G, S, Hkv, splits, min_split, D=D, **blocks)
+        if lse is not None:
+            _combine_splits_kernel[(B * T * Hq,)](
+                partial, lse, lengths, out, T, Hq, S, splits, blocks["BLOCK_S"], min_split,
+                D=D, BLOCK_D=blocks["BLOCK_D"], BLOCK_SPLITS=16, num_warps=2)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -676,15 +660,12 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
 
 def _check_project(hidden, weight, vocab_ids):
     _check(hidden.dim() == 2 and len(hidden) > 0, "hidden of shape [M >= 1, C]", hidden)
-    _check(weight.dim() == 2 and len(weight) > 0 and hidden.shape[1] == weight.shape[1] > 0,
-           lambda: f"weight of shape [V >= 1, {hidden.shape[1]}], as hidden has it", weight)
     _check(hidden.dtype in FLOATS, "hidden of float32, float16 or bfloat16", hidden)
-    _check(weight.dtype == hidden.dtype, lambda: f"weight of {hidden.dtype}, as hidden has it", weight)
-    _check_device(hidden, weight=weight)
+    _check(weight.dim() == 2 and weight.numel() > 0, lambda: f"weight of shape [V >= 1, {hidden.shape[1]}]", weight)
+    _check_tensors(hidden.device, weight=(weight, (len(weight), hidden.shape[1]), hidden.dtype))
     if vocab_ids is not None:
-        _check(vocab_ids.dim() == 1 and len(vocab_ids) > 0 and vocab_ids.dtype == torch.int32,
-               "vocab_ids of shape [n >= 1], int32", vocab_ids)
-        _check_device(hidden, vocab_ids=vocab_ids)
+        _check(vocab_ids.numel() > 0, "vocab_ids of shape [n >= 1]", vocab_ids)
+        _check_tensors(hidden.device, vocab_ids=(vocab_ids, (vocab_ids.numel(),), torch.int32))
         if vocab_ids.device.type == "cpu":  # reading values back would stall a GPU
             low, high = vocab_ids.aminmax()
             _check(0 <= low and high < len(weight), lambda: f"vocab_ids of 0 to {len(weight) - 1}", int(low), int(high))
@@ -694,12 +675,6 @@ def _check_topk(hidden, weight, k, vocab_ids):
     _check_project(hidden, weight, vocab_ids)
     max_k = min(32, len(weight if vocab_ids is None else vocab_ids))
     _check(isinstance(k, int) and 1 <= k <= max_k, lambda: f"k of 1 to {max_k}", k)
-
-
-def project_topk_triton(hidden, weight, k, vocab_ids=None):
-    """`project_topk` by the Triton kernels: one pass over the weight, no logits stored."""
-    _check_topk(hidden, weight, k, vocab_ids)
-    return _project_triton(hidden, weight, vocab_ids, k)
 
 
 def float_logits(hidden, weight, vocab_ids=None):
@@ -736,23 +711,16 @@ def project_topk(hidden, weight, k, vocab_ids=None):
     Returns (logprobs float32 [M, k], tokens int64 [M, k]). ValueError for shapes, dtypes, devices, k and, on a CPU,
     vocab_ids outside the weight.
     """
-    project = project_topk_triton if runs_triton(hidden) else project_topk_reference
-    return project(hidden, weight, k, vocab_ids)
+    if not runs_triton(hidden):
+        return project_topk_reference(hidden, weight, k, vocab_ids)
+    _check_topk(hidden, weight, k, vocab_ids)
+    return _project_triton(hidden, weight, vocab_ids, k)
 
 
 def _check_noise(M, temperature, seed, sequence, position, device):
     _check(0 <= temperature < math.inf, "a finite temperature of at least 0", temperature)
     _seed_key(seed)  # checks it
-    for name, x in dict(sequence=sequence, position=position).items():
-        _check_tensor(name, x, (M,), *INTEGERS)
-        _check(x.device == device, lambda: f"{name} on {device}", x.device)
-
-
-def project_sample_triton(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
-    """`project_sample` by the Triton kernels: one pass over the weight, neither logits nor noise stored."""
-    _check_project(hidden, weight, vocab_ids)
-    _check_noise(len(hidden), temperature, seed, sequence, position, hidden.device)
-    return _project_triton(hidden, weight, vocab_ids, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
+    _check_tensors(device, sequence=(sequence, (M,), *INTEGERS), position=(position, (M,), *INTEGERS))
 
 
 def _mix64(x):
@@ -817,8 +785,11 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_
     Returns int64 [M]. Of equal logits the lowest token id wins, or the first in vocab_ids. ValueError for shapes,
     dtypes, devices, temperature, seed and, on a CPU, vocab_ids outside the weight.
     """
-    project = project_sample_triton if runs_triton(hidden) else project_sample_reference
-    return project(hidden, weight, temperature, seed, sequence, position, vocab_ids)
+    if not runs_triton(hidden):
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids)
+    _check_project(hidden, weight, vocab_ids)
+    _check_noise(len(hidden), temperature, seed, sequence, position, hidden.device)
+    return _project_triton(hidden, weight, vocab_ids, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -862,23 +833,9 @@ def _check_commit(kv, lengths, path, count):
     _check(kv.dim() == 6 and kv.shape[1] == 2, "kv of shape [L, 2, B, Hkv, S, D]", kv)
     _check(kv.dtype in FLOATS, "kv of float32, float16 or bfloat16", kv)
     B = kv.shape[2]
-    _check_tensor("lengths", lengths, (B,), torch.int32)
-    _check(path.dim() == 2 and len(path) == B and 1 <= path.shape[1] <= 64 and path.dtype in INTEGERS,
-           lambda: f"path of shape [{B}, 1 to 64], int32 or int64", path)
-    _check_tensor("count", count, (B,), *INTEGERS)
-    _check_device(kv, lengths=lengths, path=path, count=count)
-
-
-def commit_path_triton(kv, lengths, path, count):
-    """`commit_path` by the Triton kernel: one launch for all layers."""
-    _check_commit(kv, lengths, path, count)
-    L, _, B, Hkv, S, D = kv.shape
-    P = path.shape[1]
-    BLOCK_P, BLOCK_D = triton.next_power_of_2(P), triton.next_power_of_2(D)
-    with torch.cuda.device_of(kv):
-        _commit_path_kernel[(B * Hkv, L * 2)](
-            kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
-            D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
+    _check(path.dim() == 2 and 1 <= path.shape[1] <= 64, lambda: f"path of shape [{B}, 1 to 64]", path)
+    _check_tensors(kv.device, lengths=(lengths, (B,), torch.int32), path=(path, (B, path.shape[1]), *INTEGERS),
+                   count=(count, (B,), *INTEGERS))
 
 
 def commit_path_reference(kv, lengths, path, count):
@@ -905,8 +862,16 @@ def commit_path(kv, lengths, path, count):
     row lengths[b] + j becomes what row lengths[b] + path[b, j] was; other rows and the lengths do not change.
     ValueError for shapes and dtypes and, in the reference, for paths that leave the cache.
     """
-    commit = commit_path_triton if runs_triton(kv) else commit_path_reference
-    commit(kv, lengths, path, count)
+    if not runs_triton(kv):
+        return commit_path_reference(kv, lengths, path, count)
+    _check_commit(kv, lengths, path, count)
+    L, _, B, Hkv, S, D = kv.shape
+    P = path.shape[1]
+    BLOCK_P, BLOCK_D = triton.next_power_of_2(P), triton.next_power_of_2(D)
+    with torch.cuda.device_of(kv):
+        _commit_path_kernel[(B * Hkv, L * 2)](
+            kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(), P, S, Hkv,
+            D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D, num_warps=min(max(BLOCK_P * BLOCK_D // 1024, 1), 16))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1028,9 +993,9 @@ def _rope_cache_kernel(
     low_mask = (head < Hq + 2 * Hkv) & (dims < HALF)
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
-    q_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh + dims * stride_qd
-    low = tl.load(q_ptrs, mask=low_mask, other=0.0)
-    high = tl.load(q_ptrs + HALF * stride_qd, mask=high_mask, other=0.0)
+    head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
+    low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
+    high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
     a, c = low.to(tl.float32), high.to(tl.float32)
     if q_weight_ptr is not None:
         scale = tl.rsqrt(tl.sum(a * a + c * c, 1) / D + eps)[:, None]
@@ -1044,15 +1009,14 @@ def _rope_cache_kernel(
     low = tl.where(is_value, low, a.to(low.dtype))
     high = tl.where(is_value, high, c.to(low.dtype))
 
-    tl.store(q_ptrs, low, mask=low_mask & is_query)
-    tl.store(q_ptrs + HALF * stride_qd, high, mask=high_mask & is_query)
+    tl.store(head_ptrs + dims * stride_qd, low, mask=low_mask & is_query)
+    tl.store(head_ptrs + (dims + HALF) * stride_qd, high, mask=high_mask & is_query)
     row = tl.load(rows_ptr + token)
     cached = (head >= Hq) & (row >= 0) & (row < S)
     kv_head = tl.where(is_value, head - Hkv, head) - Hq
-    kv_ptrs = kv_ptr + b * stride_kvb + row * stride_kvs + kv_head * stride_kvh + dims * stride_kvd
-    kv_ptrs += tl.where(is_value, stride_kvside, 0)
-    tl.store(kv_ptrs, low, mask=low_mask & cached)
-    tl.store(kv_ptrs + HALF * stride_kvd, high, mask=high_mask & cached)
+    row_ptrs = kv_ptr + is_value.to(tl.int64) * stride_kvside + b * stride_kvb + kv_head * stride_kvh + row * stride_kvs
+    tl.store(row_ptrs + dims * stride_kvd, low, mask=low_mask & cached)
+    tl.store(row_ptrs + (dims + HALF) * stride_kvd, high, mask=high_mask & cached)
 
 
 def _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight):
@@ -1235,7 +1199,7 @@ def _comes_before(score, key, other_score, other_key):
 @triton.jit
 def _guess(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth):
     """(joint log-probabilities, tokens) of proposals; behind the last come entries that stand for none."""
-    offsets, mask = column // W * stride_w + column % W, column < count
+    offsets, mask = (column // W).to(tl.int64) * stride_w + column % W, column < count
     logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
     joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN, of broken heads: -inf
     joint += tl.load(beams_ptr + column // W, mask=mask & (depth > 0), other=0.0)  # the root has 0

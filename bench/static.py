@@ -34,14 +34,15 @@ TARGETS = {"cuda:80": 99 * 1024, "cuda:90": 99 * 1024, "cuda:100": 99 * 1024, "h
 # The launches
 
 def record(function, *args, multiprocessors=132, **named):
-    """The launches [(kernel name, grid, args, named)] of a host function; no kernel runs."""
+    """The launches [(kernel name, grid, args, named)] of one of the kernels' functions; no kernel runs."""
     from triton.runtime.jit import JITFunction
     launches = []
 
     def run(kernel, *args, grid, warmup, **named):
         launches.append((kernel.__name__, grid, args, named))
 
-    with patch.object(JITFunction, "run", run), patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
+    with (patch.object(JITFunction, "run", run), patch.object(kernels, "runs_triton", lambda *_: True),
+          patch.object(kernels, "_multiprocessors", lambda _: multiprocessors)):
         function(*args, **named)
     return launches
 
@@ -73,7 +74,7 @@ def attention_launches(T, G, D, dtype, aligned=True, S=4096, alibi=False):
     cache = torch.empty(2, 2, S, D, dtype=dtype) if aligned else torch.empty(2, 2, D, S + 1, dtype=dtype).mT
     slopes = torch.zeros(2 * G) if alibi else None
     lengths, ancestors = torch.zeros(2).int(), torch.zeros(2, T).long()
-    return record(kernels.tree_attention_triton, q, cache, cache, lengths, ancestors, slopes=slopes)
+    return record(kernels.tree_attention, q, cache, cache, lengths, ancestors, slopes=slopes)
 
 
 def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True, C=4096, V=32000, multiprocessors=132):
@@ -86,7 +87,49 @@ def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True
 
 def commit_launches(P, D, dtype):
     kv = torch.empty(2, 2, 2, 2, 64, D, dtype=dtype)
-    return record(kernels.commit_path_triton, kv, torch.zeros(2).int(), torch.zeros(2, P).long(), torch.zeros(2).int())
+    return record(kernels.commit_path, kv, torch.zeros(2).int(), torch.zeros(2, P).long(), torch.zeros(2).int())
+
+
+def norm_launches(C, dtype, kind):
+    """kind: "rms", "layer", or "scale": alone, without a weight."""
+    x, weight = torch.empty(3, C, dtype=dtype), torch.empty(C, dtype=dtype)
+    arguments = dict(rms=(x, weight), layer=(x, weight, weight), scale=(None, None))
+    return record(kernels.add_norm, x, *arguments[kind])
+
+
+def rope_launches(D, dtype, normed):
+    qkv, kv = torch.empty(2, 3, 12, D, dtype=dtype), torch.empty(2, 2, 2, 64, D, dtype=dtype)
+    angles, weight = torch.empty(2, 3, 1, D, dtype=dtype), torch.empty(D, dtype=dtype) if normed else None
+    rope = None if D % 2 else (angles, angles)
+    return record(kernels.rope_cache, qkv, rope, kv, torch.zeros(2, 3).long(), weight, weight)
+
+
+def mix_launches(C, n_head, dtype):
+    z, kv = torch.empty(3, C, dtype=dtype), torch.empty(3, 2 * C, dtype=dtype)
+    return record(kernels.cosine_mix, z, z, kv, n_head)
+
+
+def draft_launches(K, W, T):
+    """Of best_guesses at the last depth, and of best_tree."""
+    W = min(W, T - 1)
+    n = min(W * W, T - 1)
+    joint, lists = torch.empty(2, K, n), torch.empty(2, K, n, dtype=torch.int64)
+    logprobs = torch.empty(2, W if K > 1 else 1, W)
+    launches = record(kernels.best_guesses, logprobs, logprobs.long(), joint, lists, lists, K - 1)
+    return launches + record(kernels.best_tree, torch.zeros(2).long(), joint, lists, lists, T)
+
+
+def accept_launches(T):
+    nodes = torch.empty(2, T, dtype=torch.int64)
+    return record(kernels.accept_path, *[nodes] * 5, torch.empty(2, dtype=torch.int32), min(T, 5))
+
+
+def glu_launches(activation, dtype):
+    return record(kernels.glu, torch.empty(3, 2 * 11008, dtype=dtype), activation)
+
+
+def nucleus_launches(V):
+    return record(kernels.nucleus, torch.empty(3, V), 0.9)
 
 
 def cases(launches, **choices):
@@ -120,7 +163,20 @@ def all_launches():
         launches += project(M=[8], k=[k], dtype=[BF16], temperature=[temperature], V=[128256],
                             multiprocessors=[2**i for i in range(9)])
     launches += project(M=[8], k=[1], dtype=[BF16], V=[100])
-    return signatures(launches + cases(commit_launches, P=[1, 5, 17, 64], D=[16, 80, 256], dtype=[BF16, FP32]))
+    launches += cases(commit_launches, P=[1, 5, 17, 64], D=[16, 80, 256], dtype=[BF16, FP32])
+    return signatures(launches + small_launches())
+
+
+def small_launches():
+    """Those of the operations between the products. float16 takes what bfloat16 does."""
+    both = dict(dtype=[BF16, FP32])
+    launches = cases(norm_launches, C=[16, 1000, 4096, 16384], kind=["rms", "layer", "scale"], **both)
+    launches += cases(rope_launches, D=[16, 21, 64, 80, 128, 256], normed=[False, True], **both)
+    launches += cases(glu_launches, activation=["silu", "gelu"], **both)
+    launches += cases(mix_launches, C=[1024, 16384], n_head=[1, 8], **both)
+    launches += cases(draft_launches, K=[4], W=[4, 8, 32], T=[16, 64]) + draft_launches(8, 8, 64)
+    launches += draft_launches(32, 8, 64) + draft_launches(16, 8, 64)
+    return launches + cases(accept_launches, T=[1, 16, 64]) + nucleus_launches(32000)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

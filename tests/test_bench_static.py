@@ -29,7 +29,10 @@ def sample():
     """A launch of every kernel."""
     return [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
             *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
-            *static.commit_launches(5, 80, BF16)]
+            *static.commit_launches(5, 80, BF16), *static.norm_launches(4096, BF16, "rms"),
+            *static.rope_launches(128, BF16, True), *static.glu_launches("silu", BF16),
+            *static.mix_launches(1024, 8, BF16), *static.draft_launches(4, 4, 16), *static.accept_launches(16),
+            *static.nucleus_launches(32000)]
 
 
 def bfloat16_twin(launch):
@@ -89,7 +92,13 @@ def random_launches(generator):
     launches += static.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature,
                                         draw(False, aligned), aligned, V=draw(32000, 151936),
                                         multiprocessors=draw(4, 24, 132, 304))
-    return launches + static.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
+    launches += static.commit_launches(draw(1, 5, 17, 64), draw(16, 80, 256), draw(BF16, FP32))
+    small = draw(BF16, FP32)
+    launches += static.norm_launches(draw(16, 1000, 4096, 9000), small, draw("rms", "layer", "scale"))
+    launches += static.rope_launches(draw(16, 21, 64, 80, 128, 160), small, draw(False, True))
+    launches += static.glu_launches(draw("silu", "gelu"), small) + static.nucleus_launches(draw(100, 151936))
+    launches += static.mix_launches(draw(1024, 16384), draw(1, 8), small) + static.accept_launches(draw(1, 16, 64))
+    return launches + static.draft_launches(draw(1, 4, 32), draw(1, 3, 8), draw(16, 33, 64))
 
 
 def test_the_gate_knows_every_shape_class():
