@@ -23,25 +23,40 @@ def chain(n):
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence, four ways
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prefill_steps_and_trees_agree(shape):
+def test_prefill_steps_and_trees_agree(shape, device):
     """Catches a position, a cache row or a mask that is off in one of the ways to feed tokens."""
-    model = toy_model(**SHAPES[shape])
-    tokens = torch.tensor(random_prompts([23]))
+    model = toy_model(**SHAPES[shape]).to(device)
+    tokens = torch.tensor(random_prompts([23]), device=device)
     want = model(tokens)  # no cache
     chunked, single = model.new_cache(1, 40), model.new_cache(1, 40)
     got = torch.cat([model.prefill(tokens[:, i:i + 5], chunked, i) for i in range(0, 23, 5)], dim=1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert chunked.lengths.tolist() == [23]
     for i in range(23):
-        step = model(tokens[:, i:i + 1], torch.tensor([[i]]), single, torch.ones(1, 1, dtype=torch.int64))
+        step = model(tokens[:, i:i + 1], torch.tensor([[i]], device=device), single, chain(1).to(device))
         torch.testing.assert_close(step[0, 0], want[0, i], atol=1e-4, rtol=1e-4)
         single.lengths += 1
     torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :, :, :23], atol=1e-4, rtol=1e-4)
     tree = model.new_cache(1, 40)
     model.prefill(tokens[:, :13], tree)
-    nodes = model(tokens[:, 13:], torch.arange(13, 23)[None], tree, chain(10))
+    nodes = model(tokens[:, 13:], torch.arange(13, 23, device=device)[None], tree, chain(10).to(device))
     torch.testing.assert_close(nodes, want[:, 13:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_in_bfloat16_comes_near_float32(shape):
+    """Catches flash attention's causal mask aligned to the wrong end, in the chunks behind the first."""
+    model = toy_model(**SHAPES[shape], scale=1.0)
+    tokens = torch.tensor(random_prompts([200]))
+    want, model = model(tokens).double(), model.to("cuda", torch.bfloat16)
+    cache, tokens = model.new_cache(1, 200), tokens.to("cuda")
+    got = torch.cat([model.prefill(tokens[:, i:i + 64], cache, i) for i in range(0, 200, 64)], dim=1).cpu().double()
+    assert (got - want).norm() < 0.03 * want.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
