@@ -36,7 +36,7 @@ def sample():
 
 
 def bfloat16_twin(launch):
-    """The bfloat16 launch that differs from a float16 launch in nothing else, else None. On every target all 63 twins
+    """The bfloat16 launch that differs from a float16 launch in nothing else, else None. On every target all 45 twins
     have equal spills and shared memory, on NVIDIA equal registers too. So float16 is compiled for one target."""
     name, kinds, *rest = launch
     return (name, tuple(kind.replace("fp16", "bf16") for kind in kinds), *rest) if "*fp16" in kinds else None
