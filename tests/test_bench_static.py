@@ -163,7 +163,9 @@ def products(ttir, arguments):
 @pytest.mark.parametrize("launches, args", [
     pytest.param(static.attention_launches, (16, 4, 128, BF16), id="attention"),
     pytest.param(static.project_launches, (8, 8, BF16), id="project"),
-    pytest.param(static.commit_launches, (5, 80, BF16), id="commit")])
+    pytest.param(static.commit_launches, (5, 80, BF16), id="commit"),
+    pytest.param(static.rope_launches, (80, BF16, True), id="rope_cache"),
+    pytest.param(static.draft_launches, (4, 4, 16), id="draft")])
 def test_addresses_have_64_bits(launches, args):
     """Bug: an offset computed in 32 bits: from 2^31 elements on, 4 GB in bfloat16, a cache is read at random places."""
     for launch in map(with_runtime_strides, static.signatures(launches(*args))):
