@@ -1060,7 +1060,8 @@ def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
     _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
     (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]
     tables = (x if x is None else x.contiguous() for x in (*(rope or (None, None)), q_weight, k_weight))
-    BLOCK_H, BLOCK_D = min(triton.next_power_of_2(H), 16), triton.next_power_of_2((D + 1) // 2)
+    BLOCK_D = triton.next_power_of_2((D + 1) // 2)
+    BLOCK_H = min(triton.next_power_of_2(H), 16, 1024 // BLOCK_D)
     with torch.cuda.device_of(qkv):
         _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
             qkv, *tables, kv, rows.contiguous(), *_strides(qkv), *_strides(kv),
