@@ -232,7 +232,7 @@ class CloverHeads(nn.Module):
         delta = None
         for layer, block in enumerate(self.augment_blocks):
             x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
-        return add_norm(x, delta, None, eps=torch.finfo(torch.float32).eps)[1]
+        return add_norm(x, delta, None, eps=torch.finfo(torch.float32).eps)[1]  # F.rms_norm's own default
 
     def forward(self, hidden, tokens, documents=None):
         """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B,
@@ -259,7 +259,7 @@ class CloverHeads(nn.Module):
         (B, C), W = state.shape, min(beams, tree_size - 1)
         K, n = min(self.config.n_draft, tree_size - 1), min(W * W, tree_size - 1)  # no more can be in the tree
         lists = [root.new_empty(B, K, n, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.int64)]
-        _, tokens, parents = lists  # with joint log-probabilities: the best of each depth, of which W are its beams
+        _, tokens, parents = lists  # the n best of each depth; the first W are the beams that the next one goes on from
         states, guessed = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         for depth in range(K):
             states, out = self.draft_head(depth)(states, self.embedding(guessed))

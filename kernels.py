@@ -62,9 +62,22 @@ def _check_tensors(device, **named):
             _check(False, f"{name} of shape {list(shape)}, {kinds}, on {device}", x, x.device)
 
 
-def _check_rows(x, most=None):
+def _check_float(x, most=None):
     _check(x.dim() > 0 and x.numel() > 0 and x.is_floating_point() and (most is None or x.shape[-1] <= most),
            lambda: f"the first tensor of shape [..., {f'1 to {most}' if most else 'C'}] and a float dtype", x)
+
+
+@lru_cache
+def _constant(value, device):
+    with torch.inference_mode(False):  # so that it may be used in any mode
+        return torch.tensor(value, device=device)
+
+
+@lru_cache
+def _column(n, device):
+    """0..n - 1, int64 [n, 1]."""
+    with torch.inference_mode(False):
+        return torch.arange(n, device=device)[:, None]
 
 
 def runs_triton(*tensors):
@@ -911,22 +924,9 @@ def _add_norm_kernel(
 
 
 def _check_add_norm(x, delta, weight, bias):
-    _check_rows(x, 16384)
+    _check_float(x, 16384)
     parameter = x.shape[-1:], x.dtype, torch.float32
     _check_tensors(x.device, delta=(delta, x.shape, x.dtype), weight=(weight, *parameter), bias=(bias, *parameter))
-
-
-@lru_cache
-def _constant(value, device):
-    with torch.inference_mode(False):  # so that it may be used in any mode
-        return torch.tensor(value, device=device)
-
-
-@lru_cache
-def _column(n, device):
-    """0..n - 1, int64 [n, 1]."""
-    with torch.inference_mode(False):
-        return torch.arange(n, device=device)[:, None]
 
 
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
@@ -965,14 +965,15 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
 # rope_cache
 #
 #   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
-#   (a, b) -> (a cos - b sin, b cos + a sin) for the halves a and b of each query and key head (RoPE, arXiv 2104.09864)
+#   (x, y) -> (x cos - y sin, y cos + x sin) for the halves x and y of each query and key head (RoPE, arXiv 2104.09864)
 #   keys and values of token t of sequence b -> cache row rows[b, t]
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D]. rope: (cos, sin) [B, T, 1, D], sin with a minus in the first half."""
+    """Rotates each head of x [B, T, H, D] by its token's angles (RoPE, arXiv 2104.09864), with a gradient.
+    rope: (cos, sin), each [B, T, 1, D] of x's dtype, sin with a minus in the first half."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -996,18 +997,18 @@ def _rope_cache_kernel(
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
-    a, c = low.to(tl.float32), high.to(tl.float32)
+    x, y = low.to(tl.float32), high.to(tl.float32)
     if q_weight_ptr is not None:
-        scale = tl.rsqrt(tl.sum(a * a + c * c, 1) / D + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / D + eps)[:, None]
         weight_ptrs = tl.where(is_query, q_weight_ptr + dims, k_weight_ptr + dims)
-        a *= scale * tl.load(weight_ptrs, mask=low_mask, other=0.0).to(tl.float32)
-        c *= scale * tl.load(weight_ptrs + HALF, mask=high_mask, other=0.0).to(tl.float32)
+        x *= scale * tl.load(weight_ptrs, mask=low_mask, other=0.0).to(tl.float32)
+        y *= scale * tl.load(weight_ptrs + HALF, mask=high_mask, other=0.0).to(tl.float32)
     if cos_ptr is not None:
         cos = tl.load(cos_ptr + token * D + dims, mask=dims < HALF, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * D + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        a, c = a * cos - c * sin, c * cos + a * sin
-    low = tl.where(is_value, low, a.to(low.dtype))
-    high = tl.where(is_value, high, c.to(low.dtype))
+        x, y = x * cos - y * sin, y * cos + x * sin
+    low = tl.where(is_value, low, x.to(low.dtype))
+    high = tl.where(is_value, high, y.to(low.dtype))
 
     tl.store(head_ptrs + dims * stride_qd, low, mask=low_mask & is_query)
     tl.store(head_ptrs + (dims + HALF) * stride_qd, high, mask=high_mask & is_query)
@@ -1091,7 +1092,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 def _check_glu(x, activation):
-    _check_rows(x)
+    _check_float(x)
     _check(x.shape[-1] % 2 == 0, "x of shape [..., 2 N]", x)
     _check(activation in ("silu", "gelu"), "silu or gelu", activation)
 
@@ -1101,7 +1102,7 @@ def glu_reference(x, activation="silu"):
     _check_glu(x, activation)
     gate, up = x.chunk(2, dim=-1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate * up if gate.requires_grad else gate.mul_(up)
+    return gate * up if gate.requires_grad else gate.mul_(up)  # a gradient needs both factors
 
 
 def glu(x, activation="silu"):
@@ -1144,7 +1145,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 
 def _check_cosine_mix(z, q, kv, n_head):
-    _check_rows(z)
+    _check_float(z)
     C = z.shape[-1]
     _check(isinstance(n_head, int) and n_head > 0 and C % n_head == 0 and C // n_head <= 16384,
            lambda: f"a number of heads that divides {C}, each of at most 16384", n_head)
@@ -1454,11 +1455,11 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     """The accepted nodes of token trees, and the tokens that they emit.
 
     tokens, parents, depths, ancestors int64 [B, T]: trees as `best_tree` makes them, T 1..64; target int64 [B, T]: the
-    model's own next token at each node; active int32 [B]: 1, or 0 for a sequence that accepts nothing; P = max_path,
-    1..64: nodes of the longest path.
+    model's own next token at each node; active int32 [B]: 1, or 0 for an idle sequence; P = max_path, 1..64: nodes of
+    the longest path, beyond which a path is cut.
     Returns int64 [B, 2 P + 2]: the targets of the accepted nodes (P), the accepted nodes, root first (P), how many
-    there are, and the index of the last. Behind the accepted nodes stand 0, behind their targets the root's. ValueError
-    for shapes, dtypes and devices.
+    there are, and the index of the last; the latter two are 0 for an idle sequence. Behind the accepted nodes stand 0,
+    behind their targets the root's. ValueError for shapes, dtypes and devices.
     """
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
@@ -1476,7 +1477,7 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
 #
 #   the least logit x of a row with sum of exp(x') over x' > x under top_p * sum of exp(x')
 #
-# Bytes: ten passes over M * V float32 logits; a sort moves them about as often, with indices. The cut is found as an
+# Bytes: nine passes over M * V float32 logits; a sort moves them about as often, with indices. The cut is found as an
 # integer that orders as the logits do, four bits a pass: the highest of 16 candidates with enough mass above it. Each
 # row is one program, so that its cut depends on no other row.
 
