@@ -21,7 +21,6 @@ from model import (
     AttentionContext,
     Block,
     InputError,
-    KVCache,
     Linear,
     Norm,
     atomic_write,
@@ -216,8 +215,7 @@ class CloverHeads(nn.Module):
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
-        c, model = self.model.config, self.model
-        return KVCache(self.config.augment_layers, batch, c.n_kv_head, capacity, c.head_size, model.dtype, model.device)
+        return self.model.new_cache(batch, capacity, self.config.augment_layers)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens [B, T] that follow ->

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from clover import MAX_TREE, root_tree
-from kernels import accept_path, commit_path, gumbel_argmax, nucleus, runs_triton
+from kernels import accept_path, commit_path, gumbel_argmax, nucleus, runs_triton, unchecked
 from model import InputError, KVCache, needs_folder, pack
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
@@ -75,11 +75,13 @@ class Engine:
     # One step of all slots. Every tensor has a fixed shape, state changes in place, nothing is read back to the host.
 
     def step(self):
-        tree = self.draft()                                 # tokens, parents, depths, ancestors: [B, T]
-        hidden = self.verify(tree)                          # [B, T, C]; keys and values go to cache rows lengths..
-        target = self.sample(tree, hidden)                  # [B, T]: the model's own next token at every node
-        accepted = self.accept(tree, target)                # [B, 2P + 2]: emitted tokens, path, count, last of the path
-        self.commit(hidden, accepted)
+        with unchecked(self.checked):                       # shapes are fixed: checked in the first step alone
+            tree = self.draft()                             # tokens, parents, depths, ancestors: [B, T]
+            hidden = self.verify(tree)                      # [B, T, C]; keys and values go to cache rows lengths..
+            target = self.sample(tree, hidden)              # [B, T]: the model's own next token at every node
+            accepted = self.accept(tree, target)            # [B, 2P + 2]: emitted tokens, path, count, last of the path
+            self.commit(hidden, accepted)
+        self.checked = True
         return accepted                                     # all that the host reads
 
     def draft(self):
@@ -265,7 +267,7 @@ class Engine:
 
     def set_active_slots(self, n):
         """Lets only the first n slots run. `slots` are views of the buffers."""
-        self.slots = self.buffers.first(n)
+        self.slots, self.checked = self.buffers.first(n), False
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
     def compact_slots(self):

@@ -19,6 +19,7 @@ Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query
 D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a path, K depths and W beams of a draft.
 """
 
+import contextlib
 import math
 import os
 from functools import lru_cache
@@ -34,7 +35,7 @@ try:
 except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, which are never called
     from types import SimpleNamespace
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
-    tl = SimpleNamespace(constexpr=lambda value: value)
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
     HAS_TRITON = False
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,6 +45,29 @@ INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == 
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 PIVOT = tl.constexpr(-3.0e38)  # a finite maximum for rows without scores: -inf - -inf is NaN, -inf - PIVOT is -inf
+
+
+_checking = True
+
+
+@contextlib.contextmanager
+def unchecked(enabled=True):
+    """Within it, the functions of this file do not check their arguments, which on a CPU is a tenth of a small model's
+    step: for a loop whose shapes are fixed, once its first turn has been checked."""
+    global _checking
+    before, _checking = _checking, _checking and not enabled
+    try:
+        yield
+    finally:
+        _checking = before
+
+
+def _skippable(check):
+    """A check of arguments, done except within `unchecked`."""
+    def checked(*args):
+        if _checking:
+            check(*args)
+    return checked
 
 
 def _check(condition, expected, *got):
@@ -83,9 +107,10 @@ def _column(n, device):
 def runs_triton(*tensors):
     """Whether the dispatching functions run their Triton kernels for these tensors: not in float64, and not where a
     gradient is wanted."""
-    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     x = tensors[0]
-    return HAS_TRITON and (x.is_cuda or bool(INTERPRETED)) and x.dtype != torch.float64 and not wants_gradient
+    if not (HAS_TRITON and (x.is_cuda or INTERPRETED.value) and x.dtype != torch.float64):
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
 @triton.jit
@@ -335,6 +360,7 @@ def _splits(S, min_split, BLOCK_Q, row_tiles, at_once):
     return min(range(1, triton.cdiv(S, min_split) + 1), key=time)
 
 
+@_skippable
 def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
     _check(q.dim() == 4 and q.numel() > 0, "q of shape [B, T, Hq, D], not empty", q)
     _check(q.dtype in FLOATS, "q of float32, float16 or bfloat16", q)
@@ -344,11 +370,12 @@ def _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes):
     _check(k_cache.dim() == 4 and k_cache.shape[2] >= T, lambda: f"k_cache of shape [{B}, Hkv, S >= {T}, {D}]", k_cache)
     Hkv, S = k_cache.shape[1:3]
     _check(Hkv > 0 and Hq % Hkv == 0, lambda: f"k_cache of heads that divide q's {Hq}", k_cache)
-    cache = (B, Hkv, S, D), q.dtype
+    cache = (B, Hkv, S, D), q.dtype, torch.float64
     _check_tensors(q.device, k_cache=(k_cache, *cache), v_cache=(v_cache, *cache), lengths=(lengths, (B,), torch.int32),
                    ancestors=(ancestors, (B, T), torch.int64), slopes=(slopes, (Hq,), torch.float32))
 
 
+@_skippable
 def _check_lengths(lengths, T, capacity):
     """Checks values on a CPU only: reading them back would stall a GPU. The kernels never leave the cache."""
     if lengths.device.type == "cpu":
@@ -359,18 +386,18 @@ def _check_lengths(lengths, T, capacity):
 
 class TreeMask(NamedTuple):
     """visible bool [B, T, max_len]: which cache rows a node sees. unseen bool [B, max_len]: rows that no node sees,
-    None if there are none. bias float32, to be added to the scores: [B, 1, T, max_len] of 0 and -inf, None if every
+    None if there are none. bias, to be added to the scores: [B, 1, T, max_len] of 0 and -inf, None if every
     node sees every row; with slopes [B, Hq, T, max_len] of the ALiBi bias and -inf, never None."""
     visible: torch.Tensor
     unseen: torch.Tensor | None
     bias: torch.Tensor | None
 
 
-def tree_mask(lengths, ancestors, max_len, slopes=None):
+def tree_mask(lengths, ancestors, max_len, slopes=None, dtype=torch.float32):
     """What each node sees of the first `max_len` cache rows, as a `TreeMask`. Made once per step, shared by all layers.
 
     lengths int32 [B], ancestors int64 [B, T]; max_len >= max(lengths) + T. slopes float32 [Hq], as in `tree_attention`.
-    ValueError for slopes and, on a CPU, for lengths.
+    dtype: of the bias, best that of the attention. ValueError for slopes and, on a CPU, for lengths.
     """
     B, T = ancestors.shape
     _check_lengths(lengths, T, max_len)
@@ -383,13 +410,35 @@ def tree_mask(lengths, ancestors, max_len, slopes=None):
         return TreeMask(visible, None, None)
     unseen = ~visible.any(1)
     if slopes is None:
-        bias = torch.zeros_like(visible, dtype=torch.float32)[:, None]
+        bias = torch.zeros_like(visible, dtype=dtype)[:, None]
     else:
         depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(-1) - 1  # (B, T)
         positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, max_len), root at 0
-        bias = slopes[:, None, None] * (positions[:, None] - depth[:, :, None])[:, None]  # (B, Hq, T, max_len)
+        distance = positions[:, None] - depth[:, :, None]  # (B, T, max_len)
+        bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, max_len)
     bias.masked_fill_(~visible[:, None], -math.inf)
     return TreeMask(visible, unseen if unseen.any() else None, bias)
+
+
+def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
+    """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's dtype.
+
+    k and v may be float64 where q is not. With q in half precision on a CPU the sums are always in float64, so that
+    rounding hides in which order they were taken: the same tokens stand elsewhere in the cache of another tree, and one
+    flipped bit in one layer is enough to change a text. Caches in half precision are then cast a head at a time.
+    """
+    dtype = torch.float64 if q.device.type == "cpu" and q.dtype.itemsize == 2 else k.dtype
+    bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
+    attend = lambda q, k, v, bias: F.scaled_dot_product_attention(
+        q.to(dtype).transpose(1, 2), k.to(dtype), v.to(dtype), bias, is_causal=is_causal, scale=scale,
+        enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
+    if k.dtype == dtype:
+        return attend(q, k, v, bias)
+    G = q.shape[2] // k.shape[1]
+    heads = [slice(h * G, h * G + G) for h in range(k.shape[1])]
+    return torch.cat([attend(q[:, :, mine], k[:, h:h + 1], v[:, h:h + 1],
+                             bias if bias is None or bias.shape[1] == 1 else bias[:, mine])
+                      for h, mine in enumerate(heads)], dim=2)
 
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
@@ -413,15 +462,14 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
         tail = k[:, :, first:].sum() + v[:, :, first:].sum()
         if not math.isfinite(tail):
             k, v = (x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
-    bias = bias if bias is None else bias.to(q.dtype)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, bias, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)  # (B, T, Hq, D)
+    return cached_attention(q, k, v, bias, scale)
 
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):
     """Attention of a token tree over the committed cache and each node's own ancestors.
 
-    q [B, T, Hq, D], caches [B, Hkv, S, D], one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256;
+    q [B, T, Hq, D], caches [B, Hkv, S, D], one dtype (float32, float16, bfloat16), any strides; T 1..64, D 16..256; the
+    reference takes caches of float64 too, see `cached_attention`.
     lengths int32 [B], 0..S - T; ancestors int64 [B, T]: bit j of node i is set when j is i or an ancestor of i. The
     keys and values of node j already stand at cache row lengths[b] + j. Cache rows that no node sees may hold anything.
     scale: default D ** -0.5. slopes float32 [Hq]: ALiBi (arXiv 2108.12409): subtracts from each score the query head's
@@ -429,7 +477,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
     mask: `tree_mask(lengths, ancestors, max_len, slopes)`. Only the reference reads it, slopes included.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
-    if not runs_triton(q):
+    if not runs_triton(k_cache):
         return tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale, mask, slopes)
     _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
@@ -671,6 +719,7 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
     return logprobs, tokens
 
 
+@_skippable
 def _check_project(hidden, weight, vocab_ids):
     _check(hidden.dim() == 2 and len(hidden) > 0, "hidden of shape [M >= 1, C]", hidden)
     _check(hidden.dtype in FLOATS, "hidden of float32, float16 or bfloat16", hidden)
@@ -684,6 +733,7 @@ def _check_project(hidden, weight, vocab_ids):
             _check(0 <= low and high < len(weight), lambda: f"vocab_ids of 0 to {len(weight) - 1}", int(low), int(high))
 
 
+@_skippable
 def _check_topk(hidden, weight, k, vocab_ids):
     _check_project(hidden, weight, vocab_ids)
     max_k = min(32, len(weight if vocab_ids is None else vocab_ids))
@@ -699,13 +749,14 @@ def float_logits(hidden, weight, vocab_ids=None):
 
 
 def topk_logits(logits, k):
-    """`project_topk` of given logits float32 [M, V]: (logprobs float32 [M, k], columns int64 [M, k])."""
+    """`project_topk` of given logits [M, V]: (logprobs float32 [M, k], columns int64 [M, k]). In half precision, where
+    equals are many, they come in any order."""
     values, columns = logits.topk(min(k + 1, logits.shape[1]))
     # topk promises no order among equals; the (k + 1)st value shows whether one equal to the k-th was left out
-    if (values[:, 1:] == values[:, :-1]).any():
+    if logits.dtype == torch.float32 and (values[:, 1:] == values[:, :-1]).any():
         columns = logits.sort(dim=-1, descending=True, stable=True).indices
     columns = columns[:, :k]
-    return logits.log_softmax(-1).gather(1, columns), columns  # takes a quarter of the time of logsumexp
+    return logits.float().log_softmax(-1).gather(1, columns), columns  # takes a quarter of the time of logsumexp
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None):
@@ -730,6 +781,7 @@ def project_topk(hidden, weight, k, vocab_ids=None):
     return _project_triton(hidden, weight, vocab_ids, k)
 
 
+@_skippable
 def _check_noise(M, temperature, seed, sequence, position, device):
     _check(0 <= temperature < math.inf, "a finite temperature of at least 0", temperature)
     _seed_key(seed)  # checks it
@@ -780,6 +832,32 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
         return logits.argmax(-1)
     noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device) if tokens is None else tokens)
     return noise.add_(logits.float() / temperature).argmax(-1)
+
+
+def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position):
+    """`gumbel_argmax` of hidden [M, C] times weight [V, C], in bfloat16, given that product rounded to bfloat16, as
+    float32 [M, V]. Every token that may be the best but for the rounding is scored again, in float64.
+
+    The rounding moves a logit by 2^-8 of itself at most, and the sum before it, in float32, by 2^-24 of C |h| |w|.
+    """
+    (M, V), C = logits.shape, hidden.shape[1]
+    _check_noise(M, temperature, seed, sequence, position, logits.device)
+    scores, scale = logits, temperature or 1.0
+    if temperature:
+        noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device))
+        scores = logits / temperature + noise
+    largest = torch.maximum(logits.amax(1), -logits.amin(1))
+    error = largest / 2**8 + hidden.float().norm(dim=1) * C / 2**24  # of a row of the weight that is not longer than 1
+    near = (scores >= (scores.amax(1) - 2 * error / scale)[:, None]).nonzero()
+    rows, tokens = near.unbind(1)
+    if len(near) == M:
+        return tokens
+    exact = torch.cat([(hidden[rows].double() * weight[tokens].double()).sum(1) for rows, tokens in
+                       zip(rows.split(4096), tokens.split(4096))])
+    exact = exact / scale + noise[rows, tokens] if temperature else exact
+    best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
+    rows, tokens = near[exact == best[rows]].unbind(1)
+    return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # of equals the lowest id
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
@@ -842,9 +920,10 @@ def _commit_path_kernel(
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
 
+@_skippable
 def _check_commit(kv, lengths, path, count):
     _check(kv.dim() == 6 and kv.shape[1] == 2, "kv of shape [L, 2, B, Hkv, S, D]", kv)
-    _check(kv.dtype in FLOATS, "kv of float32, float16 or bfloat16", kv)
+    _check(kv.dtype in (*FLOATS, torch.float64), "kv of float32, float16, bfloat16 or float64", kv)
     B = kv.shape[2]
     _check(path.dim() == 2 and 1 <= path.shape[1] <= 64, lambda: f"path of shape [{B}, 1 to 64]", path)
     _check_tensors(kv.device, lengths=(lengths, (B,), torch.int32), path=(path, (B, path.shape[1]), *INTEGERS),
@@ -870,9 +949,10 @@ def commit_path_reference(kv, lengths, path, count):
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all layers at once.
 
-    kv [L, 2, B, Hkv, S, D] (float32, float16, bfloat16), any strides; lengths int32 [B]; path [B, P] node ids in rising
-    order, the root (0) first, entries from count on ignored; count [B]; both int32 or int64. For j < count[b], cache
-    row lengths[b] + j becomes what row lengths[b] + path[b, j] was; other rows and the lengths do not change.
+    kv [L, 2, B, Hkv, S, D] (float32, float16, bfloat16, float64), any strides; lengths int32 [B]; path [B, P] node ids
+    in rising order, the root (0) first, entries from count on ignored; count [B]; both int32 or int64. For j <
+    count[b], cache row lengths[b] + j becomes what row lengths[b] + path[b, j] was; other rows and the lengths do not
+    change.
     ValueError for shapes and dtypes and, in the reference, for paths that leave the cache.
     """
     if not runs_triton(kv):
@@ -923,6 +1003,7 @@ def _add_norm_kernel(
     tl.store(normed_ptr + offsets, x.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
+@_skippable
 def _check_add_norm(x, delta, weight, bias):
     _check_float(x, 16384)
     parameter = x.shape[-1:], x.dtype, torch.float32
@@ -935,10 +1016,11 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     x = x if delta is None else x + delta
     if bias is not None:
         return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if x.dtype == torch.float32 and not torch.is_grad_enabled():  # rms_norm is twice as many operations
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        normed = x * torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-        return x, normed if weight is None else normed.mul_(weight)
+    if x.dtype.itemsize <= 4 and not torch.is_grad_enabled():  # rms_norm is twice as many operations
+        exact = x.float()
+        length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        normed = exact * torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+        return x, (normed if weight is None else normed.mul_(weight)).to(x.dtype)
     return x, F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
@@ -1020,6 +1102,7 @@ def _rope_cache_kernel(
     tl.store(row_ptrs + (dims + HALF) * stride_kvd, high, mask=high_mask & cached)
 
 
+@_skippable
 def _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight):
     _check(kv.dim() == 5 and len(kv) == 2 and kv.is_floating_point(), "kv [2, B, Hkv, S, D] of a float dtype", kv)
     (_, B, Hkv, _, D), (cos, sin) = kv.shape, rope or (None, None)
@@ -1027,8 +1110,9 @@ def _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight):
            lambda: f"qkv of shape [{B}, T >= 1, Hq + {2 * Hkv}, {D}]", qkv)
     _check(rope is None or D % 2 == 0, "an even head size, to rotate it", D)
     _check((q_weight is None) == (k_weight is None), "both of q_weight and k_weight, or none", q_weight, k_weight)
-    table, weight = ((B, qkv.shape[1], 1, D), kv.dtype), ((D,), kv.dtype)
-    _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), kv.dtype), rows=(rows, qkv.shape[:2], torch.int64),
+    table, weight = ((B, qkv.shape[1], 1, D), qkv.dtype), ((D,), qkv.dtype)
+    kinds = (*FLOATS, torch.float64) if kv.dtype == torch.float64 else (kv.dtype,)
+    _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), *kinds), rows=(rows, qkv.shape[:2], torch.int64),
                    cos=(cos, *table), sin=(sin, *table), q_weight=(q_weight, *weight), k_weight=(k_weight, *weight))
 
 
@@ -1044,7 +1128,10 @@ def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=
         cos, sin = rope
         swapped = qk.roll(D // 2, -1)
         qk.mul_(cos).addcmul_(swapped, sin)
-    kv.permute(1, 3, 0, 2, 4)[_column(B, kv.device), rows] = new
+    if B == 1:  # a copy of a block takes half the time of index_put, and casts
+        kv[:, 0].narrow(2, int(rows[0, 0]), T).copy_(new[0].permute(1, 2, 0, 3))
+    else:
+        kv.permute(1, 3, 0, 2, 4)[_column(B, kv.device), rows] = new.to(kv.dtype)
     return q
 
 
@@ -1052,11 +1139,12 @@ def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the queries.
 
     qkv [B, T, Hq + 2 Hkv, D]: query, key and value heads in this order; its queries are overwritten. kv [2, B, Hkv, S,
-    D]: one layer of a cache; rows int64 [B, T], 0..S - 1: the tokens' rows in it. One float dtype, any strides. rope:
-    (cos, sin) as `rotate` takes them, None for no rotation. q_weight, k_weight [D]: RMSNorm of each query and key head
-    before that, with `eps`. Returns q [B, T, Hq, D], a view of qkv. ValueError for shapes, dtypes and devices.
+    D]: one layer of a cache; rows int64 [B, T], 0..S - 1: the tokens' rows in it, one after the other. One float dtype,
+    any strides; the reference takes a cache of float64 too. rope: (cos, sin) as `rotate` takes them, None for no
+    rotation. q_weight, k_weight [D]: RMSNorm of each query and key head before that, with `eps`. Returns q [B, T, Hq,
+    D], a view of qkv. ValueError for shapes, dtypes and devices.
     """
-    if not runs_triton(qkv):
+    if not runs_triton(kv):
         return rope_cache_reference(qkv, rope, kv, rows, q_weight, k_weight, eps)
     _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
     (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]
@@ -1091,6 +1179,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     tl.store(out_ptr + m * N + columns, (gate * tl.sigmoid(z) * up).to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
+@_skippable
 def _check_glu(x, activation):
     _check_float(x)
     _check(x.shape[-1] % 2 == 0, "x of shape [..., 2 N]", x)
@@ -1144,6 +1233,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
     tl.store(out_ptr + m * C + columns, (z + tl.sum(q * k, 0) / norms * v).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@_skippable
 def _check_cosine_mix(z, q, kv, n_head):
     _check_float(z)
     C = z.shape[-1]
@@ -1291,6 +1381,7 @@ def _best_of(scores, keys, n):
     return order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :n])
 
 
+@_skippable
 def _check_lists(joint, tokens, parents):
     _check(joint.dim() == 3 and joint.numel() > 0 and joint[0].numel() < 2048,
            "joint of shape [B, K, n], not empty, K * n under 2048", joint)
@@ -1300,6 +1391,7 @@ def _check_lists(joint, tokens, parents):
            joint.stride(), tokens.stride(), parents.stride())
 
 
+@_skippable
 def _check_best_guesses(logprobs, guesses, joint, tokens, parents, depth):
     _check_lists(joint, tokens, parents)
     _check(logprobs.dim() == 3, "logprobs of shape [B, w, W]", logprobs)
@@ -1344,6 +1436,7 @@ def best_guesses(logprobs, guesses, joint, tokens, parents, depth):
                                    W if w > 1 else 0, count, n, W, K, depth, **_pair_blocks(max(count, n)))
 
 
+@_skippable
 def _check_best_tree(root, joint, tokens, parents, tree_size):
     _check_lists(joint, tokens, parents)
     _check_tensors(joint.device, root=(root, joint.shape[:1], torch.int64))
@@ -1428,6 +1521,7 @@ def _accept_path_kernel(
     tl.store(out_ptr + 2 * P + 1, last * active)
 
 
+@_skippable
 def _check_accept(tokens, parents, depths, ancestors, target, active, max_path):
     _check(tokens.dim() == 2 and 1 <= tokens.shape[1] <= 64, "tokens of shape [B, 1 to 64]", tokens)
     named = dict(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, target=target)
@@ -1516,6 +1610,7 @@ def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
     tl.store(cut_ptr + m, _order(cut + 1).to(tl.float32, bitcast=True))
 
 
+@_skippable
 def _check_nucleus(logits, top_p):
     _check(logits.dim() == 2 and logits.numel() > 0 and logits.dtype in (torch.float32, torch.float64),
            "logits of shape [M, V], float32 or float64", logits)

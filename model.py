@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -24,11 +25,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kernels import (
     add_norm,
+    cached_attention,
     float_logits,
     glu,
     gumbel_argmax,
     project_sample,
     project_topk,
+    rescored_argmax,
     rope_cache,
     rotate,
     runs_triton,
@@ -37,9 +40,12 @@ from kernels import (
     tree_mask,
 )
 
-# oneDNN's product from packed weights, as torch.compile uses it
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
+# oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
+ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+ONEDNN_NAMES = {"none": ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
+# whether the CPU has instructions that multiply bfloat16; those with AMX have these too
+NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and torch.cpu._is_avx512_bf16_supported()
+FEWEST_ROWS = 4  # of one product; fewer take oneDNN another path: other bits, and on AMD's processors more time
 
 # not cuDNN's attention, which makes a plan for each new length of a prompt
 PREFILL_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -120,6 +126,7 @@ class AttentionContext:
         B, T = positions.shape
         device = positions.device
         self.cached, self.ancestors, self.slopes, self.mask, self.end = cache is not None, ancestors, slopes, None, T
+        self.n_tokens = T
         if cache is None:
             if slopes is not None:
                 self.mask = alibi_mask(torch.arange(T, device=device)[None], T, slopes)
@@ -127,11 +134,13 @@ class AttentionContext:
                 same = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
                 self.mask = same.tril() if slopes is None else self.mask.masked_fill(~same, -math.inf)
             return
+        # in which attention adds up, see kernels.cached_attention
+        dtype = torch.float32 if cache.kv.dtype == torch.float32 or device.type != "cpu" else torch.float64
         if ancestors is None:
             self.cache_rows = positions
             self.end = end = int(positions.max()) + 1 if end is None else end
             if slopes is not None:
-                self.mask = alibi_mask(positions, end, slopes)
+                self.mask = alibi_mask(positions, end, slopes.to(dtype))
             elif B > 1 or end > T and device.type == "cpu":
                 self.mask = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]  # (B, 1, T, end)
             elif end > T:
@@ -140,15 +149,17 @@ class AttentionContext:
             self.lengths = cache.lengths
             self.cache_rows = self.lengths[:, None] + torch.arange(T, device=device)  # (B, T)
             if not runs_triton(ancestors):  # the reference wants a mask; the kernel reads the bits itself
-                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T, slopes)
+                self.mask = tree_mask(self.lengths, ancestors, int(self.lengths.max()) + T, slopes, dtype)
 
     def attend(self, q, k, v):
         """q [B, T, Hq, D], k and v [B, Hkv, S, D]: a layer's cache, or else the tokens' own -> [B, T, Hq, D]."""
         if self.ancestors is not None:
             return tree_attention(q, k, v, self.lengths, self.ancestors, mask=self.mask, slopes=self.slopes)
+        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        if self.cached and q.device.type == "cpu":
+            return cached_attention(q, k, v, self.mask, is_causal=self.mask is None)
         if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        k, v = k[:, :, :self.end], v[:, :, :self.end]
         with sdpa_kernel(PREFILL_ATTENTION) if q.is_cuda and self.cached else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self.mask,
                                                is_causal=self.mask is None, enable_gqa=q.shape[2] != k.shape[1])
@@ -182,17 +193,18 @@ def alibi_mask(positions, end, slopes):
 # Layers
 
 class Linear(nn.Linear):
-    """nn.Linear that, in inference on a CPU, multiplies by a copy of its weight in oneDNN's own blocked layout. On an
-    AMD processor that is two to three times as fast as from rows, for one token and for many. `pack` makes the
-    copies."""
+    """nn.Linear that, in inference on a CPU, multiplies by a copy of its weight in oneDNN's own blocked layout. That is
+    two to three times as fast as from rows, for one token and for many, and a residual or an activation costs nothing
+    behind it. `pack` makes the copies."""
     copy = None  # (the weight, its version, the packed copy)
 
     def repack(self):
-        """Brings the copy up to date. Only a frozen float32 weight on a CPU has one."""
+        """Brings the copy up to date. Only a frozen weight has one, on a CPU, in a dtype that it multiplies."""
         w = self.weight
-        if not HAS_ONEDNN or w.dtype != torch.float32 or not w.is_cpu or w.requires_grad or w.is_inference():
+        if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
             self.copy = None
         elif self.copy is None or self.copy[0] is not w or self.copy[1] != w._version:
+            check_rows(*w.shape, w.dtype)
             self.copy = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
 
     def packed(self):
@@ -213,9 +225,43 @@ class Linear(nn.Linear):
         packed = self.packed()
         return F.linear(x, self.weight, self.bias) if packed is None else packed_linear(x, packed, self.bias)
 
+    def add_to(self, stream, x):
+        """A residual connection: (stream + this layer's output for x, None) where one operation gives the sum, else
+        (stream, the output)."""
+        packed = self.packed()
+        if packed is None:
+            return stream, self(x).to(stream.dtype)  # autocast changes it
+        return packed_linear(x, packed, self.bias, "add", stream), None
 
-def packed_linear(x, packed, bias=None):
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+def packed_linear(x, packed, bias=None, behind="none", other=None):
+    """x [..., C] times a packed weight, plus bias -> [..., N], with one operation more before the result is rounded.
+    behind: "silu", "gelu" (the tanh approximation), or "add" or "mul" with another tensor [..., N]."""
+    if other is not None:
+        return ONEDNN_LINEAR.binary(x, other, packed, bias, behind)
+    return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[behind])
+
+
+def packs(dtype):
+    """Whether products of a dtype are taken from packed weights on this CPU."""
+    return ONEDNN_LINEAR is not None and (dtype == torch.float32 or dtype == torch.bfloat16 and NATIVE_BFLOAT16)
+
+
+@lru_cache
+def check_rows(n, size, dtype):
+    """Warns where a packed product of n outputs gives a row other bits when it stands beside others. Then a text could
+    depend on what is decoded beside it. `packed_linear` is used with FEWEST_ROWS rows at least."""
+    half = torch.randn(64, size // 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # [w, -w] times [x, x] is 0: what comes out is the rounding of the sum alone, and shows its order
+    weight = torch.cat((half, -half, half.new_zeros(64, size % 2)), dim=1).repeat(-(-n // 64), 1)[:n]
+    x = half.flip(0)
+    x = torch.cat((x, x, x.new_zeros(64, size % 2)), dim=1)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    with torch.inference_mode():
+        whole = packed_linear(x, packed)
+        if not all(torch.equal(packed_linear(x[:m], packed), whole[:m]) for m in (FEWEST_ROWS, 5, 16)):
+            print(f"this CPU's products of {size} by {n} in {str(dtype).removeprefix('torch.')} depend on the number "
+                  "of rows; where the model's best two tokens nearly tie, texts may differ", file=sys.stderr)
 
 
 def pack(module):
@@ -227,17 +273,23 @@ def pack(module):
             layer.repack()
 
 
+def pad_tokens(x, n):
+    """x [B, T, C] with zeros behind it up to n tokens: [B, max(T, n), C]."""
+    return F.pad(x, (0, 0, 0, n - x.shape[1])) if x.shape[1] < n else x
+
+
 class LMHead(Linear):
     """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final norm."""
     vocab_copy = None  # (vocab_ids, packed copy of the whole weight, packed copy of these rows)
 
     def topk(self, hidden, k, vocab_ids=None):
-        """`kernels.project_topk` with this weight -> (logprobs float32 [M, k], tokens int64 [M, k])."""
+        """`kernels.project_topk` with this weight -> (logprobs float32 [M, k], tokens int64 [M, k]). For drafting: from
+        packed weights in half precision, the logits are rounded."""
         packed = self.packed()
         if packed is None:
             return project_topk(hidden, self.weight, k, vocab_ids)
         if vocab_ids is None:
-            return topk_logits(self.logits(hidden), k)
+            return topk_logits(packed_linear(hidden, packed), k)
         if self.vocab_copy is None or self.vocab_copy[0] is not vocab_ids or self.vocab_copy[1] is not packed:
             part = torch.ops.mkldnn._reorder_linear_weight(self.weight[vocab_ids], None)
             self.vocab_copy = vocab_ids, packed, part
@@ -247,13 +299,23 @@ class LMHead(Linear):
     def logits(self, hidden):
         """float32 [M, V]: rounded to half precision, logits would tie."""
         packed = self.packed()
-        return float_logits(hidden, self.weight) if packed is None else packed_linear(hidden, packed)
+        if packed is None:
+            return float_logits(hidden, self.weight)
+        padded = pad_tokens(hidden[None], FEWEST_ROWS)[0]
+        logits = packed_linear(padded, packed)
+        if logits.dtype != torch.float32:  # what rounding took away is the product again, less what it left
+            logits = logits.float() + packed_linear(padded, packed, None, "add", -logits).float()
+        return logits[:len(hidden)]
 
     def sample(self, hidden, temperature, seed, sequence, position):
         """`kernels.project_sample` with this weight -> tokens int64 [M]."""
-        if self.packed() is None:
+        packed = self.packed()
+        if packed is None:
             return project_sample(hidden, self.weight, temperature, seed, sequence, position)
-        return gumbel_argmax(self.logits(hidden), temperature, seed, sequence, position)
+        logits = packed_linear(pad_tokens(hidden[None], FEWEST_ROWS)[0], packed)[:len(hidden)]
+        if logits.dtype == torch.float32:
+            return gumbel_argmax(logits, temperature, seed, sequence, position)
+        return rescored_argmax(logits.float(), hidden, self.weight, temperature, seed, sequence, position)
 
 
 class Norm(nn.Module):
@@ -318,17 +380,18 @@ class Attention(nn.Module):
             self.q_norm = Norm("rms", c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", c.head_size, c.norm_eps)
 
-    def forward(self, x, rope, context, kv=None):
-        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and values are written."""
-        B, T, C = x.shape
+    def forward(self, stream, x, rope, context, kv=None):
+        """stream, x [B, >= T, C] -> the stream with the output for x, as in `Linear.add_to`. kv [2, B, Hkv, S, D]: the
+        layer's cache, to which keys and values are written."""
+        B, T, rows = len(x), context.n_tokens, x.shape[1]
         Hq, Hkv, D = self.config.n_head, self.config.n_kv_head, self.config.head_size
-        qkv = self.qkv(x).view(B, T, Hq + 2 * Hkv, D)
+        qkv = self.qkv(x)[:, :T].view(B, T, Hq + 2 * Hkv, D)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.config.qk_norm else ()
         if kv is None:
             q, k, v = self.rotated(qkv, rope)
         else:
             q, (k, v) = rope_cache(qkv, rope, kv, context.cache_rows, *norms), kv
-        return self.proj(context.attend(q, k, v).reshape(B, T, Hq * D))  # (B, T, C)
+        return self.proj.add_to(stream, pad_tokens(context.attend(q, k, v).reshape(B, T, Hq * D), rows))
 
     def rotated(self, qkv, rope):
         """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and v [B, Hkv, T, D]."""
@@ -348,11 +411,16 @@ class MLP(nn.Module):
         self.up = Linear(c.n_embd, c.n_inner * (2 if c.gated else 1), bias=c.mlp_bias)  # rows: gate, then up
         self.down = Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
-    def forward(self, x):
-        x = self.up(x)
+    def forward(self, stream, x):
+        """stream, x [B, T, C] -> the stream with the output for x, as in `Linear.add_to`."""
+        act, packed = self.config.activation, self.up.packed()
         if self.config.gated:
-            return self.down(glu(x, self.config.activation))
-        return self.down(F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh"))
+            x = glu(self.up(x), act)
+        elif packed is not None:
+            x = packed_linear(x, packed, self.up.bias, act)
+        else:
+            x = F.silu(self.up(x)) if act == "silu" else F.gelu(self.up(x), approximate="tanh")
+        return self.down.add_to(stream, x)
 
 
 class Block(nn.Module):
@@ -368,8 +436,8 @@ class Block(nn.Module):
         """The residual stream is x + delta (None: x alone) before the block, and the sum of the two results behind it:
         a sum is one operation with the norm that follows it. All are [B, T, C]."""
         x, normed = self.attn_norm.add(x, delta)
-        x, normed = self.mlp_norm.add(x, self.attn(normed, rope, context, kv).to(x.dtype))  # autocast changes it
-        return x, self.mlp(normed).to(x.dtype)
+        x, normed = self.mlp_norm.add(*self.attn(x, normed, rope, context, kv))
+        return self.mlp(x, normed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,9 +496,15 @@ class GPT(nn.Module):
     def dtype(self):
         return self.embed.weight.dtype
 
-    def new_cache(self, batch, capacity):
-        c = self.config
-        return KVCache(c.n_layer, batch, c.n_kv_head, capacity, c.head_size, self.dtype, self.device)
+    def new_cache(self, batch, capacity, n_layer=None):
+        """A `KVCache` for n_layer layers, default the model's. On a CPU, where attention in half precision adds up in
+        float64, it is float64 if that takes no more than a quarter of the free memory: cast in each step, it would be
+        slower."""
+        c, dtype = self.config, self.dtype
+        shape = c.n_layer if n_layer is None else n_layer, batch, c.n_kv_head, capacity, c.head_size
+        if dtype.itemsize == 2 and self.device.type == "cpu" and not runs_triton(self.embed.weight):
+            dtype = torch.float64 if 16 * math.prod(shape) <= free_memory("cpu") / 4 else dtype
+        return KVCache(*shape, dtype, self.device)
 
     def rope(self, positions):
         if self.config.positions == "rope":
@@ -449,12 +523,14 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
+        if self.head.packed() is not None:
+            x = pad_tokens(x, -(-FEWEST_ROWS // B))
         rope = self.rope(positions)
         context = AttentionContext(positions, cache, ancestors, end, self.slopes, documents)
         delta = None
         for layer, block in enumerate(self.blocks):
             x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
-        return x + delta
+        return (x if delta is None else x + delta)[:, :T]
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

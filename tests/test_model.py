@@ -85,7 +85,7 @@ def test_tree_nodes_see_their_own_path(shape):
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed weights
 
-@pytest.mark.skipif(not models.HAS_ONEDNN, reason="this torch has no oneDNN")
+@pytest.mark.skipif(not models.ONEDNN_LINEAR, reason="this torch has no oneDNN")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch):
     """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
@@ -136,7 +136,7 @@ def test_packing_needs_room(monkeypatch):
     assert model.head.copy is None
 
 
-@pytest.mark.skipif(not models.HAS_ONEDNN, reason="this torch has no oneDNN")
+@pytest.mark.skipif(not models.ONEDNN_LINEAR, reason="this torch has no oneDNN")
 @pytest.mark.parametrize("vocab_ids", [None, [90, 4, 17, 33, 60]])
 def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
     """Catches a packed part of the vocabulary that belongs to other ids or to an older weight."""
