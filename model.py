@@ -549,14 +549,15 @@ class GPT(nn.Module):
     def from_pretrained(cls, path, dtype=None, device=None):
         """Reads a Hugging Face checkpoint folder of one of hf.checkpoint.FAMILIES, straight to the device.
 
-        dtype: torch dtype, default float32 on a CPU and bfloat16 on CUDA. Raises InputError for whatever is amiss.
+        dtype: torch dtype, default `default_dtype`. Raises InputError for whatever is amiss.
         """
         with needs_folder("hf"):
-            from hf.checkpoint import check_headers, read_config, read_state
+            from hf.checkpoint import check_headers, read_config, read_state, stored_dtype
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         config = read_config(path)
         shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
+        dtype = dtype or default_dtype(device, stored_dtype(path))
+        warn_of_emulation(dtype, device)
         size = dtype.itemsize * sum(map(math.prod, shapes.values()))
         advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
         check_memory(f"{path}: its weights take", size, device, advice)
@@ -586,6 +587,20 @@ class GPT(nn.Module):
         atomic_write(path / "model.safetensors", lambda tmp: save_file(tensors, tmp, metadata={"format": "pt"}))
         text = json.dumps(raw, indent=2) + "\n"
         atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
+
+
+def default_dtype(device, stored):
+    """bfloat16 on a GPU, and on a CPU that has instructions for it where a checkpoint is stored so; else float32."""
+    native = device.type == "cuda" or NATIVE_BFLOAT16 and stored == torch.bfloat16
+    return torch.bfloat16 if native else torch.float32
+
+
+def warn_of_emulation(dtype, device):
+    """A line on standard error for a dtype that a CPU has no instructions for."""
+    if device.type == "cpu" and dtype.itemsize == 2 and not packs(dtype):
+        faster = "bfloat16" if NATIVE_BFLOAT16 else "float32"
+        print(f"{str(dtype).removeprefix('torch.')} is slow on this CPU, which has no instructions for it; --dtype "
+              f"{faster} is faster", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -412,6 +412,13 @@ def check_headers(path, config):
     return expected
 
 
+def stored_dtype(path):
+    """The torch dtype in which a folder's largest tensor is stored."""
+    tensors = [tensor for file in weight_files(path) for tensor in open_weights(file).values()]
+    name = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
+    return getattr(torch, name.replace("BF", "bfloat").replace("F", "float") if name.isupper() else name)
+
+
 def match_tensors(path, config, shapes):
     """Yields (file, stored tensor, parameter's name, first row, rows) for every tensor of a folder, file by file.
 

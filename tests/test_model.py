@@ -1,6 +1,7 @@
 """model.py: one sequence gives one answer however it is fed, and a folder can be looked at."""
 
 import copy
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,38 @@ def test_prefill_steps_and_trees_agree(shape, device):
     model.prefill(tokens[:, :13], tree)
     nodes = model(tokens[:, 13:], torch.arange(13, 23, device=device)[None], tree, chain(10).to(device))
     torch.testing.assert_close(nodes, want[:, 13:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not models.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+@pytest.mark.parametrize("cache_dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_stands(shape, cache_dtype, monkeypatch):
+    """Row invariance in bfloat16: read with its prompt, alone, in a tree of two branches, in a batch. Catches a sum
+    whose order depends on other rows or on where in the cache its terms are, which sooner or later changes a text."""
+    sizes = dict(n_layer=3, n_embd=256, n_inner=2816, head_size=32)  # enough sums for one to be rounded another way
+    model = toy_model(**SHAPES[shape] | sizes, scale=1.0).to(torch.bfloat16)
+    models.pack(model)
+    monkeypatch.setattr(models, "free_memory", lambda device: math.inf if cache_dtype == torch.float64 else 0)
+    monkeypatch.setattr(models, "check_memory", lambda *_: None)
+    n, texts = 30, torch.tensor(random_prompts([150] * 3))
+    with torch.inference_mode():
+        read = model.new_cache(1, 200)
+        assert read.kv.dtype == cache_dtype
+        want = model.prefill(texts[:1], read)[0]
+        alone = model.new_cache(1, 200)
+        for i in range(150):
+            hidden = model(texts[:1, i:i + 1], torch.tensor([[i]]), alone, chain(1))
+            assert torch.equal(hidden[0, 0], want[i]), i
+            alone.lengths += 1
+        # the text's next n tokens at a tree's even nodes, another text's at the odd ones; then beside two more trees
+        nodes, depths = texts[:2, 90:90 + n].T.flatten(), torch.arange(2 * n) // 2
+        ancestors = torch.tensor([[sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(2 * n)]])
+        for batch in (1, 3):
+            cache = model.new_cache(batch, 200)
+            for b in range(batch):
+                model.prefill(texts[b:b + 1, :90], cache.slots(b))
+            hidden = model(nodes.expand(batch, -1), 90 + depths.expand(batch, -1), cache, ancestors.expand(batch, -1))
+            assert torch.equal(hidden[0, ::2], want[90:90 + n]), batch
 
 
 @pytest.mark.gpu

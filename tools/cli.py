@@ -64,7 +64,8 @@ def add_model_flags(parser):
     parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: bfloat16 on CUDA, float32 elsewhere")
+                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU that has "
+                        "instructions for it, else float32")
 
 
 def pick_device(name):

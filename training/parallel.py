@@ -111,8 +111,9 @@ def load_for_training(args, world):
                          "train_heads.py")
     args.shard_base = world.size > 1 and world.any(args.shard_base or too_large(args))
     given = argparse.Namespace(**vars(args))
+    given.dtype = args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     if args.shard_base:
-        given.device, given.dtype = "cpu", args.dtype or ("bfloat16" if world.device.type == "cuda" else None)
+        given.device = "cpu"
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():  # each loads into the host's memory
         model, encoding = load_model(given)
         torch.manual_seed(args.seed)
