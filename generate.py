@@ -49,7 +49,7 @@ class Engine:
         self.heads = heads = heads if tree_size > 1 else None
         self.tree_size = tree_size if heads else 1
         self.beams = default_beams(heads, self.tree_size) if beams is None else beams
-        check("beams", self.beams, 1, most_beams(model, heads), whole=True)
+        check_beams(model, heads, self.beams)
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.max_path = P = 1 + (min(heads.config.n_draft, self.tree_size - 1) if heads else 0)
@@ -353,6 +353,13 @@ def most_beams(model, heads):
 def default_beams(heads, tree_size):
     """W about the square root of T, so that a tree can be wide or deep."""
     return min(math.isqrt(tree_size - 1) + 1, most_beams(heads.model, heads)) if heads else 1
+
+
+def check_beams(model, heads, beams):
+    """Raises InputError for a W that is out of range, and names the draft vocabulary where that sets the limit."""
+    most = most_beams(model, heads)
+    limited = heads and heads.config.vocabulary == most
+    check(f"beams for a draft vocabulary of {most} token ids" if limited else "beams", beams, 1, most, whole=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

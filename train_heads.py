@@ -27,7 +27,7 @@ from hf.tokenizer import tokenizer_hash
 from model import InputError, atomic_write
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training.common import Log, Signals, add_flags, add_number, load_state, progress, set_learning_rate
-from training.data import load_tokens, most_frequent, open_tokens, prompts, store_tokens, tokens_key, window_batch
+from training.data import draft_vocabulary, load_tokens, open_tokens, prompts, store_tokens, tokens_key, window_batch
 from training.evaluate import DECODED, head_accuracy, measure, plot, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
@@ -38,6 +38,7 @@ ON_POLICY_TOP = 4   # the guesses of a head that drafting is taken to go on from
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 PROMPTS = 32        # held-out ones, decoded to measure the heads
+MIN_VOCABULARY = 8  # token ids to draft among: the acceptance table is measured with as many beams
 
 
 class Run:
@@ -180,6 +181,8 @@ def prepare(args, world):
     state = load_state(out, args.resume, ("settings", "step", "heads", "optimizer"), "cpu")
     if state and args.self_distill is None:
         args.self_distill = state["settings"].get("self_distill")
+    if not state and args.draft_vocabulary is None:
+        args.draft_vocabulary = "auto"
     heads, encoding = load_for_training(args, world)
     args.block_size = check_sizes(args, heads)
 
@@ -200,7 +203,8 @@ def prepare(args, world):
     heldout_prompts(splits["heldout"], heads.model)  # raises where there are none
     run = Run(args, heads, tokenizer_hash(encoding), world, state)
     if args.draft_vocabulary is not None:
-        heads.set_vocabulary(most_frequent(splits["train"].ids, args.draft_vocabulary, heads.model.config.vocab_size))
+        V = heads.model.config.vocab_size
+        heads.set_vocabulary(draft_vocabulary(splits["train"].ids, args.draft_vocabulary, V, world.print))
     distillation = None
     if args.self_distill:
         distillation = SelfDistillation(run, splits["train"], stop_tokens(args.model, encoding), kinds)
@@ -213,7 +217,8 @@ def prepare(args, world):
 def check_sizes(args, heads):
     """Checks what depends on the model -> --block-size, by default 256 or what the context holds. After a window all
     heads must have a token to guess."""
-    check("draft vocabulary", args.draft_vocabulary or 0, 0, heads.model.config.vocab_size, whole=True)
+    if args.draft_vocabulary not in (None, "auto"):
+        check("draft vocabulary", args.draft_vocabulary, 0, heads.model.config.vocab_size, whole=True)
     longest = heads.model.config.block_size - heads.config.n_draft - 1
     size = args.block_size or min(256, longest)
     check("block size", size, 1, longest, whole=True)
@@ -264,7 +269,7 @@ def evaluate_folder(args):
     size, heldout = check_sizes(args, heads), load_tokens(args.data, encoding, "heldout", template)
     if args.draft_vocabulary is not None:
         ids = load_tokens(args.data, encoding, "train", template).ids
-        heads.set_vocabulary(most_frequent(ids, args.draft_vocabulary, model.config.vocab_size))
+        heads.set_vocabulary(draft_vocabulary(ids, args.draft_vocabulary, model.config.vocab_size))
     found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size, size)
     info = {name: value for name, value in heads.info.items() if name not in ("config", "base")} | found
     if args.draft_vocabulary is None:
@@ -307,13 +312,24 @@ def make_parser():
     hidden = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # old names, still accepted
     add_number(parser, "--own-drafts", 0, 10**9, dest="on_policy_steps", **hidden)
     add_number(parser, "--self-share", 0, 1, float, dest="self_distill_ratio", **hidden)
-    add_number(parser, "--draft-vocabulary", 0, 2**31, metavar="N",
-               help="let the heads draft only among the N most frequent tokens of the data; 0: all; default: all, or "
-                    "as the heads in --out have it")
+    parser.add_argument("--draft-vocabulary", type=vocabulary_size, metavar="N|auto",
+                        help="let the heads draft only among the N most frequent tokens of the data; 0: all; auto: as "
+                             "many as cover 97%% of the data, or all where that is half of them or more; "
+                             "default: auto, or with --resume or --evaluate what the heads in --out have")
     parser.add_argument("--shard-base", action="store_true",
                         help="with torchrun: leave each GPU a part of the frozen model (FSDP2); default: if it has to")
     parser.add_argument("--evaluate", action="store_true", help="train nothing; measure the heads in --out")
     return parser
+
+
+def vocabulary_size(text):
+    """--draft-vocabulary -> "auto" or a number."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or 0 < int(text) < MIN_VOCABULARY:
+        raise argparse.ArgumentTypeError(f"expected auto, 0 for all token ids, or {MIN_VOCABULARY} of them or more, "
+                                         f"not {text!r}")
+    return int(text)
 
 
 def parse(argv):

@@ -1,8 +1,8 @@
 """Draft heads against each other on equal terms: accuracy, tokens per step and throughput.
 
-With --train, train_heads.py first trains every kind below on the same base, data, steps and batches: the four presets,
-and Clover with one of its parts taken out, as in the ablation of its paper (arXiv 2405.00263). Trained kinds are kept,
-and an interrupted one is resumed.
+With --train, train_heads.py first trains every kind below on the same base, data, steps and batches, to guess
+among all token ids: the four presets, and Clover with one of its parts taken out, as in the ablation of its paper
+(arXiv 2405.00263). Trained kinds are kept, and an interrupted one is resumed.
 """
 
 from itertools import product
@@ -57,7 +57,7 @@ def train(args):
     """Trains args.kinds into folders of args.train, unless that is done -> these folders."""
     folders = [Path(args.train) / name for name in args.kinds]
     for name, folder in zip(args.kinds, folders):
-        flags = [*KINDS[name], "--model", args.model, "--steps", str(args.steps)]
+        flags = [*KINDS[name], "--model", args.model, "--steps", str(args.steps), "--draft-vocabulary", "0"]
         flags += ["--dtype", args.dtype] if args.dtype else []
         run_training(train_heads.main, name, folder, flags, args, lambda: finished(folder, args.steps))
     return folders

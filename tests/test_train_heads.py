@@ -23,7 +23,7 @@ from generate import generate
 from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from training import evaluate, parallel
+from training import data, evaluate, parallel
 from training.common import Log
 from training.data import load_tokens, open_tokens
 
@@ -335,6 +335,7 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     for name, more in (("two", []), ("sharded", ["--shard-base"])):
         done = torchrun(tmp_path, *flags, "--out", str(tmp_path / name), *more)
         assert done.stdout.count("held-out accuracy") == 1 and ("--evaluate" in done.stdout) == (name == "sharded")
+        assert done.stdout.count("draft vocabulary: all 258") == 1
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train_heads.main([*flags, "--out", str(tmp_path / "one")])
     one, two, sharded = (losses_of(tmp_path / name) for name in ("one", "two", "sharded"))
@@ -485,6 +486,43 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, cap
     assert run(checkpoint, texts, out, "--evaluate", "--draft-vocabulary", "0")["config"]["vocabulary"] == 0
 
 
+def test_the_draft_vocabulary_is_chosen_by_coverage_unless_it_is_given(checkpoint, texts, tmp_path, monkeypatch,
+                                                                       capsys, unmeasured):
+    """Catches a default that a resumed or evaluated run applies anew, a choice that is not told or told twice, and a
+    record that does not follow."""
+    monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # of 258 ids, of which the text needs fewer than 32
+    out, line = tmp_path / "heads", "draft vocabulary: 32 of 258 token ids, which cover 100.0% of the training text"
+
+    def size(*flags):
+        """-> (the vocabulary in the record, whether the choice was printed)."""
+        record, said = run(checkpoint, texts, out, *flags), capsys.readouterr().out
+        assert said.count("draft vocabulary:") == said.count(line) <= 1
+        heads = CloverHeads.from_pretrained(out, GPT.from_pretrained(checkpoint, device="cpu"))
+        assert record["config"]["vocabulary"] == heads.config.vocabulary
+        return heads.config.vocabulary, line in said
+    assert size("--steps", "1") == (32, True)
+    assert size("--steps", "2", "--resume") == (32, False)
+    assert size("--steps", "3", "--resume", "--draft-vocabulary", "8") == (8, False)
+    assert size("--steps", "4", "--resume") == size("--evaluate") == (8, False)
+    assert size("--evaluate", "--draft-vocabulary", "auto") == (32, True)
+    assert size("--evaluate", "--draft-vocabulary", "0") == size("--evaluate") == (0, False)
+    assert size("--steps", "5", "--resume", "--draft-vocabulary", "0") == size("--steps", "6", "--resume") == (0, False)
+    assert size("--steps", "7", "--resume", "--draft-vocabulary", "auto") == (32, True)
+
+
+@pytest.mark.parametrize("tree_size", ["9", "auto"])
+def test_more_beams_than_the_draft_vocabulary_has_are_refused(tree_size, checkpoint, tmp_path):
+    """Catches a refusal that does not say why, or that is taken for a tree too large for the memory."""
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    heads = CloverHeads(PRESETS["medusa"], model)
+    heads.set_vocabulary(range(12))
+    heads.save_pretrained(tmp_path, **measured(heads))
+    flags = ["--model", str(checkpoint), "--heads", str(tmp_path), "--device", "cpu", "--tree-size", tree_size]
+    with pytest.raises(InputError, match="^beams for a draft vocabulary of 12 token ids must be .* to 12, not 13$"):
+        generate_main([*flags, "--prompt", "line", "--beams", "13"])
+    generate_main([*flags, "--prompt", "line", "--beams", "12", "--max-new-tokens", "4", "--tree-size", "9"])
+
+
 def test_data_may_be_short_texts_beside_the_run_itself(checkpoint, tmp_path, unmeasured):
     """Catches prompts that no text is long enough for, and a run that reads its own log as data."""
     write_lines(tmp_path / "short.jsonl", (dict(text=f"{i} is short") for i in range(1000)))
@@ -556,6 +594,7 @@ def test_flags_keep_their_old_names_unseen(capsys):
         train_heads.parse(["--help"])
     said = capsys.readouterr().out
     assert "--on-policy-steps" in said and "--own-drafts" not in said and "--self-share" not in said
+    assert f"cover {data.COVERAGE:.0%} of the data" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -566,7 +605,10 @@ def test_flags_keep_their_old_names_unseen(capsys):
     ("--block-size 0", "--block-size: the value must be"),
     ("--data nowhere.txt", "nowhere.txt"),
     ("--objective hope", "hope"),
-    ("--draft-vocabulary 259", "draft vocabulary must be"),
+    ("--draft-vocabulary 259", "draft vocabulary must be a whole number from 0 to 258"),
+    ("--draft-vocabulary 7", "--draft-vocabulary: expected auto, 0 for all token ids, or 8 of them or more, not '7'"),
+    ("--draft-vocabulary -1", "--draft-vocabulary: expected"),
+    ("--draft-vocabulary few", "--draft-vocabulary: expected auto"),
     ("--evaluate", "no such folder"),
     ("--resume", "--resume needs a run"),
     ("--shard-base", "start them with torchrun"),

@@ -499,6 +499,40 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
     assert twice.ids.tolist() == [70_000, 2, 3, 4] * 2 and twice.starts.tolist() == [0, 3, 4, 7]
 
 
+def draft_vocabulary(counts, n):
+    """`data.draft_vocabulary` of a token file in which id i stands counts[i] times -> (its ids, the lines printed)."""
+    ids, lines = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts)), []
+    return data.draft_vocabulary(ids.astype(np.uint16), n, len(counts), lines.append), lines
+
+
+def test_a_draft_vocabulary_covers_most_of_the_text_with_few_ids():
+    """Would catch: the rarest ids, a size that is rounded down, and a share that is not that of the ids taken."""
+    counts = [1] * 3500 + [100] * 500  # of 53,500 tokens: 97% are the last 500 ids and 1,895 others, 2,395 in all
+    counts += [0] * (8192 - len(counts))
+    ids, lines = draft_vocabulary(counts, "auto")
+    assert ids == [*range(3500, 4000), *range(3072 - 500)]
+    assert lines == ["draft vocabulary: 3072 of 8192 token ids, which cover 98.3% of the training text"]
+    for n in (0, 8, 501):
+        assert draft_vocabulary(counts, n) == ([*range(3500, 4000), 0][:n], [])
+
+
+@pytest.mark.parametrize("seen, V, size", [(1024, 2049, 1024), (1024, 2048, 0), (1025, 4097, 2048), (1025, 4096, 0),
+                                           (1, 258, 0)])
+def test_a_draft_vocabulary_of_half_the_ids_or_more_is_all_of_them(seen, V, size, monkeypatch):
+    """Would catch: a size that is no smaller than the ids there are, or that gains next to nothing."""
+    monkeypatch.setattr(data, "COVERAGE", 1.0)  # all that are seen
+    ids, [line] = draft_vocabulary([2] * seen + [0] * (V - seen), "auto")
+    assert ids == list(range(size))
+    of_all = f"all {V} token ids (100% of the training text needs {seen}, rounded up to {-(-seen // 1024) * 1024}: not"
+    assert line.startswith(f"draft vocabulary: {f'{size} of {V} token ids, which cover 100.0%' if size else of_all}")
+
+
+@pytest.mark.parametrize("common, needed", [(97, 1), (96, 2)])
+def test_exactly_the_coverage_is_enough(common, needed):
+    """Would catch: one id too many or too few, by a comparison that rounds."""
+    assert f"97% of the training text needs {needed}," in draft_vocabulary([100 - common, common], "auto")[1][0]
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_windows_carry_their_marks_and_the_numbers_of_their_documents(dtype):
     """Would catch: a first or last token that is in no window, and guesses across the border of two documents."""

@@ -152,6 +152,19 @@ def test_top_hits_count_ranks(chunk):
     assert got[0].max() < got[2].min() and torch.equal(got[3], guess_mask.sum(dim=(1, 2)).float())
 
 
+@pytest.mark.parametrize("ids", [[40, 3, 96, 55, 58, 7, 20, 21, 22, 0], list(range(97)), [5]])
+def test_top_hits_are_among_the_draft_vocabulary(ids):
+    """Catches accuracy that counts guesses which drafting cannot make."""
+    model = toy_model()
+    outputs, hidden, _, guess_mask = inputs(model)
+    teacher, vocabulary = model.lm_head(hidden).argmax(-1), torch.tensor(ids, dtype=torch.int32)
+    got = top_hits(model, outputs, hidden, guess_mask, (1, 4, 97), 97 * 4, vocabulary)
+    for i, out in enumerate(outputs):
+        order = vocabulary[model.lm_head(out)[..., ids].argsort(dim=-1, descending=True)]
+        for n, hits in zip((1, 4, 97), got[:, i].tolist()):
+            assert hits == (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1)[guess_mask[i]].sum()
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that operations' results took at one time; views and results written in place take none."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from clover import MAX_TREE
-from generate import DEFAULT_TREE, STAGES, Engine, Sampling, capture
+from generate import DEFAULT_TREE, STAGES, Engine, Sampling, capture, check_beams
 from model import InputError, atomic_write
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -169,10 +169,12 @@ class Fit:
 
 def fit_tree(model, heads, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
     """The `Fit` of heads to this machine. capacity: tokens a sequence can have. file: where step times are kept between
-    processes, None for nowhere. fresh: measure again what is known."""
+    processes, None for nowhere. fresh: measure again what is known. InputError for beams out of range."""
     tables = heads.info.get("acceptance")
     if not tables:
         return Fit(DEFAULT_TREE, [])
+    if beams is not None:
+        check_beams(model, heads, beams)  # not below, where a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
     measure = lambda size: step_time(model, heads, batch_size, size, sampling, beams, graph, capacity)

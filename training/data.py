@@ -23,6 +23,8 @@ from model import InputError, read_json
 from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, corpus_name, source_files, split_records, warn
 
 CHUNK_CHARACTERS = 20_000_000  # of text are in memory at a time, and between two lines of progress
+COVERAGE = 0.97  # the share of the training text's tokens that a draft vocabulary of size "auto" holds
+VOCABULARY_STEP = 1024  # such a size is a multiple of this
 MAX_PREFIX = 2  # a tokenizer puts at most this many tokens before a text; where more precede the loss, it is a prompt
 
 
@@ -172,12 +174,31 @@ def store_tokens(folder, paths, encoding, template=None, log=print):
     return open_tokens(folder)
 
 
-def most_frequent(ids, n, vocab_size):
-    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones the lowest."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Draft vocabularies
+
+def draft_vocabulary(ids, n, vocab_size, log=print):
+    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones the lowest. An empty
+    list stands for all ids. n: a number; "auto": see `auto_size`, whose line is logged."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
         counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
+    if n == "auto":
+        n, line = auto_size(counts)
+        log(line)
     return np.argsort(-counts, kind="stable")[:n].tolist()
+
+
+def auto_size(counts):
+    """counts [V]: how often each token id stands in a text -> (how many of the most frequent ids cover COVERAGE of it,
+    rounded up to a multiple of VOCABULARY_STEP, but 0 unless that is under half of V; a line that says so)."""
+    V, covered = len(counts), np.sort(counts)[::-1].cumsum() / counts.sum()
+    needed = int(np.searchsorted(covered, COVERAGE)) + 1
+    n = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
+    if 2 * n < V:
+        return n, f"draft vocabulary: {n} of {V} token ids, which cover {covered[n - 1]:.1%} of the training text"
+    return 0, (f"draft vocabulary: all {V} token ids ({COVERAGE:.0%} of the training text needs {needed}, rounded up "
+               f"to {n}: not under half)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

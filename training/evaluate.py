@@ -2,6 +2,7 @@
 it.
 
 head accuracy        the share of held-out positions where the model's own greedy token is among a head's n likeliest
+                     of its draft vocabulary
 tokens per step      of decoding held-out prompts, with an interval for other prompts of the kind
 acceptance           how often each node of a drafted tree is accepted, from which tools/tune.py picks the tree
 """
@@ -34,7 +35,7 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nu
         with autocast:
             hidden, outputs = teacher_forced(heads, ids, documents)
             guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-            hits = hits + top_hits(heads.model, outputs, hidden, guess_mask, TOPS)
+            hits = hits + top_hits(heads.model, outputs, hidden, guess_mask, TOPS, vocabulary=heads.vocabulary)
         guesses = guesses + guess_mask.sum(dim=(1, 2))
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 

@@ -154,11 +154,15 @@ def state_losses(model, outputs, hidden, guess_mask):
 
 
 @torch.no_grad()
-def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None):
+def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None, vocabulary=None):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask the model's greedy
-    token is among the head's n likeliest; of equally likely tokens the lower id comes first. Logits are float32, as in
-    decoding. Arguments as in `head_losses`."""
+    token is among the head's n likeliest; of equally likely tokens the lower id comes first. vocabulary: the only
+    token ids that heads guess, a tensor [n]; None: all. Logits are float32, as in decoding. Other arguments as in
+    `head_losses`."""
     weight, (B, T, _) = model.head.weight, outputs[0].shape
+    drafted = torch.full(weight.shape[:1], vocabulary is None, device=weight.device)  # whether heads guess it
+    if vocabulary is not None:
+        drafted[vocabulary.long()] = True
     rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // weight.shape[0])
 
     def logits_of(states):
@@ -170,8 +174,9 @@ def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
         parts = (x.split(rows) for x in (out.flatten(0, 1), targets, guess_mask[i].flatten()))
         for states, target, mask in zip(*parts):
-            logits = logits_of(states)
+            logits = logits_of(states).masked_fill_(~drafted, -torch.inf)
             score = logits.gather(1, target)
             ranks = ((logits > score) | (logits == score) & (ids < target)).sum(dim=-1)
+            mask = mask & drafted[target[:, 0]]
             hits[:, i] += torch.stack([((ranks < n) & mask).sum() for n in tops])
     return hits
