@@ -835,25 +835,23 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
 
 
 def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position):
-    """`gumbel_argmax` of hidden [M, C] times weight [V, C], in bfloat16, given that product rounded to bfloat16, as
-    float32 [M, V]. Every token that may be the best but for the rounding is scored again, in float64.
-
-    The rounding moves a logit by 2^-8 of itself at most, and the sum before it, in float32, by 2^-24 of C |h| |w|.
-    """
-    (M, V), C = logits.shape, hidden.shape[1]
+    """`gumbel_argmax` for hidden [M, C] and weight [V, C] in bfloat16 whose product was rounded to bfloat16 on the way:
+    logits float32 [M, V]. Each token that may be the best but for the rounding is scored again, in float64, so that a
+    row's result neither ties nor depends on the other rows. Other arguments, results and errors as there."""
+    M, V = logits.shape
     _check_noise(M, temperature, seed, sequence, position, logits.device)
     scores, scale = logits, temperature or 1.0
     if temperature:
         noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device))
         scores = logits / temperature + noise
     largest = torch.maximum(logits.amax(1), -logits.amin(1))
-    error = largest / 2**8 + hidden.float().norm(dim=1) * C / 2**24  # of a row of the weight that is not longer than 1
-    near = (scores >= (scores.amax(1) - 2 * error / scale)[:, None]).nonzero()
+    error = 1.1 / 2**8 * largest / scale  # rounding moves a logit by 2^-8 of itself at most, a float32 sum by far less
+    near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
     rows, tokens = near.unbind(1)
     if len(near) == M:
         return tokens
-    exact = torch.cat([(hidden[rows].double() * weight[tokens].double()).sum(1) for rows, tokens in
-                       zip(rows.split(4096), tokens.split(4096))])
+    exact = torch.cat([(hidden[r].double() * weight[t].double()).sum(1)
+                       for r, t in zip(rows.split(4096), tokens.split(4096))])  # a few at a time: all may be near
     exact = exact / scale + noise[rows, tokens] if temperature else exact
     best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
     rows, tokens = near[exact == best[rows]].unbind(1)

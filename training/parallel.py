@@ -111,7 +111,7 @@ def load_for_training(args, world):
                          "train_heads.py")
     args.shard_base = world.size > 1 and world.any(args.shard_base or too_large(args))
     given = argparse.Namespace(**vars(args))
-    given.dtype = args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+    given.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")  # beside --device cpu
     if args.shard_base:
         given.device = "cpu"
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():  # each loads into the host's memory
