@@ -4,7 +4,7 @@
     python -m bench heads --model DIR --heads DIR DIR ...     # others; the rest is compared with the first
     python -m bench heads --train out/bench                   # the four presets and Clover's ablations, trained alike
     python -m bench decode                                    # plain, Medusa, Clover and transformers, over batch sizes
-    python -m bench decode --random-weights 8b                # times of a step at a real model's sizes
+    python -m bench decode --random-weights 360m              # times of a step at a real size, beside llama.cpp's
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
     python -m bench kernels --static                          # anywhere: registers, spills and shared memory
     python -m bench launches                                  # anywhere: how many launches a step takes
@@ -38,7 +38,7 @@ NUMBERS = {  # flags: least, most, help
     "tree_sizes": (1, MAX_TREE, "nodes; with decode, the sizes to count tokens per step for, or to time"),
     "tree_size": (1, MAX_TREE, "for all heads; default: the best of those above one node"),
     "steps": (1, 10**6, "of training, each kind"),
-    "runs": (1, 10**6, "paired runs, of which the medians count"),
+    "runs": (1, 10**6, "paired runs, of which the medians count; default: 3, with --random-weights 5"),
     "prefixes": (0, 2**20, "committed tokens"),
     "capacity": (0, 2**20, "tokens of the KV cache, if prefix and tree need fewer"),
     "rows": (1, 4096, "hidden states projected at once"),
@@ -79,10 +79,13 @@ def parse(argv):
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
     sizes = [1, 2, 4, 8, 16, 32, 64]
-    add_decoding_flags(decode, prompts=16, batch_sizes=sizes, tree_sizes=sizes, tree_size=None, runs=3)
+    add_decoding_flags(decode, prompts=16, batch_sizes=sizes, tree_sizes=sizes, tree_size=None, runs=None)
     decode.add_argument("--temperature", type=float, default=0.0)
     decode.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
-    decode.add_argument("--random-weights", choices=decoding.SIZES, help="time its steps")
+    decode.add_argument("--random-weights", choices=decoding.SIZES, help="time its steps, on a CPU beside llama.cpp "
+                        "and transformers where these are installed")
+    decode.add_argument("--draft-vocabulary", type=int, metavar="N", help="with --random-weights, the heads draft "
+                        f"among the first N ids, 0: all; default: {decoding.FEW_TOKENS} where there are twice as many")
     timed = what.add_parser("kernels", help="kernels against the memory's bandwidth and other code")
     timed.add_argument("--static", action="store_true", help="only compile, for four targets; needs no GPU")
     timed.add_argument("--operations", nargs="+", default=list(operations.OPERATIONS), choices=operations.OPERATIONS,
@@ -95,6 +98,8 @@ def parse(argv):
                 rows=[1, 8, 16, 64])
     add_others(what)
     args = parser.parse_args(argv)
+    if args.what == "decode":
+        args.runs = (5 if args.random_weights else 3) if args.runs is None else args.runs
     check_flags(args)
     return args
 
@@ -141,6 +146,8 @@ def check_flags(args):
                          "their rows apart")
     if getattr(args, "base", None) and not args.train:
         raise InputError("--base needs --train DIR, the folder to train in")
+    if getattr(args, "draft_vocabulary", None) is not None and not args.random_weights:
+        raise InputError("--draft-vocabulary needs --random-weights SIZE; train_heads.py gives trained heads theirs")
     if getattr(args, "acceptance", None) is not None:
         check("acceptance", args.acceptance, 0, 1)
 

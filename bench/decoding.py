@@ -1,26 +1,36 @@
 """Decoding: plain, Medusa and Clover by the same loop over batch sizes, against the memory's bandwidth and against
 transformers; and the times of single steps at the sizes of real models, with random weights."""
 
+import contextlib
 import statistics
+import sys
 import time
 from functools import partial
-from itertools import product
+from math import isqrt
 from pathlib import Path
 
 import torch
 
-from bench import Record, Table
+from bench import Record, Table, peers
 from clover import CloverHeads, preset
 from generate import DEFAULT_TREE, STAGES, Sampling, generate, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, copy_bandwidth, fit_tree, stage_times, step_time, timing_engine
+from tools.tune import PREFIX, copy_bandwidth, fit_tree, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
-SIZES = {  # name -> (its fields of a GPTConfig, the model)
+SIZES = {  # name -> (its fields of a GPTConfig, the model); see `size_config`
+    "135m": (dict(vocab_size=49152, n_layer=30, n_head=9, n_kv_head=3, head_size=64, n_embd=576, n_inner=1536,
+                  tied=True), "SmolLM2 135M"),
+    "360m": (dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, head_size=64, n_embd=960, n_inner=2560,
+                  tied=True), "SmolLM2 360M"),
+    "0.5b": (dict(vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, head_size=64, n_embd=896, n_inner=4864,
+                  tied=True, qkv_bias=True, family="qwen2"), "Qwen2.5 0.5B"),
+    "1.5b": (dict(vocab_size=151936, n_layer=28, n_head=12, n_kv_head=2, head_size=128, n_embd=1536, n_inner=8960,
+                  tied=True, qkv_bias=True, family="qwen2"), "Qwen2.5 1.5B"),
     "7b": (dict(vocab_size=32000, n_layer=32, n_head=32, n_kv_head=32, head_size=128, n_embd=4096, n_inner=11008),
            "Llama 2 7B"),
     "8b": (dict(vocab_size=128256, n_layer=32, n_head=32, n_kv_head=8, head_size=128, n_embd=4096, n_inner=14336),
@@ -39,6 +49,7 @@ DECODING = {  # the columns of the tables, as in bench.Table
     "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
 TRANSFORMERS = {"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
                 "identical texts": "identical {:.0%}"}
+FEW_TOKENS = 8192  # of a vocabulary of twice as many or more, the random heads draft among these by default
 STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
          "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
          **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
@@ -79,7 +90,7 @@ def decode_in_turns(model, given, kinds, args, runs=1, **options):
     plain = next(iter(outputs.values()))
     for name, done in outputs.items():
         median, taken = sorted(done, key=lambda out: out.seconds)[runs // 2], made[name][1]
-        weights = sum(p.nbytes for module in (model, kinds[name][0]) if module for p in module.parameters()) / GB
+        weights = sum(parameter_bytes(module) for module in (model, kinds[name][0]) if module) / GB
         rows[name] = dict(
             heads=name, tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
             tokens_per_second=median.tokens_per_second, peak_gb=None if taken is None else weights + taken,
@@ -104,11 +115,15 @@ def share_equal(texts, others):
     return sum(a == b for a, b in zip(texts, others)) / len(others)
 
 
+def parameter_bytes(module):
+    return sum(p.nbytes for p in module.parameters())
+
+
 def step_bytes(model, batch_size):
     """What one step must read: all weights, but for an embedding table that is not the LM head as well, and the keys
     and values of PREFIX tokens of each sequence."""
     c = model.config
-    weights = sum(p.nbytes for p in model.parameters()) - (0 if c.tied else model.embed.weight.nbytes)
+    weights = parameter_bytes(model) - (0 if c.tied else model.embed.weight.nbytes)
     return weights + batch_size * PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
 
 
@@ -202,27 +217,88 @@ def bench(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps at real sizes
 
+def size_config(name):
+    """The GPTConfig of a name in SIZES."""
+    return GPTConfig(**dict(tied=False) | SIZES[name][0], block_size=4096, rope_theta=500000.0)
+
+
 def random_model(name, device, dtype):
     """A GPT of a real model's sizes with random weights. Raises InputError where it does not fit the memory."""
-    config = GPTConfig(**SIZES[name][0], tied=False, block_size=4096, rope_theta=500000.0)
     with torch.device("meta"):
-        model = GPT(config).to(dtype)
-    size = sum(p.nbytes for p in model.parameters())
+        model = GPT(size_config(name)).to(dtype)
+    size = parameter_bytes(model)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take", size, device,
                  "take another size or --dtype bfloat16")
     model = model.to_empty(device=device)
     model.tie_and_place()
-    for p in model.parameters():
-        p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(1)
+    for parameter_name, p in model.named_parameters():
+        p.data.fill_(1) if parameter_name.endswith("norm.weight") else p.data.normal_(0, 0.02)
     return model.requires_grad_(False).eval()
 
 
-def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph):
-    """A row of one step: its time and that of its stages. floor: in seconds."""
-    step = step_time(model, heads, batch_size, tree_size, sampling, graph=graph)
+def random_heads(model, vocabulary):
+    """Untrained Clover heads, which draft among the first ids of the vocabulary; 0: among all."""
+    with model.device:
+        heads = CloverHeads(preset("clover"), model).to(model.dtype)
+    heads.set_vocabulary(torch.arange(vocabulary))
+    return heads.requires_grad_(False).eval()
+
+
+def draft_vocabulary(args):
+    """How many ids the random heads draft among, 0 for all. Raises InputError for fewer than a tree has beams, and for
+    more than there are."""
+    V, beams = SIZES[args.random_weights][0]["vocab_size"], isqrt(max(args.tree_sizes) - 1) + 1
+    default = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
+    n = default if args.draft_vocabulary is None else args.draft_vocabulary
+    if n and not beams <= n <= V:
+        raise InputError(f"--draft-vocabulary must be 0, for all, or from {beams}, the beams of the largest tree, "
+                         f"to {V}, not {n}")
+    return n
+
+
+def peak_memory(body):
+    """GB of memory that this process has at most while body() runs, libraries and all. Where the system does not forget
+    an earlier peak, this may be that one."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+    body()
+    try:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / GB
+    except (OSError, IndexError):  # not Linux
+        import resource  # which Windows has not
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GB
+
+
+def in_turns(bodies, runs, device):
+    """{name: the times of its body() in seconds, one of each round}. In a round all take turns, so that what else the
+    machine does meets them alike."""
+    times = {name: [] for name in bodies}
+    for _ in range(runs):
+        for name, body in bodies.items():
+            times[name].append(seconds(body, device))
+    return times
+
+
+def step_times(model, heads, batch_size, tree_size, sampling, graph, runs, others):
+    """{"step": seconds of our step, one of each round, and the name of each other program: those of its step}."""
+    engine = timing_engine(model, heads, batch_size, tree_size, sampling, graph=graph)
+    bodies = dict(step=engine.replay or engine.step)
+    bodies |= {name: program.body(tree_size) for name, program in others.items()}
+    return in_turns({name: body for name, body in bodies.items() if body}, runs, model.device)
+
+
+@torch.inference_mode()
+def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, runs, others):
+    """A row of one step: its time and that of its stages, and the times of other programs' steps. floor: in seconds.
+    others: {name: a running one of peers.PROGRAMS}. Times and ratios are medians of `runs` rounds."""
+    times = step_times(model, heads, batch_size, tree_size, sampling, graph, runs, others)
+    row = {f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()}
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))
+    row |= dict(llama_cpp_ratio=ratio("step", "llama_cpp")) if "llama_cpp" in times else {}
+    row |= dict(transformers_ratio=ratio("transformers", "step")) if "transformers" in times else {}
     stages = stage_times(model, heads, batch_size, tree_size, sampling, graph=graph)
-    return dict(step_ms=1e3 * step, floor_ms=1e3 * floor, share=floor / step,
-                stages_ms={name: 1e3 * time for name, time in stages.items()})
+    return row | dict(floor_ms=1e3 * floor, share=1e3 * floor / row["step_ms"],
+                      stages_ms={name: 1e3 * time for name, time in stages.items()})
 
 
 @torch.inference_mode()
@@ -249,28 +325,43 @@ def kernel_times(body, device):
     return dict(sorted(found, key=lambda pair: -pair[1][1]))
 
 
+def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
+    """Adds the rows of one batch size that are missing. Other programs run beside a batch of one."""
+    missing = [size for size in args.tree_sizes if not table.has(batch_size=batch_size, tree_size=size)]
+    floor, sampling = step_bytes(model, batch_size) / bandwidth, Sampling(args.temperature)
+    rivals = peers.running(model) if missing and batch_size == 1 else contextlib.nullcontext(({}, {}))
+    with rivals as (others, words):
+        record.update(dict(peers=words) if words else {})
+        for tree_size in missing:
+            label = dict(batch_size=batch_size, tree_size=tree_size)
+            try:
+                table.add(label | measure_step(model, heads, batch_size, tree_size, floor, sampling, not args.no_graph,
+                                               args.runs, others))
+            except (InputError, torch.OutOfMemoryError):
+                table.show(label | dict(step_ms="does not fit the memory"))
+
+
 def bench_random(args):
     """`python -m bench decode --random-weights`: the time of one step for each batch and tree size."""
-    device = pick_device(args.device)
+    device, vocabulary = pick_device(args.device), draft_vocabulary(args)
     dtype = getattr(torch, args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
     record = Record(args.out, bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
-                    prefix=PREFIX, temperature=args.temperature)
+                    prefix=PREFIX, temperature=args.temperature, runs=args.runs, draft_vocabulary=vocabulary)
     model = random_model(args.random_weights, device, dtype)
-    with device:
-        heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
+    heads = random_heads(model, vocabulary)
+    record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
+    if device.type == "cpu":  # before anything else takes memory
+        step = partial(step_time, model, heads, 1, max(args.tree_sizes), Sampling(args.temperature))
+        record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(device) / GB)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters; "
           f"copy bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
-    table, options = record.table("steps", STEPS), (Sampling(args.temperature), not args.no_graph)
-    for batch_size, tree_size in product(args.batch_sizes, args.tree_sizes):
-        label = dict(batch_size=batch_size, tree_size=tree_size)
-        try:
-            if not table.has(**label):
-                floor = step_bytes(model, batch_size) / bandwidth
-                table.add(label | measure_step(model, heads, batch_size, tree_size, floor, *options))
-        except (InputError, torch.OutOfMemoryError):
-            table.show(label | dict(step_ms="does not fit the memory"))
+    table = record.table("steps", STEPS | (peers.COLUMNS if device.type == "cpu" else {}))
+    for batch_size in args.batch_sizes:
+        measure_steps(model, heads, batch_size, bandwidth, args, record, table)
     if device.type == "cuda":
-        profile_steps(model, heads, table, *options)
+        profile_steps(model, heads, table, Sampling(args.temperature), not args.no_graph)
+    for name, words in record.get("peers", {}).items():
+        print(f"{peers.PROGRAMS[name].title}: {words}")
     return record.done()

@@ -7,7 +7,7 @@ table.
 from collections import Counter
 from pathlib import Path
 
-from bench import cell
+from bench import cell, peers
 from bench.decoding import DECODING, LAUNCHES, STEPS, TRANSFORMERS, tree_columns
 from bench.kinds import accuracy_columns, accuracy_rows, decoding_columns
 from bench.operations import OPERATIONS
@@ -27,7 +27,7 @@ def decode_tables(record):
 
 
 def step_tables(record):
-    yield f"Steps of {record['model']} with random weights", STEPS | LAUNCHES, record["steps"]
+    yield f"Steps of {record['model']} with random weights", STEPS | peers.COLUMNS | LAUNCHES, record["steps"]
 
 
 def heads_tables(record):

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 from bench import Table
-from bench.decoding import GB, SIZES
-from clover import PRESETS, Head, read_record
+from bench.decoding import GB, SIZES, size_config
+from clover import PRESETS, Head, preset, read_record
 from hf.checkpoint import read_config
-from model import GPT, Block, GPTConfig, InputError, read_json
+from model import GPT, Block, InputError, read_json
 from tools.tune import PREFIX, expected_tokens
 
 
@@ -127,7 +127,7 @@ class Prediction:
 def sizes(model):
     """The GPTConfig of a checkpoint folder or of a name in SIZES."""
     if model in SIZES:
-        return GPTConfig(**SIZES[model][0], tied=False)
+        return size_config(model)
     if not Path(model).is_dir():
         raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, not {model}")
     return read_config(model)
@@ -194,7 +194,8 @@ def hold_against(args):
     print(f"A prediction for {args.gpu}, held against {', '.join({r['machine']['gpu'] for r in records})}")
     table = Table(CHECKED)
     for record in records:
-        prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), PRESETS["clover"], record["prefix"])
+        heads = preset("clover", vocabulary=record.get("draft_vocabulary", 0))  # older records have none
+        prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), heads, record["prefix"])
         for row in record["steps"]:
             predicted = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
             table.add(dict(model=record["model"], batch_size=row["batch_size"], tree_size=row["tree_size"],

@@ -14,6 +14,7 @@ from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
 from generate import STAGES, Sampling, capture, generate
+from hf.checkpoint import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
 from tools.tune import PREFIX, timing_engine
@@ -124,18 +125,20 @@ def test_decode_on_random_weights(run, monkeypatch):
     """Catches sizes that differ from the model's, a floor that counts an embedding table which no step reads, and a
     table that ends at the first size without room."""
     monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    step_time = decoding.step_time
+    timing_engine = decoding.timing_engine
 
     def without_room(model, heads, batch_size, *rest, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
-        return step_time(model, heads, batch_size, *rest, **options)
+        return timing_engine(model, heads, batch_size, *rest, **options)
 
-    monkeypatch.setattr(decoding, "step_time", without_room)
-    lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5")
+    monkeypatch.setattr(decoding, "timing_engine", without_room)
+    monkeypatch.setattr(decoding.peers, "PROGRAMS", {})  # see test_bench_peers.py
+    lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5",
+                        "--runs", "1")
     assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5)]
     assert all(tuple(row["stages_ms"]) == STAGES for row in result["steps"])
-    assert "| 2 | 1 | does not fit the memory | - | - | - | - | - | - | - |" in lines
+    assert "| 2 | 1 | does not fit the memory |" + " - |" * 11 in lines
     assert all(row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"]) for row in result["steps"])
     assert result["prefix"] == PREFIX and result["complete"]
     model = decoding.random_model("7b", "cpu", torch.float32)
@@ -149,8 +152,9 @@ def test_decode_on_random_weights(run, monkeypatch):
 def test_a_stopped_run_goes_on_with_what_is_missing(run, monkeypatch, tmp_path):
     """Catches a row that is measured twice or lost, and rows of two runs in one file."""
     monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
+    monkeypatch.setattr(decoding.peers, "PROGRAMS", {})
     flags, timed = ["decode", "--random-weights", "7b", "--batch-sizes", "1", "--tree-sizes", "1", "3", "4",
-                    "--out", str(tmp_path / "steps.json")], []
+                    "--runs", "1", "--out", str(tmp_path / "steps.json")], []
     measure_step = decoding.measure_step
 
     def stopped(model, heads, batch_size, tree_size, *rest):
@@ -251,15 +255,20 @@ def test_steps_are_profiled_once_each(monkeypatch, capsys):
 
 
 def test_real_sizes_are_those_of_the_models():
-    for name, billions in {"7b": 6.74, "8b": 8.03, "30b": 32.53, "70b": 70.55, "70b-layer": 2.96}.items():
+    for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "1.5b": 1.5437, "7b": 6.74, "8b": 8.03,
+                           "30b": 32.53, "70b": 70.55, "70b-layer": 2.96}.items():
         with torch.device("meta"):
-            model = GPT(GPTConfig(**decoding.SIZES[name][0], tied=False))
-        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+            model = GPT(decoding.size_config(name))
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
+        assert parse_config(hf_config(model.config, torch.float32), name) == model.config  # its family has all of it
 
 
 @pytest.mark.parametrize("flags, message", [
     ("decode --tree-size 65", "tree size must be"), ("decode --runs 0", "runs must be"),
     ("heads --prompts 0", "prompts must be"), ("heads --temperatures -1", "temperature must be"),
+    ("decode --draft-vocabulary 5", "--draft-vocabulary needs --random-weights"),
+    ("decode --random-weights 8b --draft-vocabulary 7", "from 8, the beams of the largest tree, to 128256, not 7"),
+    ("decode --random-weights 7b --tree-sizes 5 --draft-vocabulary 32001", "from 3, .* to 32000, not 32001"),
     ("decode --heads a/clover b/clover", "same name"), ("decode --heads a/plain", "plain"), ("kernel", "kernel"),
     ("kernels --tree-sizes 65", "tree sizes must be"), ("kernels --prefixes -1", "prefixes must be"),
     ("kernels --rows 0", "rows must be"), ("heads --base 124m", "--base needs --train"), ("gpu", "--out"),

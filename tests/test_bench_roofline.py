@@ -116,7 +116,7 @@ def test_rows_that_do_not_fit_are_left_out(run):
     with pytest.raises(InputError, match="70b on h100.*141 GB.*80; take another"):
         run("--model", "70b", "--gpu", "h100")
     assert run("--acceptance", "0", "--tree-sizes", "4")[1]["pays"]["4"] == "does not pay"
-    with pytest.raises(InputError, match="expected a checkpoint folder or one of 7b, 8b.*not nowhere"):
+    with pytest.raises(InputError, match="expected a checkpoint folder or one of 135m, .*7b, 8b.*not nowhere"):
         run("--model", "nowhere")
 
 
@@ -132,8 +132,11 @@ def test_the_prediction_is_held_against_measured_steps(run, tmp_path):
     with pytest.raises(InputError, match="holds no steps measured on a GPU"):
         run("--check", str(tmp_path))
     (tmp_path / "steps.json").write_text(json.dumps(record))
+    few = roofline.Prediction(gpu, roofline.sizes("7b"), preset("clover", vocabulary=1000), 256)
+    times = dict(batch_size=1, tree_size=8, step_ms=3e3 * few.step(1, 8))
+    (tmp_path / "steps2.json").write_text(json.dumps(record | dict(steps=[times], draft_vocabulary=1000)))
     lines, result = run("--check", str(tmp_path))
-    assert [row["ratio"] for row in result["rows"]] == pytest.approx([2.0, 2.0])
+    assert [row["ratio"] for row in result["rows"]] == pytest.approx([2.0, 2.0, 3.0])
     assert "NVIDIA H200" in lines[0] and any(line.startswith("| 7b | 8 | 16 |") for line in lines)
 
 

@@ -1,0 +1,223 @@
+"""Other programs' step times on the same random weights: llama.cpp and transformers, each where it is installed.
+
+Both get the model's own weights in its own dtype, and PREFIX tokens in their caches. A step is then a forward pass of T
+more tokens, whose logits are all computed and which leave the cache again. It neither drafts nor chooses a token, so it
+is a little less than a step of ours. llama.cpp reads the weights from a file that it maps into memory; transformers
+shares those that are in memory.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from clover import MAX_TREE
+from hf.checkpoint import hf_config, split_weight
+from model import InputError, check_memory
+from tools.tune import PREFIX
+
+COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",
+           "transformers, ms": "transformers_ms {:.2f}", "transformers over ours": "transformers_ratio {:.2f}x"}
+ROTATED = "self_attn.q_proj.", "self_attn.k_proj."
+
+
+def stored_weights(model):
+    """A model's weights as a checkpoint folder holds them: {tensor's name: tensor}, without a copy."""
+    config, found = model.config, {}
+    for name, value in model.state_dict().items():
+        if not (config.tied and name == "head.weight"):
+            found |= split_weight(name, value, config)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# llama.cpp
+
+def interleaved(rows, head_size):
+    """Rows of a query or key projection [n D, ...], where the two that are rotated together stand half a head apart ->
+    the same rows with the two next to each other, as llama.cpp expects them in Llama's shape."""
+    return rows.view(-1, 2, head_size // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def write_gguf(model, path):
+    """Writes a llama.cpp file without a tokenizer. Matrices keep their dtype; norms and biases are float32, as in the
+    files that llama.cpp's own converter writes. Raises InputError for a family that is neither llama nor qwen2."""
+    import gguf
+    c = model.config
+    if c.family not in ("llama", "qwen2"):
+        raise InputError(f"the {c.family} family is not written here; expected llama or qwen2")
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, c.family.upper()), c.n_layer)
+    writer = gguf.GGUFWriter(path, c.family)
+    write_sizes(writer, c)
+    for name, value in stored_weights(model).items():
+        if c.family == "llama" and any(part in name for part in ROTATED):
+            value = interleaved(value, c.head_size)
+        value = value.float() if value.dim() == 1 else value
+        raw = {}
+        if value.dtype == torch.bfloat16:  # which numpy does not know
+            value, raw = value.view(torch.uint8), dict(raw_dtype=gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), value.numpy(), **raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_sizes(writer, config):
+    """The keys of a GGUF that say what a GPTConfig does."""
+    c = config
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.block_size)
+    writer.add_block_count(c.n_layer)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_feed_forward_length(c.n_inner)
+    writer.add_head_count(c.n_head)
+    writer.add_head_count_kv(c.n_kv_head)
+    writer.add_key_length(c.head_size)
+    writer.add_value_length(c.head_size)
+    writer.add_rope_dimension_count(c.head_size)
+    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+
+
+class LlamaCpp:
+    """llama.cpp on as many threads as torch, with PREFIX tokens in its cache, which by its default is float16. Raises
+    InputError where memory or disk have no room for the file, or llama.cpp does not take it."""
+    title, packages = "llama.cpp", "llama-cpp-python gguf"
+    batch = context = model = None
+
+    def __init__(self, model):
+        import gguf  # noqa: F401, here to be missed before anything is done
+        import llama_cpp
+        self.lib, self.vocab_size = llama_cpp, model.config.vocab_size
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        LlamaCpp.silence = llama_cpp.llama_log_callback(lambda *_: None)  # which must outlive all calls
+        llama_cpp.llama_log_set(LlamaCpp.silence, None)
+        llama_cpp.llama_backend_init()
+        try:
+            self.load(model)
+            self.fill(range(PREFIX), 0, logits=False)
+            self.decode()
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, model):
+        lib, size = self.lib, sum(p.nbytes for p in model.parameters())
+        check_memory("the file of the weights takes", size, "cpu", "take a smaller size")
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the mapped file outlives its name
+            free = shutil.disk_usage(folder).free
+            if size > free:
+                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free "
+                                 f"in {tempfile.gettempdir()}; set TMPDIR to another folder")
+            path = Path(folder) / "model.gguf"
+            write_gguf(model, path)
+            self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        settings = lib.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = PREFIX + MAX_TREE
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        self.context = self.model and lib.llama_init_from_model(self.model, settings)
+        if not self.context:
+            raise InputError("it does not load the file that was written for it")
+        self.batch = lib.llama_batch_init(PREFIX + MAX_TREE, 0, 1)
+
+    def fill(self, tokens, position, logits):
+        """Makes the batch these tokens, in a row from a position on; logits: whether to compute theirs."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token % self.vocab_size, position + i, logits
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+
+    def decode(self):
+        code = self.lib.llama_decode(self.context, self.batch)
+        if code:
+            raise RuntimeError(f"llama_decode fails with code {code}")
+        self.lib.llama_synchronize(self.context)
+
+    def step(self):
+        self.decode()
+        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), 0, PREFIX, -1)
+
+    def body(self, tree_size):
+        """A function that runs a step of T tokens, until the next call of this one."""
+        self.fill(range(tree_size), PREFIX, logits=True)
+        return self.step
+
+    def close(self):
+        """Frees what llama.cpp took."""
+        if self.batch:
+            self.lib.llama_batch_free(self.batch)
+        if self.context:
+            self.lib.llama_free(self.context)
+        if self.model:
+            self.lib.llama_model_free(self.model)
+        self.batch = self.context = self.model = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers
+
+class Transformers:
+    """transformers' model of the family with PREFIX tokens in a DynamicCache, as its generate runs it by default."""
+    title = packages = "transformers"
+
+    @torch.inference_mode()
+    def __init__(self, model):
+        import transformers
+        self.version = f"transformers {transformers.__version__}"
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        config = transformers.AutoConfig.for_model(**hf_config(model.config, model.dtype))
+        kind = getattr(transformers, config.architectures[0])
+        self.model = kind.from_pretrained(None, config=config, state_dict=stored_weights(model), dtype=model.dtype)
+        self.model.eval()
+        self.cache = transformers.DynamicCache()
+        self.decode(torch.arange(PREFIX)[None] % model.config.vocab_size)
+
+    def decode(self, tokens):
+        """tokens [1, T] -> logits [1, T, V]; their keys and values go to the cache."""
+        return self.model(tokens, past_key_values=self.cache, use_cache=True).logits
+
+    def body(self, tree_size):
+        """A function that runs a step of one token; None for a tree, which needs a mask that generate does not give."""
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
+
+        def step():
+            self.decode(tokens)
+            self.cache.crop(-1)
+        return step if tree_size == 1 else None
+
+    def close(self):
+        self.model = self.cache = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both
+
+PROGRAMS = {"llama_cpp": LlamaCpp, "transformers": Transformers}
+
+
+@contextlib.contextmanager
+def running(model):
+    """Yields ({name: a program that runs the model}, {name: its version, or why it does not}). None runs for a model on
+    CUDA."""
+    made, words = {}, {}
+    try:
+        for name, program in PROGRAMS.items():
+            try:
+                if model.device.type != "cpu":
+                    raise InputError("it is compared on a CPU only")
+                made[name] = program(model)
+                words[name] = made[name].version
+            except ImportError:
+                words[name] = f"not installed (pip install {program.packages})"
+            except (InputError, OSError, RuntimeError) as error:  # no room, or a library that does not load here
+                words[name] = f"left out: {str(error).splitlines()[0]}"
+        yield made, words
+    finally:
+        for program in made.values():
+            program.close()
