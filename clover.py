@@ -110,7 +110,7 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, z, e):
-        return z + F.silu(self.linear(z))
+        return z + self.linear(z, "silu")
 
 
 class Projector(nn.Module):

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ from kernels import (
 # oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
 ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 ONEDNN_NAMES = {"none": ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
+ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # whether the CPU has instructions that multiply bfloat16; those with AMX have these too
 NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and torch.cpu._is_avx512_bf16_supported()
 FEWEST_ROWS = 4  # of one product; fewer take oneDNN another path: other bits, and on AMD's processors more time
@@ -204,7 +205,8 @@ class Linear(nn.Linear):
         if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
             self.copy = None
         elif self.copy is None or self.copy[0] is not w or self.copy[1] != w._version:
-            check_rows(*w.shape, w.dtype)
+            if w.dtype == torch.bfloat16:
+                check_rows(min(w.shape[0], 4096), w.shape[1])
             self.copy = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
 
     def packed(self):
@@ -221,9 +223,12 @@ class Linear(nn.Linear):
         self.copy = None  # the weight goes to another device or dtype
         return super()._apply(fn, *args, **kwargs)
 
-    def forward(self, x):
+    def forward(self, x, activation="none"):
+        """x [..., in] -> [..., out]. activation: a key of ACTIVATIONS, applied to the output."""
         packed = self.packed()
-        return F.linear(x, self.weight, self.bias) if packed is None else packed_linear(x, packed, self.bias)
+        if packed is None:
+            return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
+        return packed_linear(x, packed, self.bias, activation)
 
     def add_to(self, stream, x):
         """A residual connection: (stream + this layer's output for x, None) where one operation gives the sum, else
@@ -231,15 +236,15 @@ class Linear(nn.Linear):
         packed = self.packed()
         if packed is None:
             return stream, self(x).to(stream.dtype)  # autocast changes it
-        return packed_linear(x, packed, self.bias, "add", stream), None
+        return packed_linear(x, packed, self.bias, plus=stream), None
 
 
-def packed_linear(x, packed, bias=None, behind="none", other=None):
-    """x [..., C] times a packed weight, plus bias -> [..., N], with one operation more before the result is rounded.
-    behind: "silu", "gelu" (the tanh approximation), or "add" or "mul" with another tensor [..., N]."""
-    if other is not None:
-        return ONEDNN_LINEAR.binary(x, other, packed, bias, behind)
-    return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[behind])
+def packed_linear(x, packed, bias=None, activation="none", plus=None):
+    """x [..., C] times a packed weight, plus bias -> [..., N]. Before the result is rounded, it goes through a key of
+    ACTIVATIONS, or another tensor [..., N] is added."""
+    if plus is not None:
+        return ONEDNN_LINEAR.binary(x, plus, packed, bias, "add")
+    return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[activation])
 
 
 def packs(dtype):
@@ -248,20 +253,18 @@ def packs(dtype):
 
 
 @lru_cache
-def check_rows(n, size, dtype):
-    """Warns where a packed product of n outputs gives a row other bits when it stands beside others. Then a text could
-    depend on what is decoded beside it. `packed_linear` is used with FEWEST_ROWS rows at least."""
-    half = torch.randn(64, size // 2, generator=torch.Generator().manual_seed(0)).to(dtype)
-    # [w, -w] times [x, x] is 0: what comes out is the rounding of the sum alone, and shows its order
-    weight = torch.cat((half, -half, half.new_zeros(64, size % 2)), dim=1).repeat(-(-n // 64), 1)[:n]
-    x = half.flip(0)
-    x = torch.cat((x, x, x.new_zeros(64, size % 2)), dim=1)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+def check_rows(n, size):
+    """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for another m. A text could
+    then depend on what is decoded beside it."""
+    x, w = (torch.randn(64, size // 2, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
+    x, w = F.pad(torch.cat((x, x), dim=1), (0, size % 2)), F.pad(torch.cat((w, -w), dim=1), (0, size % 2))
+    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 64), 1)[:n], None)
     with torch.inference_mode():
-        whole = packed_linear(x, packed)
-        if not all(torch.equal(packed_linear(x[:m], packed), whole[:m]) for m in (FEWEST_ROWS, 5, 16)):
-            print(f"this CPU's products of {size} by {n} in {str(dtype).removeprefix('torch.')} depend on the number "
-                  "of rows; where the model's best two tokens nearly tie, texts may differ", file=sys.stderr)
+        together = packed_linear(x, packed)
+        if not all(torch.equal(packed_linear(x[:m], packed), together[:m]) for m in (FEWEST_ROWS, 5, 16)):
+            print(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts may differ where "
+                  "the model's best two tokens nearly tie", file=sys.stderr)
 
 
 def pack(module):
@@ -304,7 +307,7 @@ class LMHead(Linear):
         padded = pad_tokens(hidden[None], FEWEST_ROWS)[0]
         logits = packed_linear(padded, packed)
         if logits.dtype != torch.float32:  # what rounding took away is the product again, less what it left
-            logits = logits.float() + packed_linear(padded, packed, None, "add", -logits).float()
+            logits = logits.float() + packed_linear(padded, packed, plus=-logits).float()
         return logits[:len(hidden)]
 
     def sample(self, hidden, temperature, seed, sequence, position):
@@ -413,13 +416,8 @@ class MLP(nn.Module):
 
     def forward(self, stream, x):
         """stream, x [B, T, C] -> the stream with the output for x, as in `Linear.add_to`."""
-        act, packed = self.config.activation, self.up.packed()
-        if self.config.gated:
-            x = glu(self.up(x), act)
-        elif packed is not None:
-            x = packed_linear(x, packed, self.up.bias, act)
-        else:
-            x = F.silu(self.up(x)) if act == "silu" else F.gelu(self.up(x), approximate="tanh")
+        activation = self.config.activation
+        x = glu(self.up(x), activation) if self.config.gated else self.up(x, activation)
         return self.down.add_to(stream, x)
 
 

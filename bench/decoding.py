@@ -16,7 +16,7 @@ from clover import CloverHeads, preset
 from generate import DEFAULT_TREE, STAGES, Sampling, generate, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
-from model import GPT, GPTConfig, InputError, check_memory
+from model import GPT, GPTConfig, InputError, check_memory, default_dtype
 from tools.cli import load_model, pick_device
 from tools.tune import PREFIX, copy_bandwidth, fit_tree, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
@@ -344,7 +344,7 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
 def bench_random(args):
     """`python -m bench decode --random-weights`: the time of one step for each batch and tree size."""
     device, vocabulary = pick_device(args.device), draft_vocabulary(args)
-    dtype = getattr(torch, args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device, torch.bfloat16)
     record = Record(args.out, bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
                     prefix=PREFIX, temperature=args.temperature, runs=args.runs, draft_vocabulary=vocabulary)
     model = random_model(args.random_weights, device, dtype)

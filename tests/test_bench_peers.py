@@ -189,7 +189,7 @@ def test_weights_and_peak_memory_are_recorded(run, monkeypatch):
         packed.append(body.args[0].head.copy)
         return peak
     monkeypatch.setattr(decoding, "peak_memory", spy)
-    result = run("--batch-sizes", "1", "--tree-sizes", "3", "--runs", "1")[1]
+    result = run("--batch-sizes", "1", "--tree-sizes", "3", "--runs", "1", "--dtype", "float32")[1]
     per_layer = 64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert result["weights_gb"] == pytest.approx(4e-9 * (97 * 64 + 2 * per_layer + 64))
     assert result["heads_gb"] > 0 and result["peak_rss_gb"] > result["weights_gb"]

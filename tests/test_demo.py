@@ -15,7 +15,7 @@ from training.data import load_tokens, prompts
 
 @pytest.fixture(scope="module")
 def demo():
-    model, encoding = GPT.from_pretrained(DEMO, device="cpu"), load_encoding(DEMO)
+    model, encoding = GPT.from_pretrained(DEMO, torch.float32, "cpu"), load_encoding(DEMO)
     read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, tokenizer_hash(encoding))
     heads = {name: read(name) for name in ("clover", "medusa")}
     return model, encoding, heads

@@ -124,7 +124,8 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
     """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
     model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([12]))
     used = []
-    monkeypatch.setattr(models, "packed_linear", lambda *a, call=models.packed_linear: used.append(a) or call(*a))
+    call = models.packed_linear
+    monkeypatch.setattr(models, "packed_linear", lambda *a, **k: used.append(a) or call(*a, **k))
 
     def check(packed):
         with torch.inference_mode():
@@ -159,6 +160,38 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
     models.pack(model)
     model.to(torch.float64)
     check(packed=False)
+
+
+@pytest.mark.skipif(not models.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+def test_products_that_depend_on_the_number_of_rows_are_told_of(monkeypatch, capsys):
+    """Catches a check that sees no difference, or one where there is none."""
+    models.check_rows.cache_clear()
+    models.check_rows(96, 1001)
+    assert not capsys.readouterr().err
+
+    def reordered(x, packed, call=models.packed_linear):
+        return call(x, packed) if len(x) > 5 else call(x * 1.01, packed)
+    monkeypatch.setattr(models, "packed_linear", reordered)
+    models.check_rows.cache_clear()
+    models.check_rows(96, 1001)
+    assert "1001 by 96 depend on the number of rows" in capsys.readouterr().err
+    models.check_rows.cache_clear()
+
+
+@pytest.mark.parametrize("native, stored, want", [
+    (True, torch.bfloat16, torch.bfloat16), (True, torch.float32, torch.float32), (True, torch.float16, torch.float32),
+    (False, torch.bfloat16, torch.float32)])
+def test_a_checkpoint_comes_in_the_dtype_that_is_fast_here(native, stored, want, tmp_path, monkeypatch, capsys):
+    """Catches bfloat16 on a CPU that emulates it, a float32 checkpoint rounded unasked, and silence about either."""
+    monkeypatch.setattr(models, "NATIVE_BFLOAT16", native)
+    toy_model().save_pretrained(tmp_path, stored)
+    assert GPT.from_pretrained(tmp_path, device="cpu").dtype == want
+    assert not capsys.readouterr().err
+    assert GPT.from_pretrained(tmp_path, torch.float16, "cpu").dtype == torch.float16
+    faster = "bfloat16" if native else "float32"
+    assert f"float16 is slow on this CPU, which has no instructions for it; --dtype {faster}" in capsys.readouterr().err
+    assert GPT.from_pretrained(tmp_path, torch.bfloat16, "cpu").dtype == torch.bfloat16
+    assert bool(capsys.readouterr().err) != native
 
 
 def test_packing_needs_room(monkeypatch):

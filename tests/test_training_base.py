@@ -83,7 +83,7 @@ def test_transformers_reads_what_was_trained(texts, tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
     assert ids == load_encoding(tmp_path).encode(text, allowed_special="all")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = GPT.from_pretrained(tmp_path, device="cpu")
+    ours = GPT.from_pretrained(tmp_path, torch.float32, "cpu")
     tokens = torch.tensor([ids])
     torch.testing.assert_close(ours.lm_head(ours(tokens)), model(tokens).logits, atol=1e-4, rtol=1e-4)
 
