@@ -5,6 +5,7 @@
     python -m bench heads --train out/bench                   # the four presets and Clover's ablations, trained alike
     python -m bench decode                                    # plain, Medusa, Clover and transformers, over batch sizes
     python -m bench decode --random-weights 360m              # times of a step at a real size, beside llama.cpp's
+    python -m bench exact                                     # on a CPU: what bits that never differ cost in bfloat16
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
     python -m bench kernels --static                          # anywhere: registers, spills and shared memory
     python -m bench launches                                  # anywhere: how many launches a step takes
@@ -15,14 +16,14 @@
     python -m bench roofline --gpu h200 --check DIR           # the prediction beside the steps that were measured
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE heads, decode,
-kernels and tests keep that line in a file as it grows, and a run that was stopped goes on from there.
+exact, kernels and tests keep that line in a file as it grows, and a run that was stopped goes on from there.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from bench import Record, decoding, gpu, kinds, launches, machine, operations, report, roofline, static
+from bench import Record, decoding, exact, gpu, kinds, launches, machine, operations, report, roofline, static
 from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
@@ -109,6 +110,10 @@ def add_others(what):
     tests = what.add_parser("tests", help="pytest -m gpu, its outcomes kept as it goes")
     tests.add_argument("files", nargs="*", default=["tests"], help="for pytest")
     add_out(tests)
+    exactness = what.add_parser("exact", help="on a CPU, what texts that rounding never changes cost in bfloat16")
+    exactness.add_argument("--random-weights", default="360m", choices=decoding.SIZES, help="of this model's sizes")
+    add_out(exactness)
+    add_numbers(exactness, prefixes=[256, 2000], tree_sizes=[1, 4, 16], runs=5)
     counted = what.add_parser("launches", help="how many launches a step takes, without a GPU")
     counted.add_argument("--model", default=str(DEMO), metavar="DIR", help="a checkpoint folder")
     counted.add_argument("--heads", default=str(DEMO / "clover"), metavar="DIR", help="draft heads")
@@ -160,8 +165,9 @@ def bench_static(args):
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    commands = dict(decode=decoding.bench, heads=kinds.bench, kernels=operations.bench, tests=gpu.bench_tests,
-                    gpu=gpu.bench, launches=launches.bench, report=report.bench, roofline=roofline.bench)
+    commands = dict(decode=decoding.bench, exact=exact.bench, heads=kinds.bench, kernels=operations.bench,
+                    tests=gpu.bench_tests, gpu=gpu.bench, launches=launches.bench, report=report.bench,
+                    roofline=roofline.bench)
     bench = commands[args.what]
     if args.what == "kernels" and args.static:
         bench = bench_static

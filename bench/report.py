@@ -7,7 +7,7 @@ table.
 from collections import Counter
 from pathlib import Path
 
-from bench import cell, peers
+from bench import cell, exact, peers
 from bench.decoding import DECODING, LAUNCHES, STEPS, TRANSFORMERS, tree_columns
 from bench.kinds import accuracy_columns, accuracy_rows, decoding_columns
 from bench.operations import OPERATIONS
@@ -28,6 +28,10 @@ def decode_tables(record):
 
 def step_tables(record):
     yield f"Steps of {record['model']} with random weights", STEPS | peers.COLUMNS | LAUNCHES, record["steps"]
+
+
+def exact_tables(record):
+    yield f"Verifying with {record['model']}, what bits that never differ cost", exact.COLUMNS, record["verify"]
 
 
 def heads_tables(record):
@@ -76,8 +80,8 @@ def test_tables(record):
     yield "Tests that did not pass", {"test": "test {}", "outcome": "outcome {}", "error": "error {}"}, bad
 
 
-FORMS = {"decode": decode_tables, "decode-random": step_tables, "heads": heads_tables, "kernels": kernel_tables,
-         "kernels-static": static_tables, "tests": test_tables}
+FORMS = {"decode": decode_tables, "decode-random": step_tables, "exact": exact_tables, "heads": heads_tables,
+         "kernels": kernel_tables, "kernels-static": static_tables, "tests": test_tables}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
