@@ -679,6 +679,18 @@ def test_the_reference_refuses_wrong_paths(path):
         kernels.commit_path(**ARGUMENTS["commit_path"] | changed)
 
 
+def test_checks_are_skipped_only_where_asked():
+    """Bug: checks that stay off behind the block or an error in it."""
+    odd = torch.zeros(3, 5)
+    for enabled, error in ((True, RuntimeError), (False, ValueError)):  # torch's own, ours
+        with pytest.raises(error), kernels.unchecked(enabled):
+            kernels.glu(odd)
+        with pytest.raises(ValueError, match="2 N"):
+            kernels.glu(odd)
+    with kernels.unchecked(), kernels.unchecked(False), pytest.raises(RuntimeError):
+        kernels.glu(odd)
+
+
 @pytest.mark.parametrize("name", sorted(ARGUMENTS.keys() - {"tree_mask"}))
 def test_dispatch(name, monkeypatch):
     """Bug: a CPU runs the kernels, or the interpreter tests would test the reference."""
