@@ -23,7 +23,7 @@ import torch
 
 from clover import MAX_TREE, root_tree
 from kernels import accept_path, commit_path, gumbel_argmax, nucleus, runs_triton, unchecked
-from model import InputError, KVCache, needs_folder, pack
+from model import InputError, KVCache, needs_folder, pack, warn_of_emulation
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory; and per gap between two steps
@@ -53,6 +53,7 @@ class Engine:
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.max_path = P = 1 + (min(heads.config.n_draft, self.tree_size - 1) if heads else 0)
+        warn_of_emulation(model.dtype, model.device)
         for module in (model, heads) if heads else (model,):
             pack(module)
         device = model.device
@@ -565,7 +566,7 @@ def check_stops(stop, encoding):
 def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
              tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None, encoding=None, graph=True):
     """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, tree or batch size,
-    up to ties of the model's best two, which half precision makes.
+    up to ties of the model's best two, which half precision on a GPU makes.
 
     tree_size: nodes T verified per step, root included. 1 is plain decoding; None takes the size that is fastest here,
     which is measured first. beams: W, default about the square root of T. stop: token ids and, with an `encoding` to

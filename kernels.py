@@ -13,7 +13,8 @@
 The first four move the bytes of a step, the others save launches between them. For each: formula and bytes, kernel,
 torch reference (`*_reference`), and a function of the same signature that launches the kernel for CUDA tensors, and for
 CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, it calls the
-reference. This file needs torch and, where it exists, triton.
+reference. In bfloat16 a CPU also runs `cached_attention` and `rescored_argmax`. `unchecked` skips the checks of
+arguments. This file needs torch and, where it exists, triton.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value heads, G = Hq / Hkv,
 D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a path, K depths and W beams of a draft.
@@ -22,6 +23,7 @@ D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a p
 import contextlib
 import math
 import os
+import threading
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,25 +49,28 @@ NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 PIVOT = tl.constexpr(-3.0e38)  # a finite maximum for rows without scores: -inf - -inf is NaN, -inf - PIVOT is -inf
 
 
-_checking = True
+class _Checks(threading.local):
+    on = True
+
+
+_checks = _Checks()
 
 
 @contextlib.contextmanager
 def unchecked(enabled=True):
-    """Within it, the functions of this file do not check their arguments, which on a CPU is a tenth of a small model's
-    step: for a loop whose shapes are fixed, once its first turn has been checked."""
-    global _checking
-    before, _checking = _checking, _checking and not enabled
+    """Within it, and in this thread, the functions of this file do not check their arguments, which on a CPU is a tenth
+    of a small model's step: for a loop whose shapes are fixed, once its first turn has been checked."""
+    before, _checks.on = _checks.on, _checks.on and not enabled
     try:
         yield
     finally:
-        _checking = before
+        _checks.on = before
 
 
 def _skippable(check):
     """A check of arguments, done except within `unchecked`."""
     def checked(*args):
-        if _checking:
+        if _checks.on:
             check(*args)
     return checked
 
@@ -386,8 +391,8 @@ def _check_lengths(lengths, T, capacity):
 
 class TreeMask(NamedTuple):
     """visible bool [B, T, max_len]: which cache rows a node sees. unseen bool [B, max_len]: rows that no node sees,
-    None if there are none. bias, to be added to the scores: [B, 1, T, max_len] of 0 and -inf, None if every
-    node sees every row; with slopes [B, Hq, T, max_len] of the ALiBi bias and -inf, never None."""
+    None if there are none. bias, to be added to the scores, of `tree_mask`'s dtype: [B, 1, T, max_len] of 0 and -inf,
+    None if every node sees every row; with slopes [B, Hq, T, max_len] of the ALiBi bias and -inf, never None."""
     visible: torch.Tensor
     unseen: torch.Tensor | None
     bias: torch.Tensor | None
@@ -477,7 +482,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=Non
     mask: `tree_mask(lengths, ancestors, max_len, slopes)`. Only the reference reads it, slopes included.
     Returns [B, T, Hq, D]; a node that sees nothing gives zeros. ValueError for shapes, dtypes and, on a CPU, lengths.
     """
-    if not runs_triton(k_cache):
+    if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale, mask, slopes)
     _check_attention(q, k_cache, v_cache, lengths, ancestors, slopes)
     B, T, Hq, D = q.shape
@@ -840,11 +845,17 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     row's result neither ties nor depends on the other rows. Other arguments, results and errors as there."""
     M, V = logits.shape
     _check_noise(M, temperature, seed, sequence, position, logits.device)
+    largest = torch.maximum(logits.amax(1), -logits.amin(1))
+    plain = (largest == 0) | ~largest.isfinite()  # rows where there is nothing to score again, or no way to
+    if plain.any():
+        tokens, rest = gumbel_argmax(logits, temperature, seed, sequence, position), ~plain
+        tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
+                                       position[rest]) if rest.any() else tokens[rest]
+        return tokens
     scores, scale = logits, temperature or 1.0
     if temperature:
         noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device))
         scores = logits / temperature + noise
-    largest = torch.maximum(logits.amax(1), -logits.amin(1))
     error = 1.1 / 2**8 * largest / scale  # rounding moves a logit by 2^-8 of itself at most, a float32 sum by far less
     near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
     rows, tokens = near.unbind(1)
@@ -1108,6 +1119,9 @@ def _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight):
            lambda: f"qkv of shape [{B}, T >= 1, Hq + {2 * Hkv}, {D}]", qkv)
     _check(rope is None or D % 2 == 0, "an even head size, to rotate it", D)
     _check((q_weight is None) == (k_weight is None), "both of q_weight and k_weight, or none", q_weight, k_weight)
+    if rows.is_cpu:  # reading values back would stall a GPU
+        _check(rows.dim() == 2 and bool((rows == rows[:, :1] + torch.arange(rows.shape[1])).all()),
+               "rows of consecutive numbers, [B, T]", rows)
     table, weight = ((B, qkv.shape[1], 1, D), qkv.dtype), ((D,), qkv.dtype)
     kinds = (*FLOATS, torch.float64) if kv.dtype == torch.float64 else (kv.dtype,)
     _check_tensors(kv.device, qkv=(qkv, (B, *qkv.shape[1:3], D), *kinds), rows=(rows, qkv.shape[:2], torch.int64),
@@ -1126,7 +1140,7 @@ def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=
         cos, sin = rope
         swapped = qk.roll(D // 2, -1)
         qk.mul_(cos).addcmul_(swapped, sin)
-    if B == 1:  # a copy of a block takes half the time of index_put, and casts
+    if B == 1 and kv.is_cpu:  # a copy of a block takes half the time of index_put, and casts
         kv[:, 0].narrow(2, int(rows[0, 0]), T).copy_(new[0].permute(1, 2, 0, 3))
     else:
         kv.permute(1, 3, 0, 2, 4)[_column(B, kv.device), rows] = new.to(kv.dtype)
@@ -1142,7 +1156,7 @@ def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
     rotation. q_weight, k_weight [D]: RMSNorm of each query and key head before that, with `eps`. Returns q [B, T, Hq,
     D], a view of qkv. ValueError for shapes, dtypes and devices.
     """
-    if not runs_triton(kv):
+    if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, rows, q_weight, k_weight, eps)
     _check_rope_cache(qkv, rope, kv, rows, q_weight, k_weight)
     (B, T, H, D), (Hkv, S) = qkv.shape, kv.shape[2:4]

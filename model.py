@@ -135,7 +135,7 @@ class AttentionContext:
                 same = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
                 self.mask = same.tril() if slopes is None else self.mask.masked_fill(~same, -math.inf)
             return
-        # in which attention adds up, see kernels.cached_attention
+        # the dtype in which attention adds up, see kernels.cached_attention
         dtype = torch.float32 if cache.kv.dtype == torch.float32 or device.type != "cpu" else torch.float64
         if ancestors is None:
             self.cache_rows = positions
@@ -254,26 +254,29 @@ def packs(dtype):
 
 @lru_cache
 def check_rows(n, size):
-    """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for another m. A text could
-    then depend on what is decoded beside it."""
-    x, w = (torch.randn(64, size // 2, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for another m, with as many
+    threads as there are now. A text could then depend on what is decoded beside it."""
+    x, w = (torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
     # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
     x, w = F.pad(torch.cat((x, x), dim=1), (0, size % 2)), F.pad(torch.cat((w, -w), dim=1), (0, size % 2))
-    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 64), 1)[:n], None)
+    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 256), 1)[:n], None)
     with torch.inference_mode():
         together = packed_linear(x, packed)
-        if not all(torch.equal(packed_linear(x[:m], packed), together[:m]) for m in (FEWEST_ROWS, 5, 16)):
-            print(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts may differ where "
-                  "the model's best two tokens nearly tie", file=sys.stderr)
+        if not all(torch.equal(packed_linear(x[:m], packed), together[:m]) for m in (FEWEST_ROWS, 5, 16, 64)):
+            warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts may differ where "
+                 "the model's best two tokens nearly tie")
 
 
 def pack(module):
     """Gives the frozen `Linear` layers of a module packed copies, where memory has room for twice what they take."""
     layers = [m for m in module.modules() if isinstance(m, Linear)]
-    missing = sum(m.weight.nbytes for m in layers if m.copy is None and m.weight.is_cpu)
-    if 2 * missing <= free_memory("cpu"):
+    missing = [m.weight for m in layers if m.copy is None and m.weight.is_cpu]
+    if 2 * sum(w.nbytes for w in missing) <= free_memory("cpu"):
         for layer in layers:
             layer.repack()
+    elif any(packs(w.dtype) and not w.requires_grad for w in missing):
+        warn("the memory has no room for packed copies of the weights, so decoding is slower, and in bfloat16 texts "
+             "may differ where the model's best two tokens nearly tie; take a smaller model")
 
 
 def pad_tokens(x, n):
@@ -555,7 +558,6 @@ class GPT(nn.Module):
         config = read_config(path)
         shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
         dtype = dtype or default_dtype(device, stored_dtype(path))
-        warn_of_emulation(dtype, device)
         size = dtype.itemsize * sum(map(math.prod, shapes.values()))
         advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
         check_memory(f"{path}: its weights take", size, device, advice)
@@ -597,8 +599,8 @@ def warn_of_emulation(dtype, device):
     """A line on standard error for a dtype that a CPU has no instructions for."""
     if device.type == "cpu" and dtype.itemsize == 2 and not packs(dtype):
         faster = "bfloat16" if NATIVE_BFLOAT16 else "float32"
-        print(f"{str(dtype).removeprefix('torch.')} is slow on this CPU, which has no instructions for it; --dtype "
-              f"{faster} is faster", file=sys.stderr)
+        warn(f"{str(dtype).removeprefix('torch.')} is slow on this CPU, which has no instructions for it; --dtype "
+             f"{faster} is faster")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -643,6 +645,12 @@ def needs_folder(name, otherwise=""):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too"
                          f"{otherwise}") from None
+
+
+@lru_cache
+def warn(line):
+    """Prints a line on standard error, once."""
+    print(line, file=sys.stderr)
 
 
 def atomic_write(path, write):

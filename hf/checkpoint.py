@@ -413,8 +413,9 @@ def check_headers(path, config):
 
 
 def stored_dtype(path):
-    """The torch dtype in which a folder's largest tensor is stored."""
-    tensors = [tensor for file in weight_files(path) for tensor in open_weights(file).values()]
+    """The torch dtype in which a folder's largest weight is stored."""
+    tensors = [tensor for file in weight_files(path) for key, tensor in open_weights(file).items()
+               if tensor.dtype in FLOATS and not key.endswith(IGNORED)]
     name = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
     return getattr(torch, name.replace("BF", "bfloat").replace("F", "float") if name.isupper() else name)
 

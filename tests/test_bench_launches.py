@@ -13,7 +13,7 @@ from generate import Sampling
 from model import GPT
 from tools.cli import DEMO
 
-pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or bool(kernels.INTERPRETED),
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value,
                                 reason="needs triton, and not its interpreter")
 
 

@@ -10,7 +10,7 @@ import kernels
 from bench import static
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or bool(kernels.INTERPRETED),
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value,
                                 reason="needs triton, and not its interpreter")
 
 

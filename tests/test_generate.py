@@ -94,12 +94,12 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
     """Catches checks that stay off when fewer slots run, or stay on."""
     engine, checking = Engine(toy, batch_size=3, capacity=20), []
     draft = engine.draft
-    monkeypatch.setattr(engine, "draft", lambda: checking.append(kernels._checking) or draft())
+    monkeypatch.setattr(engine, "draft", lambda: checking.append(kernels._checks.on) or draft())
     for n in (3, 3, 2, 2):
         if n < len(engine.slots.root):
             engine.set_active_slots(n)
         engine.step()
-    assert checking == [True, False, True, False] and kernels._checking
+    assert checking == [True, False, True, False] and kernels._checks.on
 
 
 

@@ -184,7 +184,8 @@ def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
     want = GPT.from_pretrained(tmp_path, device="cpu")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors = {key.removeprefix("transformer."): value for key, value in tensors.items()}
-    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 512, 512, dtype=torch.bool)  # more elements than any weight
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
     assert GPT.from_pretrained(tmp_path, device="cpu").identity == want.identity
 

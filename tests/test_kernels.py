@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import kernels
 from bench.static import record
 
 ROOT = Path(__file__).resolve().parent.parent
-INTERPRETED = bool(kernels.INTERPRETED)
+INTERPRETED = kernels.INTERPRETED.value
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 plain = pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
 slow_to_interpret = [pytest.mark.slow] if INTERPRETED else []
@@ -479,8 +480,8 @@ def test_gumbel_noise_is_independent_and_gumbel():
 @plain
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rescored_argmax_undoes_the_rounding_of_the_logits(temperature):
-    """Bug: the best token of the rounded logits taken, a candidate missed, noise left out, another row's token; ties in
-    rows of zeros not given to the lowest id."""
+    """Bug: the best token of the rounded logits taken, a candidate missed, noise left out, another row's token, also
+    beside rows that are no numbers; ties in rows of zeros not given to the lowest id."""
     M, V, C = 600, 500, 64
     hidden, weight = torch.randn(M, C).bfloat16(), torch.randn(V, C).bfloat16()
     weight[100:400] = weight[:100].repeat(3, 1)  # many logits differ by less than their rounding, or not at all
@@ -495,11 +496,17 @@ def test_rescored_argmax_undoes_the_rounding_of_the_logits(temperature):
     assert (kernels.gumbel_argmax(rounded, temperature, 9, sequence, position) != want).any() or temperature
     got = kernels.rescored_argmax(rounded, hidden, weight, temperature, 9, sequence, position)
     assert torch.equal(got, want)
+    broken = rounded.clone()
+    broken[3], broken[4, 6] = math.nan, math.inf
+    mended = kernels.rescored_argmax(broken, hidden, weight, temperature, 9, sequence, position)
+    others = (torch.arange(M) != 3) & (torch.arange(M) != 4)
+    assert torch.equal(mended[others], want[others]) and mended[3] < V and mended[4] == 6
     alone = [kernels.rescored_argmax(rounded[i:i + 1], hidden[i:i + 1], weight, temperature, 9, sequence[i:i + 1],
                                      position[i:i + 1]) for i in range(30)]
     assert torch.equal(torch.cat(alone), got[:30])
 
 
+@plain
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_gumbel_argmax_samples_the_softmax(temperature):
     """Bug: sampling leans to some tokens, or a token filtered out is drawn."""
@@ -680,7 +687,7 @@ def test_the_reference_refuses_wrong_paths(path):
 
 
 def test_checks_are_skipped_only_where_asked():
-    """Bug: checks that stay off behind the block or an error in it."""
+    """Bug: checks that stay off behind the block, an error in it, or another thread's block."""
     odd = torch.zeros(3, 5)
     for enabled, error in ((True, RuntimeError), (False, ValueError)):  # torch's own, ours
         with pytest.raises(error), kernels.unchecked(enabled):
@@ -689,6 +696,28 @@ def test_checks_are_skipped_only_where_asked():
             kernels.glu(odd)
     with kernels.unchecked(), kernels.unchecked(False), pytest.raises(RuntimeError):
         kernels.glu(odd)
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with kernels.unchecked():
+            entered.set()
+            left.wait()
+    thread = threading.Thread(target=other)
+    with kernels.unchecked():
+        thread.start()
+        entered.wait()
+    with pytest.raises(ValueError, match="2 N"):  # while another thread skips its own
+        kernels.glu(odd)
+    left.set()
+    thread.join()
+
+
+def test_a_gradient_takes_the_reference_of_tree_attention(monkeypatch):
+    """Bug: the kernel runs since the caches want no gradient, and that of the queries is lost."""
+    ran, arguments = [], ARGUMENTS["tree_attention"]
+    monkeypatch.setattr(kernels, "tree_attention_reference", lambda *args: ran.append(args))
+    kernels.tree_attention(**arguments | dict(q=arguments["q"].clone().requires_grad_()))
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS.keys() - {"tree_mask"}))

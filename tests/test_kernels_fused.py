@@ -155,9 +155,9 @@ def test_rope_cache_rotates_and_writes(case, dtype, device):
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU the reference indexes as torch does")
 def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
     """Bug: a write before or behind the cache, which is another sequence's or nobody's."""
-    outer = torch.zeros(2, 1, 1, 12, 16)
-    kernels.rope_cache(torch.ones(1, 4, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([[-1, 0, 3, 4]]))
-    assert outer[..., 0].nonzero()[:, 3].tolist() == [4, 7, 4, 7]
+    outer = torch.zeros(2, 2, 1, 12, 16)
+    kernels.rope_cache(torch.ones(2, 2, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([[-1, 0], [3, 4]]))
+    assert outer[..., 0].nonzero()[:, 1:4:2].tolist() == [[0, 4], [1, 7]] * 2
 
 
 @plain
@@ -346,6 +346,7 @@ WRONG = {  # what is wrong: (function, changed arguments, what the message has t
     "half-qkv": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 16).half()), "qkv"),
     "int32-rows": ("rope_cache", dict(rows=NODES.int()), "rows"),
     "rows-of-one-dimension": ("rope_cache", dict(rows=torch.zeros(2).long()), "rows"),
+    "rows-that-jump": ("rope_cache", dict(rows=NODES + torch.tensor([0, 2, 3])), "rows"),
     "angles-of-half-a-head": ("rope_cache", dict(rope=(torch.zeros(2, 3, 1, 8),) * 2), "cos"),
     "odd-head-to-rotate": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 15), kv=torch.zeros(2, 2, 1, 9, 15)), "even"),
     "one-norm": ("rope_cache", dict(q_weight=torch.zeros(16)), "k_weight"),
@@ -377,6 +378,16 @@ def test_wrong_input_is_named_in_one_line(name, changed, named):
         with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got ") as error:
             function(**ARGUMENTS[name] | changed)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, wanted", [("rope_cache", "qkv"), ("rope_cache", "kv"), ("add_norm", "delta"),
+                                          ("cosine_mix", "kv"), ("glu", "x")])
+def test_a_gradient_takes_the_reference(name, wanted, monkeypatch):
+    """Bug: a kernel runs where any of the tensors wants a gradient, which is then lost."""
+    ran, arguments = [], ARGUMENTS[name]
+    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
+    getattr(kernels, name)(**arguments | {wanted: arguments[wanted].clone().requires_grad_()})
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

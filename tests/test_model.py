@@ -11,7 +11,7 @@ import torch
 from conftest import SHAPES, random_prompts, toy_model
 
 import model as models
-from generate import capture
+from generate import Engine, capture
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +68,14 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_stands(shape, cache_
             hidden = model(texts[:1, i:i + 1], torch.tensor([[i]]), alone, chain(1))
             assert torch.equal(hidden[0, 0], want[i]), i
             alone.lengths += 1
+        for T, batch in ((1, 2), (1, 3), (2, 1), (3, 1), (2, 3)):  # some are padded to FEWEST_ROWS
+            cache = model.new_cache(batch, 200)
+            for b in range(batch):
+                for start in range(0, 50, 25):
+                    model.prefill(texts[b:b + 1, start:start + 25], cache.slots(b), start)
+            hidden = model(texts[:batch, 50:50 + T], torch.arange(50, 50 + T).expand(batch, T), cache,
+                           chain(T).expand(batch, T))
+            assert torch.equal(hidden[0], want[50:50 + T]), (T, batch)
         # the text's next n tokens at a tree's even nodes, another text's at the odd ones; then beside two more trees
         nodes, depths = texts[:2, 90:90 + n].T.flatten(), torch.arange(2 * n) // 2
         ancestors = torch.tensor([[sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(2 * n)]])
@@ -165,6 +173,7 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
 @pytest.mark.skipif(not models.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
 def test_products_that_depend_on_the_number_of_rows_are_told_of(monkeypatch, capsys):
     """Catches a check that sees no difference, or one where there is none."""
+    models.warn.cache_clear()
     models.check_rows.cache_clear()
     models.check_rows(96, 1001)
     assert not capsys.readouterr().err
@@ -186,20 +195,24 @@ def test_a_checkpoint_comes_in_the_dtype_that_is_fast_here(native, stored, want,
     monkeypatch.setattr(models, "NATIVE_BFLOAT16", native)
     toy_model().save_pretrained(tmp_path, stored)
     assert GPT.from_pretrained(tmp_path, device="cpu").dtype == want
-    assert not capsys.readouterr().err
-    assert GPT.from_pretrained(tmp_path, torch.float16, "cpu").dtype == torch.float16
-    faster = "bfloat16" if native else "float32"
-    assert f"float16 is slow on this CPU, which has no instructions for it; --dtype {faster}" in capsys.readouterr().err
-    assert GPT.from_pretrained(tmp_path, torch.bfloat16, "cpu").dtype == torch.bfloat16
-    assert bool(capsys.readouterr().err) != native
+    for dtype, slow in ((want, False), (torch.float16, True), (torch.bfloat16, not native)):
+        models.warn.cache_clear()
+        Engine(GPT.from_pretrained(tmp_path, dtype, "cpu"), capacity=8)
+        line = f"{dtype} is slow on this CPU, which has no instructions for it; --dtype "[6:]
+        faster = "bfloat16 is faster" if native else "float32 is faster"
+        assert capsys.readouterr().err == (line + faster + "\n") * slow
 
 
-def test_packing_needs_room(monkeypatch):
-    """Catches copies that push a large model out of the memory."""
+def test_packing_needs_room(monkeypatch, capsys):
+    """Catches copies that push a large model out of the memory, and silence or a line for each engine about it."""
     model = toy_model()
     monkeypatch.setattr(models, "free_memory", lambda device: 1000)
+    models.warn.cache_clear()
+    models.pack(model)
     models.pack(model)
     assert model.head.copy is None
+    told = capsys.readouterr().err
+    assert told.count("no room for packed copies") == bool(models.ONEDNN_LINEAR), told
 
 
 @pytest.mark.skipif(not models.ONEDNN_LINEAR, reason="this torch has no oneDNN")

@@ -39,7 +39,8 @@ def first_difference(model, prompts, ours, plain, **sampling):
 
     gap: how far the worse of the two tokens is below the best score there (logit, or logit / temperature + noise). kind
     is "tie" when the gap is within rounding of the model's dtype, so that the order of summation may decide, else
-    "bug". Where one text just ends earlier, gap is None and kind is "bug".
+    "bug"; in bfloat16 from packed weights, where the order decides nothing, always "bug". Where one text just ends
+    earlier, gap is None and kind is "bug".
     """
     s = Sampling(**sampling)
     for i, (a, b) in enumerate(zip(ours, plain)):
@@ -58,5 +59,6 @@ def first_difference(model, prompts, ours, plain, **sampling):
             noise = gumbel(s.seed, sequence, position, tokens)
             scores = keep_likely(scores / scale, s.top_k, s.top_p, s.min_p) + noise
         gap = (scores.max() - scores[0, [a[first], b[first]]].min()).item()
-        return i, first, gap, "tie" if gap <= rounding else "bug"
+        fixed = model.dtype == torch.bfloat16 and model.head.packed() is not None
+        return i, first, gap, "tie" if gap <= rounding and not fixed else "bug"
     return None
