@@ -45,7 +45,7 @@ ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.ba
 ONEDNN_NAMES = {"none": ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
 ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # whether the CPU has instructions that multiply bfloat16; those with AMX have these too
-NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and torch.cpu._is_avx512_bf16_supported()
+NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 FEWEST_ROWS = 4  # of one product; fewer take oneDNN another path: other bits, and on AMD's processors more time
 
 # not cuDNN's attention, which makes a plan for each new length of a prompt
