@@ -432,18 +432,24 @@ def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
     rounding hides in which order they were taken: the same tokens stand elsewhere in the cache of another tree, and one
     flipped bit in one layer is enough to change a text. Caches in half precision are then cast a head at a time.
     """
-    dtype = torch.float64 if q.device.type == "cpu" and q.dtype.itemsize == 2 else k.dtype
+    (B, T, Hq, D), Hkv = q.shape, k.shape[1]
+    dtype, G = torch.float64 if q.device.type == "cpu" and q.dtype.itemsize == 2 else k.dtype, Hq // Hkv
     bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
-    attend = lambda q, k, v, bias: F.scaled_dot_product_attention(
-        q.to(dtype).transpose(1, 2), k.to(dtype), v.to(dtype), bias, is_causal=is_causal, scale=scale,
-        enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
-    if k.dtype == dtype:
-        return attend(q, k, v, bias)
-    G = q.shape[2] // k.shape[1]
-    heads = [slice(h * G, h * G + G) for h in range(k.shape[1])]
-    return torch.cat([attend(q[:, :, mine], k[:, h:h + 1], v[:, h:h + 1],
-                             bias if bias is None or bias.shape[1] == 1 else bias[:, mine])
-                      for h, mine in enumerate(heads)], dim=2)
+    shared = bias is None or bias.shape[1] == 1  # by all query heads
+    if k.dtype != dtype:
+        groups = [(slice(h * G, h * G + G), slice(h, h + 1)) for h in range(Hkv)]
+        return torch.cat([cached_attention(q[:, :, mine], k[:, h].to(dtype), v[:, h].to(dtype),
+                                           bias if shared else bias[:, mine], scale, is_causal)
+                          for mine, h in groups], dim=2)
+    if dtype == torch.float64 and shared and G > 1 and 1 < T <= 64 and not is_causal:
+        # query heads that share keys become rows of one product, which in float64 is quicker than one for each
+        q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
+        bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
+        out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)
+        return out.transpose(1, 2).to(q.dtype).reshape(B, T, Hq, D)
+    out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
+                                         enable_gqa=G > 1)
+    return out.transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
 
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, mask=None, slopes=None):

@@ -101,7 +101,7 @@ def rope_launches(D, dtype, normed):
     qkv, kv = torch.empty(2, 3, 12, D, dtype=dtype), torch.empty(2, 2, 2, 64, D, dtype=dtype)
     angles, weight = torch.empty(2, 3, 1, D, dtype=dtype), torch.empty(D, dtype=dtype) if normed else None
     rope = None if D % 2 else (angles, angles)
-    return record(kernels.rope_cache, qkv, rope, kv, torch.zeros(2, 3).long(), weight, weight)
+    return record(kernels.rope_cache, qkv, rope, kv, torch.arange(3).expand(2, 3), weight, weight)
 
 
 def mix_launches(C, n_head, dtype):

@@ -686,6 +686,7 @@ def test_the_reference_refuses_wrong_paths(path):
         kernels.commit_path(**ARGUMENTS["commit_path"] | changed)
 
 
+@plain
 def test_checks_are_skipped_only_where_asked():
     """Bug: checks that stay off behind the block, an error in it, or another thread's block."""
     odd = torch.zeros(3, 5)
