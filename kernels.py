@@ -855,8 +855,9 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     plain = (largest == 0) | ~largest.isfinite()  # rows where there is nothing to score again, or no way to
     if plain.any():
         tokens, rest = gumbel_argmax(logits, temperature, seed, sequence, position), ~plain
-        tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
-                                       position[rest]) if rest.any() else tokens[rest]
+        if rest.any():
+            tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
+                                           position[rest])
         return tokens
     scores, scale = logits, temperature or 1.0
     if temperature:
