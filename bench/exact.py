@@ -13,9 +13,8 @@ import torch.nn.functional as F
 
 import kernels
 from bench import Record
-from bench.decoding import random_model
+from bench.decoding import in_turns, random_model
 from model import InputError, KVCache, pack, packs
-from tools.tune import seconds
 
 COLUMNS = {"tokens in the cache": "prefix {}", "T": "tree_size {}", "float64, ms": "float64_ms {:.1f}",
            "cast, ms": "cast_ms {:.1f}", "bfloat16, ms": "bfloat16_ms {:.1f}",
@@ -38,21 +37,24 @@ def chain(model, dtype, prefix, tree_size):
     return lambda: model(nodes, prefix + nodes, cache, (2 << nodes) - 1)
 
 
+def with_attention(attention, verify):
+    """verify() with another function in the place of `kernels.cached_attention`."""
+    def body():
+        with patch.object(kernels, "cached_attention", attention), kernels.unchecked():
+            verify()
+    return body
+
+
 @torch.inference_mode()
 def measure(model, prefix, tree_size, runs):
-    """A row: medians of the three ways in alternating rounds, each round the fastest of several calls, and of the
-    ratios of a round."""
+    """A row: medians of the three ways over alternating rounds, and of the ratios of a round."""
     wide, narrow = (chain(model, dtype, prefix, tree_size) for dtype in (torch.float64, torch.bfloat16))
-    ways = dict(float64=(wide, kernels.cached_attention), cast=(narrow, kernels.cached_attention),
-                bfloat16=(narrow, rounded_attention))
-    times = {name: [] for name in ways}
-    for _ in range(runs):
-        for name, (verify, attention) in ways.items():
-            with patch.object(kernels, "cached_attention", attention), kernels.unchecked():
-                times[name].append(1e3 * seconds(verify, model.device))
+    ours = kernels.cached_attention
+    times = in_turns(dict(float64=with_attention(ours, wide), cast=with_attention(ours, narrow),
+                          bfloat16=with_attention(rounded_attention, narrow)), runs, model.device)
     ratio = lambda name: statistics.median(a / b for a, b in zip(times[name], times["bfloat16"]))
-    return dict(prefix=prefix, tree_size=tree_size, **{f"{name}_ms": statistics.median(t) for name, t in times.items()},
-                float64_ratio=ratio("float64"), cast_ratio=ratio("cast"))
+    medians = {f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()}
+    return dict(prefix=prefix, tree_size=tree_size, **medians, float64_ratio=ratio("float64"), cast_ratio=ratio("cast"))
 
 
 def bench(args):

@@ -28,7 +28,7 @@ def test_three_ways_are_timed_in_turns(monkeypatch, capsys):
         seen.append(dtypes)
         return [0.003, 0.006, 0.002][len(seen) % 3 - 1]
     sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr(exact, "seconds", clock)
+    monkeypatch.setattr(decoding, "seconds", clock)
     bench.main("exact --random-weights 7b --prefixes 20 --tree-sizes 3 --runs 2".split())
     assert "| 20 | 3 | 3.0 | 6.0 | 2.0 | 1.50x | 3.00x |" in capsys.readouterr().out
     double, half = (torch.float64, 23), (torch.bfloat16, 23)
