@@ -8,6 +8,7 @@
     rope_cache                 norm and rotation of queries and keys, write of keys and values to the cache
     glu, cosine_mix            SiLU(gate) * up; the Attention Decoder's cosine and sum
     best_guesses, best_tree    choose the best proposals of a depth; of all depths, as a tree
+    lookup, merge_chain        what followed when the text stood here before; that, merged with a tree
     accept_path, nucleus       the walk down the tree; where top-p sampling cuts
 
 The first four move the bytes of a step, the others save launches between them. For each: formula and bytes, kernel,
@@ -1499,6 +1500,189 @@ def best_tree(root, joint, tokens, parents, tree_size):
     node, tree = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32), root.new_empty(4, B, tree_size)
     with torch.cuda.device_of(joint):
         _best_tree_kernel[(B,)](root.contiguous(), joint, tokens, parents, node, tree, B, K, n, tree_size, **blocks)
+    return tree.unbind()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# lookup and merge_chain: drafting from the text itself
+#
+#   lookup        what followed the most recent earlier occurrence of the text's longest suffix, of 4 tokens down to 1
+#   merge_chain   a token tree and such a chain as one tree: from where they part, the chain is appended
+#
+# A match may overlap the suffix. Where the text ends before the chain does, the chain goes on as a copy of itself, so
+# that a run of one token proposes more of it.
+#
+# Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since few programs hold a
+# short text's tokens and a second launch to merge their finds would take longer than that.
+
+
+@triton.jit(do_not_specialize=["S", "n"])
+def _lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Program b: the chain of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    history_ptr += b * S
+    last = tl.load(lengths_ptr + b)  # the newest token's index
+    newest = tl.load(history_ptr + last)
+    second = tl.load(history_ptr + last - 1, mask=last >= 1, other=-1)
+    third = tl.load(history_ptr + last - 2, mask=last >= 2, other=-1)
+    fourth = tl.load(history_ptr + last - 3, mask=last >= 3, other=-1)
+    best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, then its last index
+    for start in range(0, last, BLOCK_S):
+        # [BLOCK_S]
+        index = start + tl.arange(0, BLOCK_S)
+        mask = index < last
+        matched = (tl.load(history_ptr + index, mask=mask, other=-2) == newest).to(tl.int32)
+        length = matched
+        matched &= (tl.load(history_ptr + index - 1, mask=mask & (index >= 1), other=-2) == second).to(tl.int32)
+        length += matched
+        matched &= (tl.load(history_ptr + index - 2, mask=mask & (index >= 2), other=-2) == third).to(tl.int32)
+        length += matched
+        matched &= (tl.load(history_ptr + index - 3, mask=mask & (index >= 3), other=-2) == fourth).to(tl.int32)
+        length += matched
+        best = tl.maximum(best, tl.where(length > 0, (length << 28) + index, 0))
+    found = tl.max(best, 0)
+    match = found & 0xFFFFFFF
+    # [BLOCK_N]
+    step = tl.arange(0, BLOCK_N)
+    source = match + 1 + step % tl.maximum(last - match, 1)
+    token = tl.load(history_ptr + source, mask=(step < n) & (found > 0), other=-1)
+    tl.store(chain_ptr + b * n + step, token.to(tl.int64), mask=step < n)
+
+
+@_skippable
+def _check_lookup(history, lengths, n):
+    _check(history.dim() == 2 and history.dtype == torch.int32 and 0 < history.shape[1] < 2**28,
+           "history int32 [B, S], S from 1 to 2^28 - 1", history)
+    _check(history.is_contiguous(), "contiguous history", history.stride())
+    _check_tensors(history.device, lengths=(lengths, history.shape[:1], torch.int32))
+    _check(isinstance(n, int) and 1 <= n <= 63, "a chain of 1 to 63 tokens", n)
+
+
+def lookup_reference(history, lengths, n):
+    """`lookup` by torch."""
+    _check_lookup(history, lengths, n)
+    S, last = int(lengths.max()) + 1, lengths.long()[:, None]  # (B, 1)
+    history, index, before = history[:, :S], _column(S, history.device).mT, last - _column(4, history.device).mT
+    suffix = torch.where(before >= 0, history.gather(1, before.clamp(min=0)), -1)  # (B, 4), the newest token first
+    matched = (history == suffix[:, :1]) & (index < last)  # (B, S)
+    length = matched.long()
+    for i in range(1, min(4, S)):
+        matched[:, i:] &= history[:, :-i] == suffix[:, i:i + 1]
+        matched[:, i - 1].fill_(False)
+        length += matched
+    best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
+    match = best % S
+    source = match + 1 + _column(n, history.device).mT % (last - match).clamp_(min=1)  # (B, n)
+    return torch.where(best > 0, history.gather(1, source.clamp_(max=S - 1)), -1).long()
+
+
+def lookup(history, lengths, n):
+    """The n tokens that the text itself suggests next: those that followed the most recent earlier occurrence of its
+    longest suffix, of 4 tokens down to 1 (prompt lookup decoding, as transformers has it).
+
+    history int32 [B, S], contiguous: token ids; lengths int32 [B]: the index of each sequence's newest token, 0..S - 1;
+    what stands behind it does not count. n 1..63.
+    Returns int64 [B, n]; -1 for all n where the newest token did not occur before. ValueError for shapes, dtypes,
+    strides, devices and n.
+    """
+    if not runs_triton(history):
+        return lookup_reference(history, lengths, n)
+    _check_lookup(history, lengths, n)
+    (B, S), chain = history.shape, history.new_empty(len(history), n, dtype=torch.int64)
+    with torch.cuda.device_of(history):
+        _lookup_kernel[(B,)](history, lengths.contiguous(), chain, S, n, BLOCK_S=4096, num_warps=8,
+                             BLOCK_N=triton.next_power_of_2(n))
+    return chain
+
+
+@triton.jit(do_not_specialize=["B", "T", "n"])
+def _merge_chain_kernel(
+    tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, chain_ptr, tree_ptr, B, T, n,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Program b: the tree of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    plane = B.to(tl.int64) * (T + n)
+    tree_ptr += b * (T + n)
+    chain_ptr += b * n
+    node = tl.arange(0, BLOCK_T)
+    mask, offsets = node < T, b * T + node
+    # [BLOCK_T]
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
+    depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
+    ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
+    wanted = tl.load(chain_ptr + depth - 1, mask=(depth > 0) & (depth <= n), other=-1)
+    wrong = mask & (depth > 0) & (token != wanted)
+    refused = tl.sum(wrong.to(tl.int64) << node.to(tl.int64), 0)  # a set of nodes, one bit each
+    shared = (ancestors != 0) & ((ancestors & refused) == 0)  # the root, and what the chain has in common with the tree
+    parting = tl.max(tl.where(shared, depth * BLOCK_T + node, 0), 0)
+    common, parting = parting // BLOCK_T, parting % BLOCK_T
+    above = tl.sum(tl.where(node == parting, ancestors, 0), 0)
+    tl.store(tree_ptr + node, token, mask=mask)
+    tl.store(tree_ptr + plane + node, parent, mask=mask)
+    tl.store(tree_ptr + 2 * plane + node, depth, mask=mask)
+    tl.store(tree_ptr + 3 * plane + node, ancestors, mask=mask)
+
+    # [BLOCK_N]
+    row = tl.arange(0, BLOCK_N)
+    step = (common + row).to(tl.int32)
+    token = tl.load(chain_ptr + step, mask=step < n, other=-1)
+    used = token >= 0
+    parent = tl.where(row == 0, parting, T + row - 1)
+    bits = ((tl.full([BLOCK_N], 2, tl.int64) << row.to(tl.int64)) - 1) << T.to(tl.int64)
+    tree_ptr += T + row
+    tl.store(tree_ptr, tl.where(used, token, 0), mask=row < n)
+    tl.store(tree_ptr + plane, tl.where(used, parent, 0).to(tl.int64), mask=row < n)
+    tl.store(tree_ptr + 2 * plane, tl.where(used, step + 1, 0).to(tl.int64), mask=row < n)
+    tl.store(tree_ptr + 3 * plane, tl.where(used, bits | above, 0), mask=row < n)
+
+
+@_skippable
+def _check_merge(tokens, parents, depths, ancestors, chain):
+    _check(chain.dim() == 2 and chain.shape[1] > 0, "chain of shape [B, n]", chain)
+    _check(tokens.dim() == 2 and 1 <= tokens.shape[1] <= 64 - chain.shape[1],
+           lambda: f"tokens of shape [B, 1 to {64 - chain.shape[1]}]", tokens)
+    named = dict(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors)
+    _check_tensors(tokens.device, chain=(chain, (len(tokens), chain.shape[1]), torch.int64),
+                   **{name: (x, tokens.shape, torch.int64) for name, x in named.items()})
+
+
+def merge_chain_reference(tokens, parents, depths, ancestors, chain):
+    """`merge_chain` by torch."""
+    _check_merge(tokens, parents, depths, ancestors, chain)
+    (B, T), n = tokens.shape, chain.shape[1]
+    row, node = _column(n, tokens.device).mT, _column(T, tokens.device).mT
+    wanted = F.pad(chain, (1, 1), value=-1).gather(1, depths.clamp(max=n + 1))
+    wrong = (tokens != wanted) & (depths > 0)
+    refused = (wrong.long() << node).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
+    shared = (ancestors != 0) & (ancestors & refused == 0)  # the root, and what the chain has in common with the tree
+    deepest = ((depths * 64 + node) * shared).amax(dim=1, keepdim=True)
+    common, parting = deepest >> 6, deepest & 63
+    step = common + row
+    token = F.pad(chain, (0, T), value=-1).gather(1, step)
+    parent = torch.where(row == 0, parting, T + row - 1)
+    bits = (((2 << row) - 1) << T) | ancestors.gather(1, parting)
+    rest = [torch.where(token >= 0, x, 0) for x in (token, parent, step + 1, bits)]
+    return tuple(torch.cat(pair, dim=1) for pair in zip((tokens, parents, depths, ancestors), rest))
+
+
+def merge_chain(tokens, parents, depths, ancestors, chain):
+    """A token tree with a chain below its root, merged where they begin alike.
+
+    tokens, parents, depths, ancestors int64 [B, T]: trees as `best_tree` makes them, or roots alone, T 1..63; chain
+    int64 [B, n]: the tokens after the root, or -1 in all n columns for none; T + n up to 64.
+    Returns (tokens, parents, depths, ancestors), int64 [B, T + n]: the tree's nodes first and as they were, then the
+    chain's that are not among them; spare nodes are 0 in all four. ValueError for shapes, dtypes and devices.
+    """
+    if not runs_triton(tokens):
+        return merge_chain_reference(tokens, parents, depths, ancestors, chain)
+    _check_merge(tokens, parents, depths, ancestors, chain)
+    (B, T), n = tokens.shape, chain.shape[1]
+    tree, inputs = tokens.new_empty(4, B, T + n), (tokens, parents, depths, ancestors, chain)
+    with torch.cuda.device_of(tokens):
+        _merge_chain_kernel[(B,)](*(x.contiguous() for x in inputs), tree, B, T, n, num_warps=1,
+                                  BLOCK_T=triton.next_power_of_2(T), BLOCK_N=triton.next_power_of_2(n))
     return tree.unbind()
 
 
