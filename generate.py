@@ -5,11 +5,11 @@
     python generate.py --prompt "import os" --explain
     python generate.py --model FOLDER --chat              a conversation, if the folder has a chat template
 
-Plain decoding is the same loop with trees of one node. On CUDA the step is captured in a graph once and replayed, and
-the host reads a step's tokens while the next step runs.
+A tree is drafted by the heads, by lookup in the text itself, or by both: a `Variant`. Plain decoding is the same loop
+with trees of one node. Which variant drafted never shows in the text, so each step may take another. On CUDA the step
+of each is captured in a graph once and replayed, and the host reads a step's tokens while the next step runs.
 
-Letters: B slots, T tree nodes, K depth of the tree below its root, P = K + 1 nodes of the longest path, C hidden size,
-V vocabulary.
+Letters: B slots, T tree nodes, K draft heads, P nodes of the longest path, C hidden size, V vocabulary.
 """
 
 import json
@@ -18,11 +18,13 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from clover import MAX_TREE, root_tree
-from kernels import accept_path, commit_path, gumbel_argmax, nucleus, runs_triton, unchecked
+from clover import MAX_TREE, Tree, root_tree
+from kernels import accept_path, commit_path, gumbel_argmax, lookup, merge_chain, nucleus, runs_triton, unchecked
 from model import InputError, KVCache, needs_folder, pack, warn_of_emulation
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
@@ -31,64 +33,98 @@ DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 
 
+class Variant(NamedTuple):
+    """What drafts a step's tree of T = heads + lookup nodes: the heads, `heads` nodes with the root, which is 1 where
+    they draft nothing; and lookup, a chain of `lookup` tokens."""
+    heads: int = 1
+    lookup: int = 0
+
+    @property
+    def tree_size(self):
+        return self.heads + self.lookup
+
+    def __str__(self):
+        drafters = [f"{name} {n}" for name, n in (("heads", self.heads - 1), ("lookup", self.lookup)) if n]
+        return " + ".join(drafters) or "plain"
+
+
 class Engine:
     """Decodes prompts in B slots. Reusable for any prompts that fit its capacity.
 
     capacity: the most tokens of a sequence, prompt included; default: the model's context. tree_size: T, 1 for plain
-    decoding. beams: W, default about the square root of T. sampling: a `Sampling`, default greedy. graph: on CUDA,
-    capture the step once and replay it.
+    decoding; lookup: drafts from the text itself, too. beams: W, default about the square root of the heads' nodes.
+    choice: instead of a fixed tree, which of several variants each step takes, see `tools.tune.Choice`. sampling: a
+    `Sampling`, default greedy. graph: on CUDA, capture each variant's step once and replay it.
     Raises InputError for sizes out of range and for caches that the memory has no room for.
     """
 
     @torch.inference_mode()
-    def __init__(self, model, heads=None, *, batch_size=1, capacity=None, tree_size=1, beams=None, sampling=None,
-                 graph=True):
+    def __init__(self, model, heads=None, *, batch_size=1, capacity=None, tree_size=1, lookup=False, beams=None,
+                 choice=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
-        check("tree size", tree_size, 1, MAX_TREE, whole=True)
+        check_beams(model, heads, 1 if beams is None else beams)
         self.model, self.sampling, self.batch_size = model, sampling or Sampling(), batch_size
-        self.heads = heads = heads if tree_size > 1 else None
-        self.tree_size = tree_size if heads else 1
-        self.beams = default_beams(heads, self.tree_size) if beams is None else beams
-        check_beams(model, heads, self.beams)
+        self.choice, self.given_beams = choice, beams
+        self.variants = choice.variants if choice else (tree_variant(tree_size, heads, lookup),)
+        self.heads = heads = heads if any(variant.heads > 1 for variant in self.variants) else None
+        self.tree_size = max(variant.tree_size for variant in self.variants)
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
-        self.max_path = P = 1 + (min(heads.config.n_draft, self.tree_size - 1) if heads else 0)
         warn_of_emulation(model.dtype, model.device)
         for module in (model, heads) if heads else (model,):
             pack(module)
-        device = model.device
+        device, P = model.device, max(map(self.max_path, self.variants))
         self.offsets = torch.arange(P, device=device)
         self.chain = (2 << self.offsets) - 1  # ancestors in a path, a tree without branches: node j sees nodes 0..j
         self.buffers = new_slots(model, heads, batch_size, self.capacity, self.tree_size, P)
         self.set_active_slots(batch_size)
-        self.fit = None        # how tools/tune.py chose the tree, if it did
-        self.kept_text = []    # with one slot: the tokens whose rows a call with keep=True left in the caches
+        self.kept_text, self.kept_read = [], 0  # with one slot: the tokens whose rows a call with keep=True left
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
-        self.replay = None
+        self.graphs = {}       # variant -> (its step's result, a function that replays the step)
         if device.type == "cuda":
-            self.steps_ahead = 1
-            self.pinned = [torch.zeros(batch_size, 2 * P + 2, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+            self.steps_ahead, width = 1, 2 * P + 2 + max(variant.lookup for variant in self.variants)
+            self.pinned = [torch.zeros(batch_size * width, dtype=torch.int64, pin_memory=True) for _ in range(2)]
             self.written = [torch.cuda.Event() for _ in range(2)]
             if graph and runs_triton(self.slots.root):  # torch's references of the kernels read values back
-                self.result, self.replay = capture(self.step, device)
+                pool = torch.cuda.graph_pool_handle()
+                for variant in self.variants:
+                    self.graphs[variant] = capture(self.body(variant), device, pool)
+
+    def max_path(self, variant):
+        """P: a path ends with the heads' last depth, or with the chain."""
+        return 1 + max(min(self.heads.config.n_draft, variant.heads - 1) if variant.heads > 1 else 0, variant.lookup)
+
+    def beams(self, variant):
+        """W of the heads' tree."""
+        return default_beams(self.heads, variant.heads) if self.given_beams is None else self.given_beams
+
+    def body(self, variant=None):
+        """A function that runs one step of a variant, by default the first."""
+        variant = variant or self.variants[0]
+        return self.graphs[variant][1] if variant in self.graphs else partial(self.step, variant)
 
     # -----------------------------------------------------------------------------------------------------------------
     # One step of all slots. Every tensor has a fixed shape, state changes in place, nothing is read back to the host.
 
-    def step(self):
-        with unchecked(self.checked):                       # shapes are fixed: checked in the first step alone
-            tree = self.draft()                             # tokens, parents, depths, ancestors: [B, T]
+    def step(self, variant):
+        with unchecked(variant in self.checked):            # shapes are fixed: checked in the first step alone
+            tree, chain = self.draft(variant)               # tokens, parents, depths, ancestors: [B, T]
             hidden = self.verify(tree)                      # [B, T, C]; keys and values go to cache rows lengths..
             target = self.sample(tree, hidden)              # [B, T]: the model's own next token at every node
-            accepted = self.accept(tree, target)            # [B, 2P + 2]: emitted tokens, path, count, last of the path
-            self.commit(hidden, accepted)
-        self.checked = True
-        return accepted                                     # all that the host reads
+            accepted = self.accept(variant, tree, target)   # [B, 2P + 2]: emitted tokens, path, count, last of the path
+            self.commit(variant, hidden, accepted)
+        self.checked.add(variant)                           # what is returned is all that the host reads
+        return accepted if variant.heads == 1 or chain is None else torch.cat((accepted, chain), dim=1)
 
-    def draft(self):
-        if self.heads is None:
-            return self.plain_tree
-        return self.heads.draft(self.slots.state, self.slots.root, self.tree_size, self.beams)
+    def draft(self, variant):
+        """(tree, lookup's chain [B, n] or None)"""
+        tree, slots = self.plain_tree, self.slots
+        if variant.heads > 1:
+            tree = self.heads.draft(slots.state, slots.root, variant.heads, self.beams(variant))
+        if not variant.lookup:
+            return tree, None
+        chain = lookup(slots.history, slots.cache.lengths, variant.lookup)
+        return Tree(*merge_chain(*tree, chain)), chain
 
     def verify(self, tree):
         positions = self.slots.cache.lengths[:, None] + tree.depths
@@ -106,20 +142,26 @@ class Engine:
         logits = keep_likely(self.model.head.logits(hidden) / s.temperature, s.top_k, s.top_p, s.min_p)  # (B * T, V)
         return gumbel_argmax(logits, 1.0, s.seed, sequence, position).view(B, T)
 
-    def accept(self, tree, target):
-        return accept_path(*tree, target, self.slots.active, self.max_path)
+    def accept(self, variant, tree, target):
+        return accept_path(*tree, target, self.slots.active, self.max_path(variant))
 
-    def commit(self, hidden, accepted):
-        """Keeps the path's cache rows, lets the heads read the path, and makes the bonus token the next root. Rows that
-        the heads write from `count` on are junk, which the next step overwrites."""
-        slots, lengths, P = self.slots, self.slots.cache.lengths, self.max_path
+    def commit(self, variant, hidden, accepted):
+        """Keeps the path's cache rows, appends its tokens to the history, lets the heads read it, and makes the bonus
+        token the next root. Rows that are written from `count` on are junk, which the next step overwrites. Where the
+        heads drafted nothing they read nothing: the hidden states wait for `let_heads_read`."""
+        slots, lengths, P = self.slots, self.slots.cache.lengths, self.max_path(variant)
         emitted, path, count, last = accepted.split((P, P, 1, 1), dim=1)  # the accepted guesses, then the bonus token
-        if self.heads:
+        positions = None if slots.history is None else lengths[:, None] + self.offsets[:P]
+        if variant.heads > 1:  # else the path's nodes stand in the first rows
             commit_path(slots.cache.kv, lengths, path, count[:, 0])
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2]))  # (B, P, C)
-            positions = lengths[:, None] + self.offsets
-            states = self.heads.augment(hidden, emitted, positions, slots.heads_cache, self.chain.expand_as(positions))
+            ancestors = self.chain[:P].expand_as(positions)
+            states = self.heads.augment(hidden, emitted, positions, slots.heads_cache, ancestors)
             torch.gather(states, 1, last[:, :, None].expand(-1, 1, states.shape[2]), out=slots.state[:, None])
+        elif self.heads:
+            slots.hidden.scatter_(1, positions[:, :, None].expand_as(hidden), hidden)
+        if positions is not None:
+            slots.history[:, 1:].scatter_(1, positions, emitted.int())
         torch.gather(emitted, 1, last, out=slots.root[:, None])
         lengths += count[:, 0]
 
@@ -127,11 +169,12 @@ class Engine:
     # Continuous batching: prompts wait, are admitted to free slots, run, and retire
 
     @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, stop=(), on_tokens=None, encoding=None, keep=False, on_path=None):
+    def generate(self, prompts, max_new_tokens, stop=(), on_tokens=None, encoding=None, keep=False, on_step=None):
         """Continues prompts (lists of token ids) -> `Output`.
 
         stop: token ids and, with an `encoding`, texts that end a sequence; the token that does it is kept.
-        on_tokens(index, tokens) is called with the tokens of each step, on_path(index, path) with its accepted nodes.
+        on_tokens(index, tokens) is called with the tokens of each step. on_step(index, tokens, path, variant) also
+        tells the accepted nodes, root first, of which those from variant.heads on are lookup's.
         keep: for one prompt in one slot, as in a chat. What the prompt has in common with the text of the last call
         that kept it is not computed again; the model must be the same still.
         Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
@@ -147,15 +190,13 @@ class Engine:
         if keep and (self.batch_size, len(prompts)) != (1, 1):
             raise InputError(f"keep is for one prompt in one slot, not for {len(prompts)} in {self.batch_size}")
         self.kept_text = self.kept_text if keep else []
-        output = Output([s.tokens for s in sequences], [], tree_size=self.tree_size, beams=self.beams,
-                        batch_size=self.batch_size)
+        output = Output([s.tokens for s in sequences], [], tree_size=self.tree_size, batch_size=self.batch_size)
 
-        def emit(sequence, tokens, path):
+        def emit(sequence, tokens, path, variant):
             tokens = sequence.take(tokens)
-            output.steps += 1
-            output.step_lengths[len(tokens)] += 1
-            if on_path:
-                on_path(sequence.index, path)
+            output.count(tokens, path, variant)
+            if on_step:
+                on_step(sequence.index, tokens, path, variant)
             if on_tokens:
                 on_tokens(sequence.index, tokens)
 
@@ -168,6 +209,7 @@ class Engine:
             output.seconds = time.perf_counter() - started
             output.ended = [s.ended for s in sequences]
             self.kept_text = [*prompts[0], *output.tokens[0]] if keep and output.tokens[0] else []
+            self.kept_read = sequences[0].read
             if len(self.slots.root) < self.batch_size:  # never with a graph, whose tensors must stay where they are
                 self.set_active_slots(self.batch_size)
             for slot in range(self.batch_size):
@@ -178,13 +220,18 @@ class Engine:
         self.waiting, self.free = deque(sequences), deque(range(self.batch_size))
         self.filling = None       # (slot, sequence, where the next chunk of its prompt starts)
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps not read yet: (function that waits for the result, `running` at the start)
+        self.in_flight = deque()  # steps not read yet: (variant, function that waits for it, `running` at the start)
         while self.waiting or self.filling or self.running:
             self.admit()
             self.compact_slots()
-            if self.running:
-                self.in_flight.append((self.launch(), dict(self.running)))
-            if len(self.in_flight) > self.steps_ahead:
+            variant = self.choice.pick() if self.choice else self.variants[0]
+            # what the heads must read first is known once the steps without them have been read
+            ready = variant.heads == 1 or all(launched.heads > 1 for launched, *_ in self.in_flight)
+            if self.running and ready:
+                if variant.heads > 1:
+                    self.let_heads_read()
+                self.in_flight.append((variant, self.launch(variant), dict(self.running)))
+            if len(self.in_flight) > (self.steps_ahead if ready else 0):
                 self.retire(emit)
 
     def admit(self):
@@ -193,7 +240,9 @@ class Engine:
         while budget > 0 and (self.filling or (self.waiting and self.free)):
             if not self.filling:
                 sequence = self.waiting.popleft()
-                self.filling = self.free.popleft(), sequence, self.reusable_prefix(sequence.prompt)
+                start = self.reusable_prefix(sequence.prompt)
+                sequence.read = min(start, self.kept_read)
+                self.filling = self.free.popleft(), sequence, start
             slot, sequence, start = self.filling
             end = self.prefill(slot, sequence.prompt, start)
             budget -= max(end - start, 1)
@@ -220,24 +269,39 @@ class Engine:
         if end > start:
             hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot), start)
             if self.heads:
-                positions = torch.arange(start, end, device=tokens.device)[None]
-                states = self.heads.augment(hidden, tokens[:, 1:], positions, slots.heads_cache.slots(slot), end=end)
-                slots.state[slot] = states[0, -1]
+                slots.hidden[slot, start:end] = hidden[0]
+        if slots.history is not None:
+            slots.history[slot, start:end + 1] = tokens[0]
         slots.root[slot] = tokens[0, -1]
         return end
 
     @torch.inference_mode()
-    def launch(self):
+    def let_heads_read(self):
+        """The heads read what they have not read yet: prompts, and the tokens of steps without them."""
+        slots = self.slots
+        for slot, sequence in self.running.items():
+            for start in range(sequence.read, sequence.length, PREFILL_CHUNK):
+                end = min(start + PREFILL_CHUNK, sequence.length)
+                tokens = slots.history[slot, None, start + 1:end + 1].long()
+                positions = torch.arange(start, end, device=tokens.device)[None]
+                states = self.heads.augment(slots.hidden[slot, None, start:end], tokens, positions,
+                                            slots.heads_cache.slots(slot), end=end)
+                slots.state[slot] = states[0, -1]
+            sequence.read = sequence.length
+
+    @torch.inference_mode()
+    def launch(self, variant):
         """Starts one step -> a function that waits for it and returns its result as lists, one per slot."""
-        if self.replay:
-            self.replay()
+        if variant in self.graphs:
+            result, replay = self.graphs[variant]
+            replay()
         else:
-            self.result = self.step()
+            result = self.step(variant)
         if self.model.device.type != "cuda":
-            result = self.result.tolist()
+            result = result.tolist()
             return lambda: result
-        pinned, written = self.pinned[0], self.written[0]
-        pinned.copy_(self.result, non_blocking=True)
+        pinned, written = self.pinned[0][:result.numel()].view(result.shape), self.written[0]
+        pinned.copy_(result, non_blocking=True)
         written.record(torch.cuda.current_stream(self.model.device))
         self.pinned.reverse()
         self.written.reverse()
@@ -249,17 +313,23 @@ class Engine:
 
     def retire(self, emit):
         """Reads the oldest step in flight, emits its tokens, and frees the slots of the texts that end with it."""
-        wait, started_with = self.in_flight.popleft()
-        result, P = wait(), self.max_path
+        variant, wait, started_with = self.in_flight.popleft()
+        result, P, found = wait(), self.max_path(variant), []
         for slot, sequence in started_with.items():
             if self.running.get(slot) is not sequence:
                 continue  # the text ended a step earlier, when this step was already in flight
             count = result[slot][2 * P]
-            emit(sequence, result[slot][:count], result[slot][P:P + count])
+            tokens, path, chain = result[slot][:count], result[slot][P:P + count], result[slot][2 * P + 2:]
+            found.append((tokens, path, chain))
+            emit(sequence, tokens, path, variant)
+            if variant.heads > 1:
+                sequence.read = sequence.length
             if sequence.ended:
                 del self.running[slot]
                 self.release(slot)
                 self.free.append(slot)
+        if self.choice:
+            self.choice.learn(variant, found)
 
     def release(self, slot):
         """Idle slots still run because shapes are fixed, on an empty sequence; their output is discarded."""
@@ -268,7 +338,7 @@ class Engine:
 
     def set_active_slots(self, n):
         """Lets only the first n slots run. `slots` are views of the buffers."""
-        self.slots, self.checked = self.buffers.first(n), False
+        self.slots, self.checked = self.buffers.first(n), set()
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
     def compact_slots(self):
@@ -301,21 +371,23 @@ class Slots:
     heads_cache: KVCache | None     # the augmenting block's; its lengths are the cache's
     root: torch.Tensor              # int64 [B]
     state: torch.Tensor | None      # [B, C]: what the heads draft from
+    hidden: torch.Tensor | None     # [B, S, C]: the model's hidden states, of rows that the heads have not read
+    history: torch.Tensor | None    # int32 [B, S]: the text, of which root is the last; not for plain decoding alone
     sequence: torch.Tensor          # int64 [B]: which text this is; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
 
     def first(self, n):
         """Views of the first n slots."""
-        return Slots(self.cache.slots(0, n), self.heads_cache and self.heads_cache.slots(0, n), self.root[:n],
-                     None if self.state is None else self.state[:n], self.sequence[:n], self.active[:n])
+        return Slots(*(x if x is None else x.slots(0, n) if isinstance(x, KVCache) else x[:n]
+                       for x in vars(self).values()))
 
     def move(self, source, free):
         """Copies slot `source` to slot `free`."""
         n = int(self.cache.lengths[source])
         for cache in filter(None, (self.cache, self.heads_cache)):
             cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        for tensor in (self.cache.lengths, self.root, self.state, self.sequence, self.active):
-            if tensor is not None:
+        for tensor in (self.cache.lengths, *vars(self).values()):
+            if isinstance(tensor, torch.Tensor):
                 tensor[free] = tensor[source]
 
 
@@ -323,16 +395,19 @@ def new_slots(model, heads, batch_size, capacity, tree_size, max_path):
     """Empty `Slots`. The tree's rows stand behind the text's. On a GPU the host learns of a text's end a step late, so
     one more path must fit."""
     zeros = lambda dtype, *shape: torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
-    cache, heads_cache, state = model.new_cache(batch_size, capacity + tree_size + max_path), None, None
+    cache, heads_cache, C = model.new_cache(batch_size, capacity + tree_size + max_path), None, model.config.n_embd
     if heads:
         heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)
-        state = zeros(model.dtype, model.config.n_embd)
         heads_cache.lengths = cache.lengths
-    return Slots(cache, heads_cache, zeros(torch.int64), state, zeros(torch.int64), zeros(torch.int32))
+    return Slots(cache, heads_cache, root=zeros(torch.int64), sequence=zeros(torch.int64), active=zeros(torch.int32),
+                 state=zeros(model.dtype, C) if heads else None,
+                 hidden=zeros(model.dtype, capacity + 2 * max_path, C) if heads else None,
+                 history=zeros(torch.int32, capacity + 2 * max_path + 1) if tree_size > 1 else None)
 
 
-def capture(body, device):
-    """Records what body() does on a GPU in a CUDA graph -> (what body returned, a function that replays it)."""
+def capture(body, device, pool=None):
+    """Records what body() does on a GPU in a CUDA graph -> (what body returned, a function that replays it). Graphs of
+    one pool share memory: what one returned must be copied before another runs."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -341,9 +416,19 @@ def capture(body, device):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             result = body()
     return result, graph.replay
+
+
+def tree_variant(tree_size, heads, lookup):
+    """The `Variant` of T nodes. Of the guesses of both drafters, lookup has half. InputError for a T out of range."""
+    check("tree size", tree_size, 1, MAX_TREE, whole=True)
+    if tree_size == 2 and heads and lookup:
+        raise InputError("a tree of 2 nodes has no room for guesses of both heads and lookup; give a tree size of 3 or "
+                         "more, or one of the two")
+    chain = 0 if not lookup else (tree_size - 1) // 2 if heads else tree_size - 1
+    return Variant(tree_size - chain if heads else 1, chain)
 
 
 def most_beams(model, heads):
@@ -411,11 +496,17 @@ class Sequence:
 
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding):
         self.index, self.prompt, self.tokens, self.ended = index, prompt, [], None
+        self.read = 0  # cache rows that the heads have read
         self.limit = min(max_new_tokens, context - len(prompt))
         self.at_limit = "length" if self.limit == max_new_tokens else "context"
         self.stop_tokens = {s for s in stop if not isinstance(s, str)}
         stop_texts = [s for s in stop if isinstance(s, str)]
         self.stream = TextStream(encoding, stop_texts) if stop_texts else None
+
+    @property
+    def length(self):
+        """Its cache rows: all tokens but the last, which is the root."""
+        return len(self.prompt) + len(self.tokens) - 1
 
     def take(self, tokens):
         """Appends a step's tokens up to the text's end -> the tokens taken."""
@@ -495,9 +586,20 @@ class Output:
     steps: int = 0                                          # verify steps, summed over the sequences
     seconds: float = 0.0                                    # wall time, prefill included
     step_lengths: Counter = field(default_factory=Counter)  # n -> how many steps emitted n tokens
-    tree_size: int = 1                                      # T
-    beams: int = 1                                          # W
+    accepted: Counter = field(default_factory=Counter)      # "heads", "lookup" -> how many tokens it guessed
+    variants: dict = field(default_factory=dict)            # Variant -> [its steps, their tokens]
+    tree_size: int = 1                                      # T, the largest
     batch_size: int = 1                                     # B
+
+    def count(self, tokens, path, variant):
+        """Counts one step. A token was guessed by the node after its own in the path; the last is the model's own."""
+        self.steps += 1
+        self.step_lengths[len(tokens)] += 1
+        for node in path[1:len(tokens) + 1]:
+            self.accepted["lookup" if node >= variant.heads else "heads"] += 1
+        taken = self.variants.setdefault(variant, [0, 0])
+        taken[0] += 1
+        taken[1] += len(tokens)
 
     @property
     def emitted(self):
@@ -563,43 +665,44 @@ def check_stops(stop, encoding):
 # ---------------------------------------------------------------------------------------------------------------------
 # The call
 
-def generate(model, prompts, max_new_tokens, heads=None, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
-             tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None, encoding=None, graph=True):
-    """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, tree or batch size,
-    up to ties of the model's best two, which half precision on a GPU makes.
+def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0, top_p=1.0,
+             min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None, on_tokens=None, encoding=None,
+             graph=True):
+    """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads, lookup, tree or
+    batch size, up to ties of the model's best two, which half precision on a GPU makes.
 
-    tree_size: nodes T verified per step, root included. 1 is plain decoding; None takes the size that is fastest here,
-    which is measured first. beams: W, default about the square root of T. stop: token ids and, with an `encoding` to
-    read them by, texts that end a sequence; the token that does it is kept. batch_size: sequences decoded together,
-    default up to 8; a finished one makes room for the next prompt. on_tokens(index, tokens) is called with the tokens
-    of each step. graph: on CUDA, replay the step from a CUDA graph.
+    lookup: drafts from the text itself, too. tree_size: nodes T verified per step, root included, 1 for plain decoding;
+    None lets each step take what brings most tokens per second, by step times that are measured first. beams: W,
+    default about the square root of the heads' nodes. stop: token ids and, with an `encoding` to read them by, texts
+    that end a sequence; the token that does it is kept. batch_size: sequences decoded together, default up to 8; a
+    finished one makes room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step. graph:
+    on CUDA, replay the step from a CUDA graph.
     Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
     """
-    engine = prepare(model, prompts, max_new_tokens, heads, tree_size=tree_size, beams=beams, batch_size=batch_size,
-                     graph=graph, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size, beams=beams,
+                     batch_size=batch_size, graph=graph, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                     seed=seed)
     return engine.generate(prompts, max_new_tokens, stop, on_tokens, encoding)
 
 
-def prepare(model, prompts, max_new_tokens, heads=None, *, tree_size=None, beams=None, batch_size=None, graph=True,
-            times_file=None, fresh=False, **sampling):
-    """The Engine that `generate` runs these prompts on, with the same arguments. times_file: where the step times that
-    the tree is chosen from are kept, see tools/tune.py; fresh: measure them again."""
-    sampling, fit = Sampling(**sampling), None
+def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None, batch_size=None,
+            graph=True, choice=None, times_file=None, fresh=False, **sampling):
+    """The Engine that `generate` runs these prompts on, with the same arguments. choice: what picks each step's
+    variant, by default as tree_size says. times_file: where the step times that variants are chosen by are kept, see
+    tools/tune.py; fresh: measure them again."""
+    sampling = Sampling(**sampling)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     check_prompts(model, prompts)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    if tree_size is None and heads and heads.info.get("acceptance"):
+    if choice is None and tree_size is None and (lookup or (heads and heads.info.get("acceptance"))):
         with needs_folder("tools", ", or give a tree_size"):
-            from tools.tune import fit_tree
-        fit = fit_tree(model, heads, batch_size, capacity, sampling, beams, graph, times_file, fresh)
-        tree_size = fit.tree_size
-    elif tree_size is None:
+            from tools.tune import fit
+        choice = fit(model, heads, lookup, batch_size, capacity, sampling, beams, graph, times_file, fresh)
+    if tree_size is None:
         tree_size = DEFAULT_TREE if heads else 1
-    engine = Engine(model, heads, batch_size=batch_size, capacity=capacity, tree_size=tree_size, beams=beams,
-                    sampling=sampling, graph=graph)
-    engine.fit = fit
-    return engine
+    return Engine(model, heads, batch_size=batch_size, capacity=capacity, tree_size=tree_size, lookup=lookup,
+                  beams=beams, choice=choice, sampling=sampling, graph=graph)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -617,14 +720,15 @@ def main(argv=None):
         engine.generate(prompts[:1], min(4, args.max_new_tokens))  # whatever is compiled or loaded, before it is timed
     printer, interrupted = cli.Printer(session), False
     try:
-        output = engine.generate(prompts, args.max_new_tokens, session.stop, printer.show, session.encoding)
+        output = engine.generate(prompts, args.max_new_tokens, session.stop, encoding=session.encoding,
+                                 on_step=printer.show)
     except Interrupted as interrupt:
         output, interrupted = interrupt.output, True
     result, say = session.report(output), (lambda text: None) if args.json else print
     printer.finish(output)
     say(f"\n{cli.statistics(output)}")
     if args.explain and not interrupted:
-        result["explained"] = tune.explain(engine, session.heads, not args.no_graph)
+        result["explained"] = tune.explain(engine, session.heads, output, not args.no_graph)
         say("\n" + "\n".join(result["explained"]))
     if args.compare and not interrupted:
         engine = None  # frees its memory for the next one

@@ -17,7 +17,9 @@ from model import GPT, InputError
 from tools.tune import times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
-HEAD_COLOURS = (32, 36, 34, 35, 33, 31)  # ANSI; a head beyond the last takes the last
+HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
+LOOKUP_COLOUR = 33
+DRAFTERS = ("heads+lookup", "heads", "lookup", "none")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,18 +126,25 @@ def parse(argv):
                         "likeliest's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
+    parser.add_argument("--draft", choices=DRAFTERS, help="what guesses: the heads, lookup in the text itself, both, "
+                        "or nothing; default: both where there are heads, else lookup")
     parser.add_argument("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, root "
-                        "included; 1 is plain decoding; auto measures what is fastest here")
+                        "included; 1 is plain decoding; auto measures what is fastest here, and takes it step by step")
     parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the "
                         "tree size")
     parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8")
     parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
-    parser.add_argument("--explain", action="store_true", help="measure again; say why this tree and where time goes")
+    parser.add_argument("--explain", action="store_true", help="measure again; say what drafted, why, and where time "
+                        "goes")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
     parser.add_argument("--json", action="store_true", help="print one json object instead of text")
     args = parser.parse_args(argv)
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
+    if args.draft in DRAFTERS[:2] and args.heads == "none":
+        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
+    if args.draft == DRAFTERS[0] and args.tree_size == 2:
+        parser.error("a tree of 2 nodes has no room for guesses of heads and lookup; give --tree-size 3 or more")
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
     for flag in ("compare", "json", "explain"):
@@ -158,9 +167,20 @@ class Session:
             raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained "
                              "to chat")
         self.model, self.encoding = load_model(args)
-        self.heads = load_heads(args.heads, args, self.model, self.encoding)
+        self.heads, self.lookup = self.drafters()
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
         self.sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+
+    def drafters(self):
+        """(the heads or None, whether lookup drafts) as --draft, --heads and --tree-size say."""
+        args, heads = self.args, None
+        if args.draft not in ("lookup", "none"):
+            heads = load_heads(args.heads, args, self.model, self.encoding)
+        if args.draft in ("heads+lookup", "heads") and heads is None:
+            raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} needs; train some with "
+                             "train_heads.py, give --heads, or take --draft lookup")
+        lookup = args.draft in ("heads+lookup", "lookup") or args.draft is None
+        return heads, lookup and not (heads and args.tree_size == 2)  # which has room for one guess
 
     def encode(self, messages):
         """Token ids of a conversation after the system message; without a chat template, of its last message alone."""
@@ -177,17 +197,19 @@ class Session:
     def engine(self, prompts, max_new_tokens=None, **options):
         """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
         a = self.args
-        options = dict(heads=self.heads, tree_size=a.tree_size, beams=a.beams) | options
+        options = dict(heads=self.heads, lookup=self.lookup, tree_size=a.tree_size, beams=a.beams) | options
         return prepare(self.model, prompts, max_new_tokens or a.max_new_tokens, batch_size=a.batch_size,
                        graph=not a.no_graph, times_file=times_file(), **options, **self.sampling)
 
     def report(self, output):
         """The --json object of one run."""
-        names = ("tokens", "ended", "tree_size", "beams", "batch_size", "steps", "seconds", "tokens_per_step",
-                 "tokens_per_second")
+        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds", "tokens_per_step",
+                 "tokens_per_second", "accepted")
         return {name: getattr(output, name) for name in names} | dict(
             prompts=self.texts, texts=list(map(self.decode, output.tokens)),
-            step_lengths=dict(sorted(output.step_lengths.items())))
+            step_lengths=dict(sorted(output.step_lengths.items())),
+            variants={str(variant): dict(steps=steps, tokens=tokens)
+                      for variant, (steps, tokens) in output.variants.items()})
 
 
 def read_prompts(texts):
@@ -207,7 +229,7 @@ def read_prompts(texts):
 
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of the head that
-    guessed it. Several texts are printed at the end, and with --json none is."""
+    guessed it, or of lookup. Several texts are printed at the end, and with --json none is."""
 
     def __init__(self, session):
         self.session, self.stop = session, session.stop
@@ -218,12 +240,13 @@ class Printer:
         if self.streams:
             print("".join(self.shown), end="", flush=True)
 
-    def show(self, index, tokens):
-        """What `on_tokens` calls."""
+    def show(self, index, tokens, path, variant):
+        """What `on_step` calls."""
         for i, token in enumerate(tokens if self.streams else []):
             text = self.stream.feed([token]) if token not in self.stop else ""
-            if self.colours and i < len(tokens) - 1 and text:  # the last token of a step is the model's own
-                text = f"\x1b[{HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]}m{text}\x1b[0m"
+            if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
+                head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
+                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] >= variant.heads else head}m{text}\x1b[0m"
             print(text, end="", flush=True)
 
     def finish(self, output):
@@ -236,6 +259,10 @@ class Printer:
 
 def statistics(output):
     """The lines that end a run."""
-    shares = "  ".join(f"{n}: {output.step_lengths[n] / max(output.steps, 1):.0%}" for n in sorted(output.step_lengths))
-    return (f"tree size {output.tree_size}; tokens per step by share of steps: {shares}\n"
+    share = lambda n, of: f"{n / max(of, 1):.0%}"
+    variants = sorted(output.variants.items(), key=lambda item: -item[1][0])
+    lengths = "  ".join(f"{n}: {share(output.step_lengths[n], output.steps)}" for n in sorted(output.step_lengths))
+    guessed = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(output.accepted.items()))
+    return (f"drafted by: {', '.join(f'{variant} {share(steps, output.steps)}' for variant, (steps, _) in variants)}\n"
+            f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
             f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second")

@@ -15,7 +15,7 @@ def against_plain(session, prompts, output, say):
     """Decodes the prompts plainly and says how `output` compares -> what --json adds, nothing after Ctrl-C."""
     new = session.args.max_new_tokens
     try:
-        engine = session.engine(prompts, heads=None, tree_size=1)
+        engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
         engine.generate(prompts[:1], min(4, new))  # whatever is compiled or loaded, before it is timed
         plain = engine.generate(prompts, new, session.stop, encoding=session.encoding)
     except KeyboardInterrupt:

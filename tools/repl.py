@@ -63,8 +63,8 @@ def reply(session, engine, prompt):
     """Prints what follows a prompt, as it comes -> Output."""
     printer = Printer(session)
     try:
-        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show, session.encoding,
-                                 keep=True)
+        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, encoding=session.encoding,
+                                 keep=True, on_step=printer.show)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish(output)

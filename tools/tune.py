@@ -1,8 +1,9 @@
-"""The tree that is fastest here. A larger tree finds more tokens per step, and makes the step slower.
+"""What each step drafts. A larger tree finds more tokens per step, and makes the step slower.
 
-How much slower is measured, once for a machine, model and batch size. How many tokens a tree finds is known from
-training: heads carry a table of how often the n-th likeliest node of a tree is accepted, by depth. The tree of most
-tokens per second is taken; where that is a tree of one node, decoding is plain.
+How much slower is measured, once for a machine, model and batch size. How many tokens the heads find is known from
+training: they carry a table of how often the n-th likeliest node of a tree is accepted, by depth. How many lookup finds
+depends on the text. So a few variants, picked by step times and table, are tried while decoding, and each step takes
+the one that brings most tokens per second: `Choice`.
 """
 
 import hashlib
@@ -11,21 +12,25 @@ import math
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from clover import MAX_TREE
-from generate import DEFAULT_TREE, STAGES, Engine, Sampling, capture, check_beams
+from generate import DEFAULT_TREE, STAGES, Engine, Sampling, Variant, capture, check_beams
 from kernels import unchecked
 from model import InputError, atomic_write
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+CHAINS = (4, 10, 20)  # tokens of lookup
 ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of these counts
-MARGIN = 0.08   # error of times and expectations: plain decoding is taken where it is this near the best
 PREFIX = 256    # tokens in the cache while a step is timed
-MEASURED = {}   # cache_key -> {tree size: seconds per step}, of this process
+MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
+MEMORY = 32     # steps that a running mean looks back on
+FEWEST = 4      # steps that an expectation, or a mean that nothing was added to for long, counts as
+TRIALS = 0.015  # share of the time that may be lost by trying other variants
+HOPE = 0.4      # expected of lookup, until more is known: how likely each next token of a chain is right
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,10 +49,10 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
                     sampling=Sampling(temperature), graph=False)
     hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
 
-    def count(index, path):
+    def count(index, tokens, path, variant):
         for depth, node in enumerate(path[1:]):
             hits[depth, node - 1] += 1
-    output = engine.generate(prompts, max_new_tokens, on_path=count)
+    output = engine.generate(prompts, max_new_tokens, on_step=count)
     return (hits / output.steps).tolist()
 
 
@@ -88,34 +93,36 @@ def copy_bandwidth(device):
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
 
 
-def timing_engine(model, heads, batch_size, tree_size, sampling, beams=None, graph=True, capacity=PREFIX + 1):
+def timing_engine(model, heads, batch_size, variant, sampling, beams=None, graph=True, capacity=PREFIX + 1):
     """An engine that can step for ever: its slots are idle, with PREFIX tokens in the cache, or fewer where `capacity`,
     the most that a sequence will have, is less."""
     prefix = min(PREFIX, model.config.block_size - 1, capacity - 1)
-    engine = Engine(model, heads, batch_size=batch_size, capacity=prefix + 1, tree_size=tree_size, beams=beams,
+    engine = Engine(model, heads, batch_size=batch_size, capacity=prefix + 1, choice=Fixed(variant), beams=beams,
                     sampling=sampling, graph=graph)
     engine.slots.cache.lengths.fill_(prefix)
     return engine
 
 
 @torch.inference_mode()
-def step_time(model, heads, batch_size, tree_size, sampling, beams=None, graph=True, capacity=PREFIX + 1):
+def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=True, capacity=PREFIX + 1):
     """Seconds of one step."""
-    engine = timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph, capacity)
-    return seconds(engine.replay or engine.step, model.device)
+    return seconds(timing_engine(model, heads, batch_size, variant, sampling, beams, graph, capacity).body(),
+                   model.device)
 
 
 @torch.inference_mode()
-def stage_times(model, heads, batch_size, tree_size, sampling, beams=None, graph=True):
+def stage_times(model, heads, batch_size, variant, sampling, beams=None, graph=True):
     """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if `graph`. A tree of
     one is not drafted: 0."""
-    engine, device = timing_engine(model, heads, batch_size, tree_size, sampling, beams, graph=False), model.device
-    tree = engine.draft()
+    engine, device = timing_engine(model, heads, batch_size, variant, sampling, beams, graph=False), model.device
+    variant, = engine.variants
+    tree, _ = engine.draft(variant)
     hidden = engine.verify(tree)
     target = engine.sample(tree, hidden)
-    accepted = engine.accept(tree, target)
-    stages = dict(draft=engine.draft, verify=lambda: engine.verify(tree), sample=lambda: engine.sample(tree, hidden),
-                  accept=lambda: engine.accept(tree, target), commit=lambda: engine.commit(hidden, accepted))
+    accepted = engine.accept(variant, tree, target)
+    stages = dict(draft=lambda: engine.draft(variant), verify=lambda: engine.verify(tree),
+                  sample=lambda: engine.sample(tree, hidden), accept=lambda: engine.accept(variant, tree, target),
+                  commit=lambda: engine.commit(variant, hidden, accepted))
     if engine.tree_size == 1:
         del stages["draft"]  # nothing is launched, and torch warns of an empty CUDA graph
     if graph and device.type == "cuda":
@@ -134,16 +141,16 @@ def times_file():
 def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
     """16 hex digits over all that a step's time depends on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = (asdict(model.config), str(model.dtype), asdict(heads.config), batch_size, min(capacity, PREFIX + 1), beams,
-            graph, sampling.temperature > 0, sampling.filtered, gpu, platform.node(), torch.get_num_threads(),
-            torch.__version__)
+    what = (asdict(model.config), str(model.dtype), heads and asdict(heads.config), batch_size,
+            min(capacity, PREFIX + 1), beams, graph, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
+            torch.get_num_threads(), torch.__version__)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def read_times(file):
-    """{cache_key: {tree size: seconds}}; nothing where the file is missing or broken, so that all is measured again."""
+    """{cache_key: {Variant: seconds}}; nothing where the file is missing or broken, so that all is measured again."""
     try:
-        times = {key: {int(size): float(value) for size, value in entry.items()}
+        times = {key: {Variant(*map(int, name.split("+"))): float(value) for name, value in entry.items()}
                  for key, entry in json.loads(file.read_text()).items()}
         return times if all(0 < value < math.inf for entry in times.values() for value in entry.values()) else {}
     except (AttributeError, OSError, TypeError, ValueError):
@@ -153,7 +160,9 @@ def read_times(file):
 def write_times(file, key, times):
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(read_times(file) | {key: times}, indent=1)
+        known = {key: {f"{v.heads}+{v.lookup}": value for v, value in entry.items()}
+                 for key, entry in (read_times(file) | {key: times}).items()}
+        text = json.dumps(known, indent=1)
         atomic_write(file, lambda tmp: Path(tmp).write_text(text))
     except OSError:  # a home that cannot be written to: measured again next time
         pass
@@ -162,63 +171,164 @@ def write_times(file, key, times):
 # ---------------------------------------------------------------------------------------------------------------------
 # The choice
 
-@dataclass
-class Fit:
-    """The tree size taken, and why: a list of (tree size, seconds per step, tokens per step expected)."""
-    tree_size: int
-    table: list
+class Fixed:
+    """The choice of a single variant."""
+
+    def __init__(self, variant):
+        self.variants = (variant,)
+
+    def pick(self):
+        return self.variants[0]
+
+    def learn(self, variant, found):
+        pass
 
 
-def fit_tree(model, heads, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
-    """The `Fit` of heads to this machine. capacity: tokens a sequence can have. file: where step times are kept between
-    processes, None for nowhere. fresh: measure again what is known. InputError for beams out of range."""
-    tables = heads.info.get("acceptance")
-    if not tables:
-        return Fit(DEFAULT_TREE, [])
+class Choice:
+    """Which variant the next step takes: that of most tokens per second, by times that were measured and a running mean
+    of the tokens that it finds. Now and then another is tried, of which nothing was learnt for MEMORY steps: trials may
+    lose a share TRIALS of the time.
+
+    seconds: {Variant: seconds per step}. expected: {Variant: tokens per step and sequence}, until more is known.
+    """
+
+    def __init__(self, seconds, expected):
+        self.variants, self.seconds, self.tokens = tuple(seconds), seconds, dict(expected)
+        self.expected = expected
+        self.weights = dict.fromkeys(seconds, FEWEST)  # steps that each mean stands for
+        self.learnt = dict.fromkeys(seconds, 0)        # step at which each mean last changed
+        self.step, self.allowance = 0, 0.0             # the latter in seconds, for trials
+
+    def rate(self, variant):
+        """Tokens per second and sequence."""
+        return self.tokens[variant] / self.seconds[variant]
+
+    def best(self):
+        return max(self.variants, key=self.rate)
+
+    def loss(self, variant):
+        """Seconds that a step of this variant is expected to lose."""
+        return self.seconds[variant] * (1 - self.rate(variant) / self.rate(self.best()))
+
+    def pick(self):
+        stale = [v for v in self.variants if self.step - self.learnt[v] >= MEMORY and self.loss(v) <= self.allowance]
+        return min(stale, key=self.loss, default=self.best())
+
+    def learn(self, variant, found):
+        """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or []), see
+        `Engine.retire`. It also tells what smaller trees would have found, and shorter chains."""
+        self.step += 1
+        self.allowance += TRIALS * self.seconds[variant] - self.loss(variant)
+        for other in self.variants if found else ():
+            tokens = [would_find(other, variant, *one) for one in found]
+            if None not in tokens:
+                self.add(other, sum(tokens) / len(tokens))
+
+    def add(self, variant, tokens):
+        """Adds one step's tokens to a running mean, which weighs less the longer it was left alone."""
+        age = self.step - self.learnt[variant]
+        weight = max(self.weights[variant] * (1 - 1 / MEMORY) ** age, FEWEST) + 1
+        self.tokens[variant] += (tokens - self.tokens[variant]) / weight
+        self.weights[variant], self.learnt[variant] = weight, self.step
+
+
+def would_find(other, variant, tokens, path, chain):
+    """How many tokens a step of `other` would have emitted where a step of `variant` emitted these; None where that
+    cannot be told. path: accepted nodes, root first; chain: what lookup proposed, [] unless both drafted.
+
+    A small tree of the heads is the front of a larger one. The chain's tokens are right up to the first that differs
+    from the text. A chain that was right to its end is taken to be right beyond: the longer one that is then tried
+    shows whether it is.
+    """
+    if other.heads > variant.heads or (other.lookup and not variant.lookup):
+        return None
+    by_heads = sum(0 < node < other.heads for node in path)
+    if not variant.lookup:
+        return 1 + by_heads
+    by_lookup = next((i for i, (a, b) in enumerate(zip(chain, tokens)) if a != b), min(len(chain), len(tokens) - 1))
+    by_lookup = by_lookup if chain else len(tokens) - 1
+    if by_lookup == variant.lookup:
+        by_lookup = other.lookup
+    return 1 + max(by_heads, min(by_lookup, other.lookup))
+
+
+def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
+    """The `Choice` among the variants that heads (or None) and lookup (or False) allow: plain decoding, two trees of
+    the heads, the best by step times and acceptance table and a smaller one, three chains of lookup, and three of both.
+
+    capacity: tokens a sequence can have. file: where step times are kept between processes, None for nowhere. fresh:
+    measure again what is known. InputError for beams out of range.
+    """
+    tables = heads.info.get("acceptance") if heads else None
     if beams is not None:
         check_beams(model, heads, beams)  # not below, where a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
-    measure = lambda size: step_time(model, heads, batch_size, size, sampling, beams, graph, capacity)
-    expected = lambda size: expected_tokens(tables, size, sampling.temperature)
-    rate = lambda size: expected(size) / times[size]
-    tried, new = [], []
-    for size in TREE_SIZES:
-        if size not in times:
-            try:
-                times[size] = measure(size)
-            except (InputError, torch.OutOfMemoryError):  # no room for this one, nor for a larger one
-                break
-            new.append(size)
-        tried.append(size)
-        if expected(MAX_TREE) / times[size] < max(map(rate, tried)):  # a larger one cannot win: its steps are no faster
-            break
-    for _ in range(ROUNDS - 1 if model.device.type == "cpu" else 0):
-        times |= {size: min(times[size], measure(size)) for size in new}
-    if new:
+    known = len(times)
+
+    def expected(variant):
+        found = expected_tokens(tables, variant.heads, sampling.temperature) if tables else 1 + (variant.heads > 1)
+        return found + sum(HOPE**i for i in range(1, variant.lookup + 1))
+
+    measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
+    rate = lambda variant: expected(variant) / times[variant]
+    # no larger tree can win where even the largest would not, with steps as fast as this one's
+    enough = lambda tried: expected(Variant(MAX_TREE)) / times[tried[-1]] < max(map(rate, tried))
+    sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
+    plain, *trees = measure_steps(map(Variant, sizes), times, measure, enough)
+    if trees:
+        best = max(trees, key=rate)
+        trees = max((v for v in trees if v.heads <= max(best.heads // 2, 2)), key=rate, default=best), best
+    chains = [Variant(1, n) for n in CHAINS] if lookup else []
+    for n, tree in zip(CHAINS if lookup else (), (*trees, *trees[1:])):
+        chains.append(Variant(min(tree.heads, MAX_TREE - n), n))
+    variants = dict.fromkeys((plain, *trees, *measure_steps(chains, times, measure)))
+    if len(times) > known:
         MEASURED[key] = times
         if file:
             write_times(file, key, times)
-    best = max(tried, key=rate, default=1)
-    if best > 1 and rate(1) >= (1 - MARGIN) * rate(best):
-        best = 1
-    return Fit(best, [(size, times[size], expected(size)) for size in tried])
+    return Choice({v: times[v] for v in variants}, {v: expected(v) for v in variants})
 
 
-def explain(engine, heads, graph=True):
-    """The lines of --explain: what the tree was chosen from, and where the time of a step goes."""
-    model, fit = engine.model, engine.fit
-    lines = [f"tree size {engine.tree_size}, {engine.beams} beams, batch size {engine.batch_size}, on {model.device}"]
-    if fit:
-        lines += ["", "tree size   ms per step   tokens per step (expected)   tokens per second and sequence"]
-        lines += [f"{size:>9}{seconds * 1e3:>14.2f}{tokens:>20.2f}{tokens / seconds:>26.0f}"
-                  + ("   <- chosen" if size == fit.tree_size else "") for size, seconds, tokens in fit.table]
-    elif heads and not heads.info.get("acceptance"):
-        lines.append(f"these heads carry no acceptance table, hence by default a tree of {DEFAULT_TREE}, unmeasured; "
-                     "train_heads.py --evaluate makes one")
-    lines += ["", "ms per stage" + "".join(f"{stage:>10}" for stage in STAGES)]
-    for tree_size in sorted({1, engine.tree_size}):
-        beams = engine.beams if tree_size > 1 else None
-        times = stage_times(model, heads, engine.batch_size, tree_size, engine.sampling, beams, graph)
-        lines.append(f"tree of {tree_size:<4}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
+def measure_steps(variants, times, measure, enough=lambda tried: False):
+    """Adds to `times` what measure(variant) gives, where it is not known; on a CPU the least of ROUNDS rounds in turns.
+    -> [the variants], without those from the first on that the memory has no room for, or that `enough` leaves out."""
+    tried, new = [], []
+    for variant in variants:
+        if variant not in times:
+            try:
+                times[variant] = measure(variant)
+            except (InputError, torch.OutOfMemoryError):
+                break
+            new.append(variant)
+        tried.append(variant)
+        if enough(tried):
+            break
+    for _ in range(ROUNDS - 1):
+        times |= {variant: min(times[variant], measure(variant)) for variant in new}
+    for variant in new:  # what took less and does more shows that other work slowed this one down
+        times[variant] = min(t for v, t in times.items() if v.heads >= variant.heads and v.lookup >= variant.lookup)
+    return tried
+
+
+def explain(engine, heads, output, graph=True):
+    """The lines of --explain: what each step was chosen from, how often, what it found, and where its time goes."""
+    model, choice = engine.model, engine.choice
+    lines = [f"batch size {engine.batch_size}, on {model.device}"]
+    if choice:
+        lines += ["", f"{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}{'found':>8}"
+                  f"{'tokens per second and sequence':>33}{'share of steps':>17}"]
+    for v in choice.variants if choice else ():
+        steps, tokens = output.variants.get(v, (0, 0))
+        found, rate = (f"{tokens / steps:.2f}", tokens / steps / choice.seconds[v]) if steps else ("-", choice.rate(v))
+        lines.append(f"{str(v):<24}{choice.seconds[v] * 1e3:>12.2f}{choice.expected[v]:>28.2f}{found:>8}{rate:>33.0f}"
+                     f"{steps / max(output.steps, 1):>17.0%}")
+    if heads and not heads.info.get("acceptance"):
+        lines.append("these heads carry no acceptance table, hence a tree that is not fitted to them; train_heads.py "
+                     "--evaluate makes one")
+    lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
+    most = max(output.variants, key=lambda v: output.variants[v][0], default=engine.variants[0])
+    for variant in dict.fromkeys((Variant(), most)):
+        times = stage_times(model, heads, engine.batch_size, variant, engine.sampling, engine.given_beams, graph)
+        lines.append(f"{str(variant):<24}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
     return lines
