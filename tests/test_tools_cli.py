@@ -82,7 +82,7 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
     cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
     assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
     printed = run(capsys, *flags, "--stop", stop)
-    assert printed.split("\n\ntree size")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
+    assert printed.split("\n\ndrafted by")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
     both = run(capsys, *flags, "--prompt", "abc", "--stop", stop)
     assert both.count("-" * 40) == 2
 
@@ -150,7 +150,7 @@ def test_chat_prompts_go_through_the_template(chat_folder, capsys):
     plain = json.loads(run(capsys, *flags, "--prompt", "s:be\nu:hi\na:"))
     assert asked["tokens"] == plain["tokens"] and asked["prompts"] == ["hi"]
     shown = run(capsys, *flags[:-1], "--chat", "--system", "be", "--prompt", "hi")
-    assert shown.split("\n\ntree size")[0].strip("\n") == asked["texts"][0].strip("\n")
+    assert shown.split("\n\ndrafted by")[0].strip("\n") == asked["texts"][0].strip("\n")
 
 
 def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):

@@ -42,10 +42,10 @@ def test_acceptance_is_the_same_with_a_step_in_flight(toy, monkeypatch):
             super().__init__(*args, **options)
             self.steps_ahead = 1
 
-        def launch(self):
-            wait = super().launch()
-            assert len(self.result) == self.batch_size
-            return wait
+        def step(self, variant):
+            result = super().step(variant)
+            assert len(result) == self.batch_size
+            return result
     heads, given = random_heads(toy), random_prompts([9, 30, 3, 14, 7])
     want = [acceptance(toy, heads, given, t, 20, batch_size=3) for t in (0.0, 1.0)]
     monkeypatch.setattr(tune, "Engine", AsOnCuda)
