@@ -1652,7 +1652,7 @@ def _check_merge(tokens, parents, depths, ancestors, chain):
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
     """`merge_chain` by torch."""
     _check_merge(tokens, parents, depths, ancestors, chain)
-    (B, T), n = tokens.shape, chain.shape[1]
+    T, n = tokens.shape[1], chain.shape[1]
     row, node = _column(n, tokens.device).mT, _column(T, tokens.device).mT
     wanted = F.pad(chain, (1, 1), value=-1).gather(1, depths.clamp(max=n + 1))
     wrong = (tokens != wanted) & (depths > 0)
