@@ -104,7 +104,8 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
         (folder / "clover" / "heads.json").write_text(json.dumps(record))
     names = ["plain", "heads 1", "heads 2", "lookup 4", "lookup 10", "lookup 20", "heads 1 + lookup 4",
              "heads 2 + lookup 10", "heads 2 + lookup 20"]
-    table = {(cells := re.split("  +", line))[0]: cells[1:] for line in said.splitlines() if re.search(r"  \d+%$", line)}
+    rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]
+    table = {name: cells for name, *cells in rows}
     assert list(table) == names and table["heads 2"][:2] == ["1.30", "2.70"]
     assert sum(int(table[name][-1].rstrip("%")) for name in names) == pytest.approx(100, abs=5)
     assert "draft    verify    sample    accept    commit" in said and result["explained"][0].startswith("batch size 1")
