@@ -78,7 +78,7 @@ class Engine:
         self.chain = (2 << self.offsets) - 1  # ancestors in a path, a tree without branches: node j sees nodes 0..j
         self.buffers = new_slots(model, heads, batch_size, self.capacity, self.tree_size, P)
         self.set_active_slots(batch_size)
-        self.kept_text, self.kept_read = [], 0  # with one slot: the tokens whose rows a call with keep=True left
+        self.kept_text, self.kept_read = [], 0  # with one slot: what a call with keep=True left in the caches
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.graphs = {}       # variant -> (its step's result, a function that replays the step)
         if device.type == "cuda":
@@ -108,23 +108,23 @@ class Engine:
 
     def step(self, variant):
         with unchecked(variant in self.checked):            # shapes are fixed: checked in the first step alone
-            tree, chain = self.draft(variant)               # tokens, parents, depths, ancestors: [B, T]
+            tree, chain = self.draft(variant)               # tokens, parents, depths, ancestors: [B, T]; see draft
             hidden = self.verify(tree)                      # [B, T, C]; keys and values go to cache rows lengths..
             target = self.sample(tree, hidden)              # [B, T]: the model's own next token at every node
             accepted = self.accept(variant, tree, target)   # [B, 2P + 2]: emitted tokens, path, count, last of the path
             self.commit(variant, hidden, accepted)
-        self.checked.add(variant)                           # what is returned is all that the host reads
-        return accepted if variant.heads == 1 or chain is None else torch.cat((accepted, chain), dim=1)
+        self.checked.add(variant)
+        return accepted if chain is None else torch.cat((accepted, chain), dim=1)  # all that the host reads
 
     def draft(self, variant):
-        """(tree, lookup's chain [B, n] or None)"""
+        """(the tree, lookup's chain [B, n] if the heads drafted too: the path alone does not tell how far it was right)"""
         tree, slots = self.plain_tree, self.slots
         if variant.heads > 1:
             tree = self.heads.draft(slots.state, slots.root, variant.heads, self.beams(variant))
         if not variant.lookup:
             return tree, None
         chain = lookup(slots.history, slots.cache.lengths, variant.lookup)
-        return Tree(*merge_chain(*tree, chain)), chain
+        return Tree(*merge_chain(*tree, chain)), chain if variant.heads > 1 else None
 
     def verify(self, tree):
         positions = self.slots.cache.lengths[:, None] + tree.depths
@@ -319,8 +319,8 @@ class Engine:
             if self.running.get(slot) is not sequence:
                 continue  # the text ended a step earlier, when this step was already in flight
             count = result[slot][2 * P]
-            tokens, path, chain = result[slot][:count], result[slot][P:P + count], result[slot][2 * P + 2:]
-            found.append((tokens, path, chain))
+            tokens, path = result[slot][:count], result[slot][P:P + count]
+            found.append((tokens, path, result[slot][2 * P + 2:] or None))
             emit(sequence, tokens, path, variant)
             if variant.heads > 1:
                 sequence.read = sequence.length

@@ -14,6 +14,7 @@ import operator
 import os
 import platform
 import time
+from bisect import bisect_left
 from dataclasses import asdict
 from pathlib import Path
 
@@ -208,29 +209,31 @@ class Choice:
         """Tokens per second and sequence."""
         return self.tokens[variant] / self.seconds[variant]
 
-    def loss(self, variant):
-        """Seconds that a step of this variant is expected to lose."""
-        return self.seconds[variant] * (1 - self.rate(variant) / max(map(self.rate, self.variants)))
+    def loss(self, variant, best):
+        """Seconds that a step of this variant is expected to lose to one of the best."""
+        return self.seconds[variant] - self.tokens[variant] / self.rate(best)
 
     def pick(self):
         best = max(self.variants, key=self.rate)
-        age = {variant: self.step - self.shown[variant] for variant in self.variants}
-        others = [variant for variant in self.variants if variant != best and age[variant] >= MEMORY]
-        due = max(others, key=lambda variant: age[variant] / max(self.loss(variant), 1e-9), default=best)
-        return due if self.loss(due) <= self.allowance else best
+        age = {v: self.step - shown for v, shown in self.shown.items() if v != best and self.step - shown >= MEMORY}
+        due = max(age, key=lambda v: age[v] / max(self.loss(v, best), 1e-9), default=best)
+        return due if self.loss(due, best) <= self.allowance else best
 
     def learn(self, variant, found):
-        """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or []), as
+        """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or None), as
         `Engine.retire` has them."""
         self.step += 1
-        self.allowance += TRIALS * self.seconds[variant] - self.loss(variant)
-        self.count_chains(variant, found)
+        best = max(self.variants, key=self.rate)
+        self.allowance += TRIALS * self.seconds[variant] - self.loss(variant, best)
+        right = [right_tokens(tokens, chain) if variant.lookup else 0 for tokens, _, chain in found]
+        self.count_chains(variant, right)
         for other in self.variants if found else ():
-            tokens = [would_find(other, variant, *one, self.beyond) for one in found]
-            if None not in tokens:
+            if other.heads <= variant.heads and (variant.lookup or not other.lookup):
+                beyond = self.beyond(variant.lookup, other.lookup)
+                tokens = [would_find(other, variant, path, n, beyond) for (_, path, _), n in zip(found, right)]
                 self.add(other, sum(tokens) / len(tokens))
-            if other.heads <= variant.heads and other.lookup <= variant.lookup:
-                self.shown[other] = self.step
+                if other.lookup <= variant.lookup:
+                    self.shown[other] = self.step
 
     def add(self, variant, tokens):
         """Adds one step's tokens to a running mean, which weighs less the longer nothing showed what it should be."""
@@ -239,21 +242,21 @@ class Choice:
         self.tokens[variant] += (tokens - self.tokens[variant]) / weight
         self.weights[variant] = weight
 
-    def count_chains(self, variant, found):
+    def count_chains(self, variant, right):
         """Counts how far chains were right, the older steps ever less."""
-        if variant.lookup and found:
-            for counts in (self.right, self.wrong):
-                counts[:] = [count * (1 - 1 / MEMORY) for count in counts]
-        for tokens, _, chain in found if variant.lookup else ():
-            n = right_tokens(tokens, chain)
+        if not variant.lookup or not right:
+            return
+        for counts in (self.right, self.wrong):
+            counts[:] = [count * (1 - 1 / MEMORY) for count in counts]
+        for n in right:
             for i in range(n):
                 self.right[i] += 1
             if n < variant.lookup:
                 self.wrong[n] += 1
 
     def beyond(self, n, longest):
-        """How many more tokens of a chain may be right when n were, up to `longest`: the Kaplan-Meier estimate, as it
-        is not known how chains that were right to their end would have gone on."""
+        """How many more tokens of a chain are right, up to `longest`, where n were: the Kaplan-Meier estimate, since it
+        is not seen how chains that were right to their end would have gone on."""
         total, chance = 0.0, 1.0
         for i in range(n, longest):
             chance *= self.right[i] / (self.right[i] + self.wrong[i])
@@ -267,25 +270,20 @@ def hopes():
 
 
 def right_tokens(tokens, chain):
-    """How many tokens of a chain were right, where a step emitted `tokens`. Without a chain all were but the last."""
-    n = next((i for i, (a, b) in enumerate(zip(chain, tokens)) if a != b), len(chain))
-    return min(n, len(tokens) - 1) if chain else len(tokens) - 1
+    """How many tokens of lookup's chain were right, where a step emitted `tokens`. Where lookup drafted alone, chain is
+    None: all were but the last."""
+    n = len(tokens) - 1
+    return n if chain is None else next((i for i in range(n) if i == len(chain) or chain[i] != tokens[i]), n)
 
 
-def would_find(other, variant, tokens, path, chain, beyond):
-    """How many tokens a step of `other` would have emitted where a step of `variant` emitted these; None where that
-    cannot be told. path: accepted nodes, root first; chain: what lookup proposed, [] where it drafted alone.
+def would_find(other, variant, path, right, beyond):
+    """How many tokens a step of `other` would have emitted where one of `variant`, of which it is part, had this path,
+    root first, and so many right tokens of lookup's chain; `beyond` more, where these were all that it had.
 
-    A small tree of the heads is the front of a larger one, a short chain that of a longer one. Where the step's chain
-    was right to its end, beyond(n, longest) tells how much further a longer one would have been.
+    A small tree of the heads is the front of a larger one, a short chain that of a longer one.
     """
-    if other.heads > variant.heads or (other.lookup and not variant.lookup):
-        return None
-    by_heads, by_lookup = sum(0 < node < other.heads for node in path), 0
-    if variant.lookup:
-        n = right_tokens(tokens, chain)
-        more = beyond(n, other.lookup) if n == variant.lookup < other.lookup else 0
-        by_lookup = min(n, other.lookup) + more
+    by_heads = bisect_left(path, other.heads) - 1 if other.heads > 1 else 0
+    by_lookup = min(right, other.lookup) + (beyond if right == variant.lookup < other.lookup else 0)
     return 1 + max(by_heads, by_lookup)
 
 
