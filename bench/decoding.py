@@ -51,6 +51,7 @@ DECODING = {  # the columns of the tables, as in bench.Table
     "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
     "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
 TEXTS = {"heldout": "held-out text", "rename": "held-out text and its first quarter with a name changed"}
+NAMES = r"(?<=[^\w\\])[A-Za-z_]\w{2,}(?=\W)"  # not cut off at the text's start or end, and no \uXXXX
 NEW_NAME = "renamed_item"  # which --text rename puts in the place of another
 FEW_TOKENS = 8192  # of a vocabulary of twice as many or more, the random heads draft among these by default
 STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
@@ -160,7 +161,7 @@ def renaming(piece, encoding):
     """A prompt as an editor has it, from a piece of text (token ids): the piece, and its first quarter again with a
     name changed. Of that quarter's names it is the one that stands in the piece most often."""
     text, start = encoding.decode(piece), encoding.decode(piece[:max(len(piece) // 4, 1)])
-    names = lambda text: [name for name in re.findall(r"\b[A-Za-z_]\w{2,}", text) if not keyword.iskeyword(name)]
+    names = lambda text: [name for name in re.findall(NAMES, text) if not keyword.iskeyword(name)]
     counts = Counter(names(text))
     name = max(names(start), key=lambda name: counts[name], default=None)
     start = re.sub(rf"\b{name}\b", NEW_NAME, start) if name else start
@@ -174,7 +175,7 @@ def text_prompts(heldout, encoding, n, args):
 
 
 def ways_to_draft(heads, fitted, tree_size):
-    """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}, the last heads' Choice).
+    """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
 
     heads: {name: heads}, the last of which, or None, draft beside lookup: each variant of their Choice is a way, and
     the Choice itself. The others draft alone, with a tree of this size, or else with their best of more than one node.
@@ -192,7 +193,7 @@ def ways_to_draft(heads, fitted, tree_size):
         ways[way], times[way] = dict(heads=kind, choice=Fixed(variant)), found.seconds.get(variant)
     for variant in variants:
         ways[str(variant)], times[str(variant)] = dict(heads=last, choice=Fixed(variant)), choice.seconds[variant]
-    return ways | {"auto": dict(heads=last, choice=choice)}, times, choice
+    return ways | {"auto": dict(heads=last, choice=choice)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
@@ -200,7 +201,7 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
     sampling, graph = Sampling(args.temperature), not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
     fitted = lambda kind, lookup: fit(model, kind, lookup, batch_size, capacity, sampling, graph=graph)
-    ways, times, choice = ways_to_draft(heads, fitted, args.tree_size)
+    ways, times = ways_to_draft(heads, fitted, args.tree_size)
     others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
     rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, batch_size=batch_size, graph=graph,
                                     temperature=args.temperature)
@@ -208,7 +209,7 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}
     steps = median_run(outputs["auto"]).variants
     rows["auto"]["variants"] = {str(variant): count for variant, (count, _) in steps.items()}
-    best = max(map(str, choice.variants), key=lambda name: rows[name]["tokens_per_second"])
+    best = max(map(str, ways["auto"]["choice"].variants), key=lambda name: rows[name]["tokens_per_second"])
     record.setdefault("auto_over_best", {})[str(batch_size)] = paired_ratio(outputs["auto"], outputs[best])
     if batch_size == 1 or "transformers" not in record:
         record["transformers"] = words

@@ -18,7 +18,7 @@ from model import InputError, read_json
 # What a record holds: (title, columns, rows), ...
 
 def decode_tables(record):
-    title = f"Decoding {record['model']} with {record['heads'][-1]} heads, {TEXTS[record['text']]}"
+    title = f"Decoding {record['model']}, heads {record['heads'][-1]}, {TEXTS[record['text']]}"
     yield f"{title}, temperature {record['temperature']:g}", DECODING, record["decoding"]
     ratios = [dict(batch_size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()]
     yield "auto over the best single variant", {"batch size": "batch_size {}", "speed-up": "ratio {:.2f}x"}, ratios
