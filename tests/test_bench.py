@@ -199,7 +199,7 @@ def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
 
 def test_every_run_of_auto_starts_afresh(toy):
     """Bug: a run that knows what an earlier run learnt, from other runs of the same prompts or from warming up."""
-    choice = Choice({Variant(): 1.0, Variant(1, 3): 2.0}, {Variant(): 1.0, Variant(1, 3): 9.0})
+    choice = Choice({Variant(): 1.0, Variant(1, 3): 2.0}, {Variant(): 1.0, Variant(1, 3): 3.0})
     ways = dict(plain=dict(choice=Fixed(Variant())), auto=dict(choice=choice))
     args, given = SimpleNamespace(max_new_tokens=40), [[5, 9, 2], [7, 1]]
     rows, outputs = decoding.decode_in_turns(toy, given, ways, args, runs=2, temperature=1.0, batch_size=2)
