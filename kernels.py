@@ -1551,8 +1551,8 @@ def _lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n, BLOCK_S: tl.conste
 
 @_skippable
 def _check_lookup(history, lengths, n):
-    _check(history.dim() == 2 and history.dtype == torch.int32 and 0 < history.shape[1] < 2**28,
-           "history int32 [B, S], S from 1 to 2^28 - 1", history)
+    _check(history.dim() == 2 and history.dtype == torch.int32 and history.numel() > 0 and history.shape[1] < 2**28,
+           "history int32 [B, S], not empty, S under 2^28", history)
     _check(history.is_contiguous(), "contiguous history", history.stride())
     _check_tensors(history.device, lengths=(lengths, history.shape[:1], torch.int32))
     _check(isinstance(n, int) and 1 <= n <= 63, "a chain of 1 to 63 tokens", n)
@@ -1562,7 +1562,8 @@ def lookup_reference(history, lengths, n):
     """`lookup` by torch."""
     _check_lookup(history, lengths, n)
     S, last = int(lengths.max()) + 1, lengths.long()[:, None]  # (B, 1)
-    history, index, before = history[:, :S], _column(S, history.device).mT, last - _column(4, history.device).mT
+    index, before = _column(history.shape[1], history.device).mT[:, :S], last - _column(4, history.device).mT
+    history = history[:, :S]
     suffix = torch.where(before >= 0, history.gather(1, before.clamp(min=0)), -1)  # (B, 4), the newest token first
     matched = (history == suffix[:, :1]) & (index < last)  # (B, S)
     length = matched.long()
@@ -1640,7 +1641,7 @@ def _merge_chain_kernel(
 
 @_skippable
 def _check_merge(tokens, parents, depths, ancestors, chain):
-    _check(chain.dim() == 2 and chain.shape[1] > 0, "chain of shape [B, n]", chain)
+    _check(chain.dim() == 2 and 1 <= chain.shape[1] <= 63, "chain of shape [B, 1 to 63]", chain)
     _check(tokens.dim() == 2 and 1 <= tokens.shape[1] <= 64 - chain.shape[1],
            lambda: f"tokens of shape [B, 1 to {64 - chain.shape[1]}]", tokens)
     named = dict(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors)

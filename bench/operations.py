@@ -20,6 +20,7 @@ BF16 = torch.bfloat16
 HEADS = {"7b": (32, 32, 128), "8b": (32, 8, 128), "70b": (64, 8, 128)}  # query heads, key/value heads, head size
 PROJECTIONS = {"7b": (4096, 32000), "8b": (4096, 128256), "qwen-7b": (3584, 151936), "70b": (8192, 128256)}  # C, V
 LAYERS = {"7b": 32, "8b": 32, "70b": 80}
+CHAIN = 10  # tokens that lookup proposes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,6 +120,17 @@ def gumbel(hidden, weight, k, temperature=0.8):
     return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)  # -log of an exponential is Gumbel
 
 
+def windows(history, lengths, n, last):
+    """`kernels.lookup` by windows of four tokens, for texts whose newest tokens all stand at index `last`."""
+    window = F.pad(history[:, :last + 1], (3, 0), value=-1).unfold(1, 4, 1).flip(2)  # (B, last + 1, 4), newest first
+    length = (window[:, :-1] == window[:, -1:]).cumprod(2).sum(2)  # (B, last)
+    index = torch.arange(last, device=history.device)
+    best = ((length * last + index) * (length > 0)).amax(1, keepdim=True)  # (B, 1)
+    match = best % last
+    source = match + 1 + torch.arange(n, device=history.device) % (last - match)
+    return torch.where(best > 0, history.gather(1, source), -1).long()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Timing
 
@@ -193,6 +205,27 @@ def commit_case(args, device, heads, batch):
     return size, each(kernels.commit_path, [(kv, lengths, path, count) for kv in caches]), {}
 
 
+def lookup_case(args, device, batch, prefix):
+    S, size = max(prefix + 1, args.capacity), 4 * batch * (prefix + 1)  # the newest token is not in the cache
+    lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
+    inputs = [(torch.randint(0, 32000, (batch, S), device=device, dtype=torch.int32), lengths)
+              for _ in range(copies(size))]
+    rival = partial(windows, n=CHAIN, last=prefix)
+    return size, each(partial(kernels.lookup, n=CHAIN), inputs), dict(torch=each(rival, inputs))
+
+
+def merge_case(args, device, batch, T):
+    ancestors, nodes = random_trees(batch, T), torch.arange(T)
+    above = nodes * (ancestors[..., None] >> nodes & 1)  # (B, T, T)
+    parents = above.masked_fill(nodes[:, None] == nodes, 0).amax(2)
+    depths = (above > 0).sum(2)
+    chain = torch.arange(1, CHAIN + 1).expand(batch, CHAIN)  # a tree's first node is 1
+    tree = nodes.repeat(batch, 1), parents, depths, ancestors, chain
+    inputs = [[x.to(device, copy=True) for x in tree] for _ in range(8)]
+    size = 8 * batch * (4 * T + CHAIN + 4 * (T + CHAIN))
+    return size, each(kernels.merge_chain, inputs), dict(torch=each(kernels.merge_chain_reference, inputs))
+
+
 class Operation(NamedTuple):
     keys: tuple       # what tells its rows apart
     rivals: tuple     # what it is held against
@@ -213,7 +246,12 @@ OPERATIONS = dict(
         ("operation", "model", "C", "V", "M"), ("log_softmax", "logsumexp", "argmax", "gumbel"),
         lambda args: ((operation, model, *PROJECTIONS[model], M) for operation, model, M in product(
             ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
-    commit=Operation(("heads", "batch"), (), lambda args: product(args.heads, args.batch_sizes), commit_case))
+    commit=Operation(("heads", "batch"), (), lambda args: product(args.heads, args.batch_sizes), commit_case),
+    lookup=Operation(
+        ("batch", "prefix"), ("torch",), lambda args: product(args.batch_sizes, args.prefixes), lookup_case),
+    merge=Operation(  # T: nodes before the chain's
+        ("batch", "T"), ("torch",),
+        lambda args: product(args.batch_sizes, [min(T, 64 - CHAIN) for T in args.tree_sizes]), merge_case))
 
 
 def measure(operation, args, device, bandwidth, table):

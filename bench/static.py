@@ -119,6 +119,15 @@ def draft_launches(K, W, T):
     return launches + record(kernels.best_tree, torch.zeros(2).long(), joint, lists, lists, T)
 
 
+def lookup_launches(n):
+    return record(kernels.lookup, torch.empty(2, 8192, dtype=torch.int32), torch.empty(2, dtype=torch.int32), n)
+
+
+def merge_launches(T, n):
+    nodes = torch.empty(2, T, dtype=torch.int64)
+    return record(kernels.merge_chain, *[nodes] * 4, torch.empty(2, n, dtype=torch.int64))
+
+
 def accept_launches(T):
     nodes = torch.empty(2, T, dtype=torch.int64)
     return record(kernels.accept_path, *[nodes] * 5, torch.empty(2, dtype=torch.int32), min(T, 5))
@@ -176,6 +185,8 @@ def small_launches():
     launches += cases(mix_launches, C=[1024, 16384], n_head=[1, 8], **both)
     launches += cases(draft_launches, K=[4], W=[4, 8, 32], T=[16, 64]) + draft_launches(8, 8, 64)
     launches += draft_launches(32, 8, 64) + draft_launches(16, 8, 64)
+    launches += cases(lookup_launches, n=[1, 4, 10, 31, 63]) + cases(merge_launches, T=[1, 8, 16, 33], n=[1, 4, 10, 31])
+    launches += merge_launches(1, 63) + merge_launches(63, 1) + merge_launches(54, 10)
     return launches + cases(accept_launches, T=[1, 16, 64]) + nucleus_launches(32000)
 
 

@@ -41,6 +41,27 @@ def test_rivals_compute_the_same_projection():
     assert (torch.bincount(draws, minlength=300) - expected).abs().max() < 6 * expected.max() ** 0.5
 
 
+@pytest.mark.parametrize("last", [1, 3, 70])
+def test_rivals_look_up_the_same(last):
+    """Bug: the benchmark compares with something easier."""
+    lengths = torch.full((40,), last, dtype=torch.int32)
+    for V in (1, 3, 50):
+        texts = torch.randint(0, V, (40, 80), dtype=torch.int32)
+        assert torch.equal(operations.windows(texts, lengths, 10, last), kernels.lookup(texts, lengths, 10))
+
+
+def test_trees_to_merge_are_trees():
+    """Bug: other work than the engine's: nodes that are not below their parents."""
+    ours = operations.merge_case(None, "cpu", 3, 20)[1]
+    tokens, parents, depths, ancestors = (x.tolist() for x in ours[0]())
+    for b in range(3):
+        assert parents[b][0] == depths[b][0] == 0 and ancestors[b][0] == 1
+        for i in range(1, 30):
+            parent = parents[b][i]
+            assert ancestors[b][i] in (0, ancestors[b][parent] | 1 << i) and (i < 20) <= (ancestors[b][i] > 0)
+            assert depths[b][i] == (depths[b][parent] + 1) * (ancestors[b][i] > 0)
+
+
 def test_tables_hold_what_was_timed(monkeypatch, capsys):
     """Bug: a row that belongs to other shapes, a wrong byte count, or a rival that differs and still gets a time."""
     monkeypatch.setattr(operations, "median_us", lambda calls: (len(calls) * 1000.0, calls[0]())[0])
@@ -63,6 +84,10 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     assert "gumbel" in sample and "argmax" in argmax and "flex" in five
     moved, = rows["commit"]
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
+    found, = rows["lookup"]
+    assert found["bytes"] == 2 * 4 * 71 and found["prefix"] == 70 and found["torch"] == 2000.0
+    root, tree = rows["merge"]
+    assert (root["T"], tree["T"]) == (1, 5) and tree["bytes"] == 2 * 8 * (5 * 4 + 10 + 15 * 4)
     for line in capsys.readouterr().out.split("\n\n"):
         assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
     a, b = ([lambda value=value: torch.tensor(value)] for value in (3.0, 2.0))

@@ -31,8 +31,8 @@ def sample():
             *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
             *static.commit_launches(5, 80, BF16), *static.norm_launches(4096, BF16, "rms"),
             *static.rope_launches(128, BF16, True), *static.glu_launches("silu", BF16),
-            *static.mix_launches(1024, 8, BF16), *static.draft_launches(4, 4, 16), *static.accept_launches(16),
-            *static.nucleus_launches(32000)]
+            *static.mix_launches(1024, 8, BF16), *static.draft_launches(4, 4, 16), *static.lookup_launches(10),
+            *static.merge_launches(16, 10), *static.accept_launches(16), *static.nucleus_launches(32000)]
 
 
 def bfloat16_twin(launch):
@@ -98,6 +98,8 @@ def random_launches(generator):
     launches += static.rope_launches(draw(16, 21, 64, 80, 128, 160), small, draw(False, True))
     launches += static.glu_launches(draw("silu", "gelu"), small) + static.nucleus_launches(draw(100, 151936))
     launches += static.mix_launches(draw(1024, 16384), draw(1, 8), small) + static.accept_launches(draw(1, 16, 64))
+    launches += static.lookup_launches(draw(1, 10, 31, 63))
+    launches += static.merge_launches(*draw((1, 10), (1, 63), (5, 4), (16, 31), (33, 31), (54, 10), (63, 1)))
     return launches + static.draft_launches(draw(1, 4, 32), draw(1, 3, 8), draw(16, 33, 64))
 
 

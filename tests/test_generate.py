@@ -16,7 +16,7 @@ import generate as module
 import kernels
 import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
-from generate import Engine, Interrupted, Sampling, Sequence, TextStream, generate, keep_likely
+from generate import Engine, Interrupted, Sampling, Sequence, TextStream, Variant, generate, keep_likely, tree_variant
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools.compare import first_difference
@@ -85,6 +85,116 @@ def test_right_guesses_are_all_accepted(toy):
     assert out.tokens_per_step == 5.0
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Lookup, and steps that draft in several ways
+
+DRAFTS = {"lookup-2": (False, 2), "lookup-64": (False, 64), "both-3": (True, 3), "both-22": (True, 22),
+          "both-64": (True, 64)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_lookup_gives_the_plain_text(toy, plain, drafts, way):
+    """Catches a chain of another sequence, of tokens behind the text's end, or merged under the wrong node."""
+    both, tree_size = DRAFTS[drafts]
+    for name, batch in [("clover", 1), ("medusa", 3), ("clover2", 8)] if both else [(None, 1), (None, 3), (None, 8)]:
+        heads = random_heads(toy, name) if both else None
+        out = generate(toy, PROMPTS, 24, heads, lookup=True, tree_size=tree_size, batch_size=batch, **WAYS[way])
+        assert out.tokens == plain[way], (name, batch)
+        assert sum(out.accepted.values()) >= out.emitted - out.steps  # a text's last step may be cut
+
+
+def repeating_model():
+    """Greedily it says the token after the last one, modulo 7, for ever."""
+    model = toy_model(positions="learned", n_layer=1)
+    for name, p in model.named_parameters():
+        if name.startswith("blocks") or "position" in name:
+            p.data.zero_()
+    model.embed.weight.data[:7] = torch.eye(64)[:7]
+    model.head.weight = torch.nn.Parameter(torch.zeros(97, 64), requires_grad=False)
+    model.head.weight.data[:7] = torch.eye(64)[:7].roll(-1, dims=1) * 9
+    return model
+
+
+def test_lookup_finds_what_repeats():
+    """Catches a history that lacks the prompt, the newest tokens or the root: a text of period 7 is found whole."""
+    model = repeating_model()
+    out = generate(model, [[3, 4, 5, 6, 0, 1, 2, 3], [5]], 65, lookup=True, tree_size=6, batch_size=2)
+    count = lambda start, n: [(start + i) % 7 for i in range(n)]
+    assert out.tokens == [count(4, 65), count(6, 65)]
+    assert out.variants == {Variant(1, 5): [out.steps, 130]} and out.accepted["heads"] == 0
+    # text 0: 6 tokens in every step, the last of which is cut; text 1: one token a step until it comes round to 5
+    assert out.step_lengths == {6: 10 + 9, 5: 1, 1: 7, 4: 1}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_lookup_proposes_more_of_a_run(length):
+    """Catches a match that may not overlap the suffix."""
+    model = repeating_model()
+    model.head.weight.data[:7] = torch.eye(64)[:7] * 9  # says the same token for ever
+    out = generate(model, [[3] * length], 36, lookup=True, tree_size=12)
+    assert out.tokens == [[3] * 36] and out.steps == (3 if length > 1 else 4)
+
+
+class InTurns:
+    """The choice of each variant in turn."""
+
+    def __init__(self, *variants):
+        self.variants, self.picked, self.learnt = variants, -1, Counter()
+
+    def pick(self):
+        self.picked += 1
+        return self.variants[self.picked // 2 % len(self.variants)]  # each twice, so that some follow themselves
+
+    def learn(self, variant, found):
+        self.learnt[variant] += len(found)
+
+
+ALL = [Variant(), Variant(9), Variant(1, 6), Variant(4, 6), Variant(30, 34), Variant(2), Variant(1, 20)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["clover", "clover2", "medusa"])
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, steps_ahead, name, way):
+    """Catches heads that read a hole in the text, a path of another step's length, a step read as another's."""
+    heads = random_heads(toy, name)
+    for batch in (1, 3, 8):
+        choice = InTurns(*ALL)
+        made = Engine(toy, heads, batch_size=batch, capacity=150, choice=choice, sampling=Sampling(**WAYS[way]))
+        made.steps_ahead = steps_ahead
+        out = made.generate(PROMPTS, 24)
+        assert out.tokens == plain[way]
+        assert choice.learnt == {variant: steps for variant, (steps, _) in out.variants.items()}
+        assert sum(tokens for _, tokens in out.variants.values()) == out.emitted and len(out.variants) >= 5
+
+
+@pytest.mark.parametrize("name", ["clover", "clover2"])
+def test_heads_that_read_late_read_the_same(toy, name, monkeypatch):
+    """Catches rows that the heads read at another position, with another token after them, or not at all."""
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)  # so that prompts and what was put off come in several parts
+    heads = random_heads(toy, name)
+    prompts = random_prompts([50, 1, 20])
+    at_once = Engine(toy, heads, batch_size=3, capacity=150, tree_size=9)
+    late = Engine(toy, heads, batch_size=3, capacity=150, choice=InTurns(*[Variant()] * 9, Variant(1, 6), Variant(9)))
+    states = {}
+    for made in (at_once, late):
+        draft = made.draft
+        def watched(variant, made=made, draft=draft):
+            for slot, sequence in made.running.items() if variant.heads > 1 else ():
+                state = made.slots.state[slot].clone()
+                wanted = states.setdefault((sequence.index, sequence.length), state)
+                torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
+                compared[made is late] += 1
+            return draft(variant)
+        monkeypatch.setattr(made, "draft", watched)
+        compared = Counter()
+        out = made.generate(prompts, 90)
+    assert compared[True] >= 6
+    length = int(late.slots.cache.lengths.max())
+    assert out.tokens == generate(toy, prompts, 90).tokens and length == 0
+
+
 def test_plain_decoding_emits_one_token_per_step(toy):
     out = generate(toy, PROMPTS, 10)
     assert out.tokens_per_step == 1.0 and out.step_lengths == {1: 80} and out.tokens_per_second > 0
@@ -94,11 +204,11 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
     """Catches checks that stay off when fewer slots run, or stay on."""
     engine, checking = Engine(toy, batch_size=3, capacity=20), []
     draft = engine.draft
-    monkeypatch.setattr(engine, "draft", lambda: checking.append(kernels._checks.on) or draft())
+    monkeypatch.setattr(engine, "draft", lambda variant: checking.append(kernels._checks.on) or draft(variant))
     for n in (3, 3, 2, 2):
         if n < len(engine.slots.root):
             engine.set_active_slots(n)
-        engine.step()
+        engine.body()()
     assert checking == [True, False, True, False] and kernels._checks.on
 
 
@@ -214,8 +324,9 @@ class NoReadBack(TorchDispatchMode):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("lookup", [False, True], ids=["", "lookup"])
 @pytest.mark.parametrize("name", [None, *PRESETS])
-def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name, options):
+def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name, lookup, options):
     """Catches what a CUDA graph cannot hold: an .item(), a shape that depends on values, a buffer replaced by a new
     one. The kernels, which are tested for themselves, are stood in for by what allocates as they do."""
     monkeypatch.setattr(models, "runs_triton", lambda tensor: True)
@@ -227,18 +338,20 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name,
         torch.zeros(len(hidden), k) - 1, torch.arange(k).expand(len(hidden), k)))
     monkeypatch.setattr(module, "commit_path", lambda kv, lengths, path, count: None)
     monkeypatch.setattr(module, "nucleus", lambda logits, top_p: logits.amin(dim=-1))
+    monkeypatch.setattr(module, "lookup", lambda history, lengths, n: history.new_zeros(len(history), n).long())
     heads = random_heads(toy, name) if name else None
-    made = Engine(toy, heads, batch_size=3, capacity=60, tree_size=9, sampling=Sampling(**options))
+    made = Engine(toy, heads, batch_size=3, capacity=60, tree_size=9, lookup=lookup, sampling=Sampling(**options))
     made.slots.active.fill_(1)
-    made.step()
-    buffers = ["root", "sequence", "active"] + (["state"] if name else [])
+    step, width = made.body(), 2 * made.max_path(*made.variants) + 2 + (4 if name and lookup else 0)
+    step()
+    buffers = ["root", "sequence", "active"] + ["state", "hidden"] * bool(name) + ["history"] * bool(name or lookup)
     addresses = lambda: [getattr(made.slots, buffer).data_ptr() for buffer in buffers] + [
         made.slots.cache.kv.data_ptr(), made.slots.cache.lengths.data_ptr()]
     before, lengths = addresses(), made.slots.cache.lengths.clone()
     with NoReadBack():
-        result = made.step()
+        result = step()
     assert addresses() == before
-    assert (made.slots.cache.lengths > lengths).all() and result.shape == (3, 2 * made.max_path + 2)
+    assert (made.slots.cache.lengths > lengths).all() and result.shape == (3, width)
 
 
 def test_nothing_read_back_is_more_than_a_word():
@@ -271,7 +384,7 @@ def test_starts_and_ends_of_texts_wait_for_nothing(toy, name):
 def test_a_step_can_be_launched_outside_of_inference_mode(toy):
     """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
     made = Engine(toy, random_heads(toy), batch_size=2, capacity=60, tree_size=9)
-    assert len(made.launch()()) == 2
+    assert len(made.launch(*made.variants)()) == 2
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -301,7 +414,7 @@ def test_the_last_texts_move_to_the_first_slots(toy):
         heads, tree_size = (random_heads(toy, name), 9) if name else (None, 1)
         made = Engine(toy, heads, batch_size=6, capacity=120, tree_size=tree_size, sampling=Sampling(**SAMPLED))
         widths, launch = [], made.launch
-        made.launch = lambda: widths.append(len(made.slots.root)) or launch()
+        made.launch = lambda variant: widths.append(len(made.slots.root)) or launch(variant)
         for _ in range(2):
             assert made.generate(prompts, 60, stop=stops).tokens == want.tokens
         assert widths[0] == 6 and 1 <= min(widths) < 6
@@ -516,6 +629,7 @@ BAD_CALLS = {
     "tree of 0 without heads": (dict(tree_size=0, heads=None), "tree size must be"),
     "tree of 0": (dict(tree_size=0), "tree size must be a whole number from 1 to 64"),
     "tree of 65": (dict(tree_size=65), "tree size must be"),
+    "no room for both": (dict(tree_size=2, lookup=True), "give a tree size of 3 or more"),
     "no beams": (dict(beams=0), "beams must be"),
     "no batch": (dict(batch_size=0), "batch size must be"),
     "seed too large": (dict(seed=2**64), "seed must be"),
@@ -551,6 +665,14 @@ def test_an_engine_says_what_it_is_too_small_for(toy):
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
 
 
+@pytest.mark.parametrize("size, heads, lookup, want", [
+    (1, True, True, (1, 0)), (1, False, True, (1, 0)), (9, False, False, (1, 0)), (9, True, False, (9, 0)),
+    (2, False, True, (1, 1)), (64, False, True, (1, 63)), (3, True, True, (2, 1)), (22, True, True, (12, 10))])
+def test_a_tree_size_is_shared_by_the_drafters(size, heads, lookup, want):
+    """Catches a T that the drafters do not fill, or more than fill."""
+    assert tree_variant(size, heads, lookup) == want
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 
@@ -570,7 +692,7 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
-                made.launch()
+                made.launch(*made.variants)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -2,11 +2,13 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from conftest import random_prompts, toy_model
 
 import generate as command_line
 from clover import PRESETS, CloverHeads
-from generate import Sequence, generate
+from generate import Sequence, Variant, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import cli, tune
@@ -82,17 +84,16 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
     cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
     assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
     printed = run(capsys, *flags, "--stop", stop)
-    assert printed.split("\n\ntree size")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
+    assert printed.split("\n\ndrafted by")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
     both = run(capsys, *flags, "--prompt", "abc", "--stop", stop)
     assert both.count("-" * 40) == 2
 
 
 def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
-    """Catches a choice that is not the best of its own table, and one that is not what decodes."""
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 8, "--explain"]
-    said = run(capsys, *flags)
-    assert "no acceptance table, hence by default a tree of 5" in said and "tree size 5;" in said
-    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, size, *_: (1 + size / 10) / 1000)
+    """Catches a variant that decodes and is not shown, shares that do not add up, another step's times."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
+    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, v, *_: (1 + v.tree_size / 10) / 1000)
+    assert "carry no acceptance table" in run(capsys, *flags)
     record = json.loads((folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
     try:
@@ -101,13 +102,47 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
         result = json.loads(run(capsys, *flags, "--json"))
     finally:
         (folder / "clover" / "heads.json").write_text(json.dumps(record))
-    rows = [line.split() for line in said.splitlines() if line.strip()[:1].isdigit() and len(line.split()) in (4, 6)]
-    chosen, = (row for row in rows if row[4:] == ["<-", "chosen"])
-    assert chosen[0] == "3" and "tree size 3;" in said
-    assert [row[1:4] for row in rows[:4]] == [["1.10", "1.00", "909"], ["1.20", "1.90", "1583"],
-                                              ["1.30", "2.70", "2077"], ["1.40", "2.70", "1929"]]
-    assert "ms per stage     draft    verify    sample    accept    commit" in said
-    assert any("<- chosen" in line for line in result["explained"])
+    names = ["plain", "heads 1", "heads 2", "lookup 4", "lookup 10", "lookup 20", "heads 1 + lookup 4",
+             "heads 2 + lookup 10", "heads 2 + lookup 20"]
+    rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]
+    table = {name: cells for name, *cells in rows}
+    assert list(table) == names and table["heads 2"][:2] == ["1.30", "2.70"]
+    assert sum(int(table[name][-1].rstrip("%")) for name in names) == pytest.approx(100, abs=5)
+    assert "draft    verify    sample    accept    commit" in said and result["explained"][0].startswith("batch size 1")
+    assert sum(row["steps"] for row in result["variants"].values()) == result["steps"]
+    assert sum(row["tokens"] for row in result["variants"].values()) == len(result["tokens"][0])
+
+
+@pytest.mark.parametrize("draft, names", [("heads+lookup", {"heads 8 + lookup 8"}), ("heads", {"heads 16"}),
+                                          ("lookup", {"lookup 16"}), ("none", {"plain"}),
+                                          (None, {"heads 8 + lookup 8"})])
+def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, names):
+    """Catches a --draft that another is taken for, and a text that depends on it."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--max-new-tokens", 30, "--json"]
+    plain = json.loads(run(capsys, *flags, "--tree-size", 1))
+    drafted = json.loads(run(capsys, *flags, "--tree-size", 17, *(("--draft", draft) if draft else ())))
+    assert set(drafted["variants"]) == names and set(plain["variants"]) == {"plain"}
+    assert drafted["tokens"] == plain["tokens"] and not plain["accepted"]
+    assert set(drafted["accepted"]) <= {"heads", "lookup"} and (draft != "lookup" or "heads" not in drafted["accepted"])
+
+
+def test_a_folder_without_heads_is_drafted_for_by_lookup(folder, capsys):
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--json", "--tree-size", 5, "--heads", "none"]
+    assert set(json.loads(run(capsys, *flags))["variants"]) == {"lookup 4"}
+
+
+def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
+    """Catches a guess in the colour of the drafter that did not make it."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    session = SimpleNamespace(texts=["abc"], args=SimpleNamespace(json=False), stop=[], template=None,
+                              encoding=load_encoding(folder))
+    printer = cli.Printer(session)
+    printer.show(0, [70, 71, 72, 73], [0, 3, 5, 9], Variant(4, 6))
+    coded = session.encoding.decode([70, 71, 72, 73])
+    codes = cli.HEAD_COLOURS[0], cli.LOOKUP_COLOUR, cli.LOOKUP_COLOUR
+    painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
+    assert capsys.readouterr().out == "abc" + "".join(painted) + coded[3]
 
 
 def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
@@ -150,7 +185,7 @@ def test_chat_prompts_go_through_the_template(chat_folder, capsys):
     plain = json.loads(run(capsys, *flags, "--prompt", "s:be\nu:hi\na:"))
     assert asked["tokens"] == plain["tokens"] and asked["prompts"] == ["hi"]
     shown = run(capsys, *flags[:-1], "--chat", "--system", "be", "--prompt", "hi")
-    assert shown.split("\n\ntree size")[0].strip("\n") == asked["texts"][0].strip("\n")
+    assert shown.split("\n\ndrafted by")[0].strip("\n") == asked["texts"][0].strip("\n")
 
 
 def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):
@@ -208,7 +243,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
         return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", interrupted)
     typed(monkeypatch, "hi", "go on")
-    flags = ["--max-new-tokens", "10", "--chat", "--heads", "none"]
+    flags = ["--max-new-tokens", "10", "--chat", "--draft", "none"]
     command_line.main(["--model", str(chat_folder), "--device", "cpu", *flags])
     assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
 
@@ -237,6 +272,9 @@ BAD_FLAGS = {
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     "not a number": (["--prompt", "a", "--max-new-tokens", "many"], "many"),
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
+    "unknown drafter": (["--prompt", "a", "--draft", "magic"], "magic"),
+    "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "leave out --heads none"),
+    "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "--tree-size 3 or more"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
     "device without memory": (["--prompt", "a", "--device", "meta"], "'meta' is not available"),

@@ -7,8 +7,10 @@ the one that brings most tokens per second: `Choice`.
 """
 
 import hashlib
+import itertools
 import json
 import math
+import operator
 import os
 import platform
 import time
@@ -29,8 +31,8 @@ PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
 FEWEST = 4      # steps that an expectation, or a mean that nothing was added to for long, counts as
-TRIALS = 0.015  # share of the time that may be lost by trying other variants
-HOPE = 0.4      # expected of lookup, until more is known: how likely each next token of a chain is right
+TRIALS = 0.01   # share of the time that may be lost by trying other variants
+HOPE = 0.3      # expected of lookup, until more is known: that a chain's first token is right; the others, twice that
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,70 +188,105 @@ class Fixed:
 
 class Choice:
     """Which variant the next step takes: that of most tokens per second, by times that were measured and a running mean
-    of the tokens that it finds. Now and then another is tried, of which nothing was learnt for MEMORY steps: trials may
-    lose a share TRIALS of the time.
+    of the tokens that it finds. A step also tells what the variants that are part of its own would have found. Others
+    are tried now and then: trials may lose a share TRIALS of the time.
 
     seconds: {Variant: seconds per step}. expected: {Variant: tokens per step and sequence}, until more is known.
     """
 
     def __init__(self, seconds, expected):
-        self.variants, self.seconds, self.tokens = tuple(seconds), seconds, dict(expected)
-        self.expected = expected
-        self.weights = dict.fromkeys(seconds, FEWEST)  # steps that each mean stands for
-        self.learnt = dict.fromkeys(seconds, 0)        # step at which each mean last changed
+        self.variants, self.seconds, self.expected = tuple(seconds), seconds, expected
+        self.tokens = dict(expected)                   # running means
+        self.weights = dict.fromkeys(seconds, FEWEST)  # steps that each stands for
+        self.shown = dict.fromkeys(seconds, 0)         # step that last showed what a variant finds
         self.step, self.allowance = 0, 0.0             # the latter in seconds, for trials
+        longest = max(variant.lookup for variant in seconds)
+        self.right = [share for share, _ in zip(hopes(), range(longest))]  # chains whose i-th token was right, after
+        self.wrong = [1 - share for share in self.right]                   # those before it; and was wrong
 
     def rate(self, variant):
         """Tokens per second and sequence."""
         return self.tokens[variant] / self.seconds[variant]
 
-    def best(self):
-        return max(self.variants, key=self.rate)
-
     def loss(self, variant):
         """Seconds that a step of this variant is expected to lose."""
-        return self.seconds[variant] * (1 - self.rate(variant) / self.rate(self.best()))
+        return self.seconds[variant] * (1 - self.rate(variant) / max(map(self.rate, self.variants)))
 
     def pick(self):
-        stale = [v for v in self.variants if self.step - self.learnt[v] >= MEMORY and self.loss(v) <= self.allowance]
-        return min(stale, key=self.loss, default=self.best())
+        best = max(self.variants, key=self.rate)
+        age = {variant: self.step - self.shown[variant] for variant in self.variants}
+        others = [variant for variant in self.variants if variant != best and age[variant] >= MEMORY]
+        due = max(others, key=lambda variant: age[variant] / max(self.loss(variant), 1e-9), default=best)
+        return due if self.loss(due) <= self.allowance else best
 
     def learn(self, variant, found):
-        """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or []), see
-        `Engine.retire`. It also tells what smaller trees would have found, and shorter chains."""
+        """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or []), as
+        `Engine.retire` has them."""
         self.step += 1
         self.allowance += TRIALS * self.seconds[variant] - self.loss(variant)
+        self.count_chains(variant, found)
         for other in self.variants if found else ():
-            tokens = [would_find(other, variant, *one) for one in found]
+            tokens = [would_find(other, variant, *one, self.beyond) for one in found]
             if None not in tokens:
                 self.add(other, sum(tokens) / len(tokens))
+            if other.heads <= variant.heads and other.lookup <= variant.lookup:
+                self.shown[other] = self.step
 
     def add(self, variant, tokens):
-        """Adds one step's tokens to a running mean, which weighs less the longer it was left alone."""
-        age = self.step - self.learnt[variant]
-        weight = max(self.weights[variant] * (1 - 1 / MEMORY) ** age, FEWEST) + 1
+        """Adds one step's tokens to a running mean, which weighs less the longer nothing showed what it should be."""
+        age = self.step - self.shown[variant] - 1
+        weight = max(min(self.weights[variant], MEMORY) * (1 - 1 / MEMORY) ** age, FEWEST) + 1
         self.tokens[variant] += (tokens - self.tokens[variant]) / weight
-        self.weights[variant], self.learnt[variant] = weight, self.step
+        self.weights[variant] = weight
+
+    def count_chains(self, variant, found):
+        """Counts how far chains were right, the older steps ever less."""
+        if variant.lookup and found:
+            for counts in (self.right, self.wrong):
+                counts[:] = [count * (1 - 1 / MEMORY) for count in counts]
+        for tokens, _, chain in found if variant.lookup else ():
+            n = right_tokens(tokens, chain)
+            for i in range(n):
+                self.right[i] += 1
+            if n < variant.lookup:
+                self.wrong[n] += 1
+
+    def beyond(self, n, longest):
+        """How many more tokens of a chain may be right when n were, up to `longest`: the Kaplan-Meier estimate, as it
+        is not known how chains that were right to their end would have gone on."""
+        total, chance = 0.0, 1.0
+        for i in range(n, longest):
+            chance *= self.right[i] / (self.right[i] + self.wrong[i])
+            total += chance
+        return total
 
 
-def would_find(other, variant, tokens, path, chain):
+def hopes():
+    """How likely the tokens of a chain are right, each after those before it, until more is known."""
+    return itertools.chain([HOPE], itertools.repeat(2 * HOPE))
+
+
+def right_tokens(tokens, chain):
+    """How many tokens of a chain were right, where a step emitted `tokens`. Without a chain all were but the last."""
+    n = next((i for i, (a, b) in enumerate(zip(chain, tokens)) if a != b), len(chain))
+    return min(n, len(tokens) - 1) if chain else len(tokens) - 1
+
+
+def would_find(other, variant, tokens, path, chain, beyond):
     """How many tokens a step of `other` would have emitted where a step of `variant` emitted these; None where that
-    cannot be told. path: accepted nodes, root first; chain: what lookup proposed, [] unless both drafted.
+    cannot be told. path: accepted nodes, root first; chain: what lookup proposed, [] where it drafted alone.
 
-    A small tree of the heads is the front of a larger one. The chain's tokens are right up to the first that differs
-    from the text. A chain that was right to its end is taken to be right beyond: the longer one that is then tried
-    shows whether it is.
+    A small tree of the heads is the front of a larger one, a short chain that of a longer one. Where the step's chain
+    was right to its end, beyond(n, longest) tells how much further a longer one would have been.
     """
     if other.heads > variant.heads or (other.lookup and not variant.lookup):
         return None
-    by_heads = sum(0 < node < other.heads for node in path)
-    if not variant.lookup:
-        return 1 + by_heads
-    by_lookup = next((i for i, (a, b) in enumerate(zip(chain, tokens)) if a != b), min(len(chain), len(tokens) - 1))
-    by_lookup = by_lookup if chain else len(tokens) - 1
-    if by_lookup == variant.lookup:
-        by_lookup = other.lookup
-    return 1 + max(by_heads, min(by_lookup, other.lookup))
+    by_heads, by_lookup = sum(0 < node < other.heads for node in path), 0
+    if variant.lookup:
+        n = right_tokens(tokens, chain)
+        more = beyond(n, other.lookup) if n == variant.lookup < other.lookup else 0
+        by_lookup = min(n, other.lookup) + more
+    return 1 + max(by_heads, by_lookup)
 
 
 def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
@@ -268,14 +305,17 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
 
     def expected(variant):
         found = expected_tokens(tables, variant.heads, sampling.temperature) if tables else 1 + (variant.heads > 1)
-        return found + sum(HOPE**i for i in range(1, variant.lookup + 1))
+        return found + sum(itertools.accumulate(itertools.islice(hopes(), variant.lookup), operator.mul))
 
     measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
     rate = lambda variant: expected(variant) / times[variant]
     # no larger tree can win where even the largest would not, with steps as fast as this one's
     enough = lambda tried: expected(Variant(MAX_TREE)) / times[tried[-1]] < max(map(rate, tried))
     sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
-    plain, *trees = measure_steps(map(Variant, sizes), times, measure, enough)
+    tried = measure_steps(map(Variant, sizes), times, measure, enough)
+    if not tried:  # not even for plain decoding is there room, of which the Engine will say more
+        return Fixed(Variant())
+    plain, *trees = tried
     if trees:
         best = max(trees, key=rate)
         trees = max((v for v in trees if v.heads <= max(best.heads // 2, 2)), key=rate, default=best), best
