@@ -3,7 +3,8 @@
     python -m bench heads                                     # demo/clover and demo/medusa on demo/
     python -m bench heads --model DIR --heads DIR DIR ...     # others; the rest is compared with the first
     python -m bench heads --train out/bench                   # the four presets and Clover's ablations, trained alike
-    python -m bench decode                                    # plain, Medusa, Clover and transformers, over batch sizes
+    python -m bench decode                                    # plain, Medusa, Clover, lookup and both, transformers
+    python -m bench decode --heads none --text rename         # lookup alone, on texts that an editor repeats
     python -m bench decode --random-weights 360m              # times of a step at a real size, beside llama.cpp's
     python -m bench exact                                     # on a CPU: what bits that never differ cost in bfloat16
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
@@ -37,7 +38,7 @@ NUMBERS = {  # flags: least, most, help
     "max_new_tokens": (1, 10**6, "of each prompt"),
     "batch_sizes": (1, 1024, "sequences decoded together"),
     "tree_sizes": (1, MAX_TREE, "nodes; with decode, the sizes to count tokens per step for, or to time"),
-    "tree_size": (1, MAX_TREE, "for all heads; default: the best of those above one node"),
+    "tree_size": (1, MAX_TREE, "for all heads but the last; default: the best of those above one node"),
     "steps": (1, 10**6, "of training, each kind"),
     "runs": (1, 10**6, "paired runs, of which the medians count; default: 3, with --random-weights 5"),
     "prefixes": (0, 2**20, "committed tokens"),
@@ -60,7 +61,7 @@ def add_decoding_flags(parser, **defaults):
     add_model_flags(parser)
     add_data_flag(parser)
     parser.add_argument("--heads", nargs="+", default=[str(DEMO / "medusa"), str(DEMO / "clover")],
-                        help="folders of draft heads")
+                        help="folders of draft heads; with decode, the last draft with lookup and may be none")
     add_out(parser)
     add_numbers(parser, prompt_length=64, max_new_tokens=128, **defaults)
 
@@ -78,9 +79,11 @@ def parse(argv):
     heads.add_argument("--base", choices=kinds.BASES, help="with --train, train this model first, and heads for it")
     heads.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), choices=kinds.KINDS, help="to train")
     heads.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    decode = what.add_parser("decode", help="plain decoding, heads and transformers over batch sizes")
+    decode = what.add_parser("decode", help="plain decoding, heads, lookup and transformers over batch sizes")
     sizes = [1, 2, 4, 8, 16, 32, 64]
     add_decoding_flags(decode, prompts=16, batch_sizes=sizes, tree_sizes=sizes, tree_size=None, runs=None)
+    decode.add_argument("--text", choices=decoding.TEXTS, default="heldout", help="of the prompts; rename: held-out "
+                        "text and its beginning once more with a name changed, as when editing")
     decode.add_argument("--temperature", type=float, default=0.0)
     decode.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
     decode.add_argument("--random-weights", choices=decoding.SIZES, help="time its steps, on a CPU beside llama.cpp "
@@ -145,16 +148,24 @@ def check_flags(args):
             check(name.replace("_", " "), value, low, high, whole=True)
     for temperature in getattr(args, "temperatures", [getattr(args, "temperature", 0.0)]):
         Sampling(temperature)
-    names = ["plain", *(Path(path).name for path in args.heads)] if args.what in ("heads", "decode") else []
-    if len(set(names)) < len(names):
-        raise InputError("two of the heads folders have the same name, or one is called plain; rename one, to tell "
-                         "their rows apart")
+    if args.what in ("heads", "decode"):
+        check_names([Path(path).name for path in args.heads], args.what)
     if getattr(args, "base", None) and not args.train:
         raise InputError("--base needs --train DIR, the folder to train in")
     if getattr(args, "draft_vocabulary", None) is not None and not args.random_weights:
         raise InputError("--draft-vocabulary needs --random-weights SIZE; train_heads.py gives trained heads theirs")
     if getattr(args, "acceptance", None) is not None:
         check("acceptance", args.acceptance, 0, 1)
+
+
+def check_names(names, what):
+    """Raises InputError for folders of heads that the rows of a table could not tell apart."""
+    others = set(names[:-1]) if what == "decode" else set()
+    if len({"plain", *names}) <= len(names) or {"heads", "lookup"} & others:
+        raise InputError("two of the heads folders have the same name, or one is called plain, heads or lookup; rename "
+                         "one, to tell their rows apart")
+    if "none" in others:
+        raise InputError("of --heads only the last can be none, which drafts by lookup alone")
 
 
 def bench_static(args):

@@ -1,10 +1,13 @@
-"""Decoding: plain, Medusa and Clover by the same loop over batch sizes, against the memory's bandwidth and against
-transformers; and the times of single steps at the sizes of real models, with random weights."""
+"""Decoding: plain, and with all that can draft, by the same loop over batch sizes, against the memory's bandwidth and
+against transformers; and the times of single steps at the sizes of real models, with random weights."""
 
 import contextlib
+import keyword
+import re
 import statistics
 import sys
-import time
+from collections import Counter
+from copy import deepcopy
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -13,12 +16,12 @@ import torch
 
 from bench import Record, Table, peers
 from clover import CloverHeads, preset
-from generate import DEFAULT_TREE, STAGES, Sampling, generate, prepare
+from generate import DEFAULT_TREE, STAGES, Sampling, Variant, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory, default_dtype
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, copy_bandwidth, fit_tree, seconds, stage_times, step_time, timing_engine
+from tools.tune import PREFIX, Fixed, copy_bandwidth, fit, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -43,12 +46,13 @@ SIZES = {  # name -> (its fields of a GPTConfig, the model); see `size_config`
                   "one layer of Llama 3 70B, and its LM head"),
 }
 DECODING = {  # the columns of the tables, as in bench.Table
-    "batch size": "batch_size {}", "heads": "heads {}", "tree size": "tree_size {}", "auto takes": "auto {}",
+    "batch size": "batch_size {}", "drafted by": "drafted_by {}", "tree size": "tree_size {}",
     "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
     "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
     "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
-TRANSFORMERS = {"one at a time": "how {}", "tokens per second": "tokens_per_second {:.0f}",
-                "identical texts": "identical {:.0%}"}
+TEXTS = {"heldout": "held-out text", "rename": "held-out text and its first quarter with a name changed"}
+NAMES = r"(?<=[^\w\\])[A-Za-z_]\w{2,}(?=\W)"  # not cut off at the text's start or end, and no \uXXXX
+NEW_NAME = "renamed_item"  # which --text rename puts in the place of another
 FEW_TOKENS = 8192  # of a vocabulary of twice as many or more, the random heads draft among these by default
 STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
          "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
@@ -61,10 +65,10 @@ LAUNCHES = {"batch size": "batch_size {}", "tree size": "tree_size {}", "launche
 # What heads' measurements share
 
 def load(args, folders):
-    """The model of --model, {folder name: heads} and the held-out tokens of --data."""
+    """The model of --model, {folder name: heads}, the held-out tokens of --data and the tokenizer."""
     model, encoding = load_model(args)
     heads = {Path(path).name: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in folders}
-    return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
+    return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model)), encoding
 
 
 def settings(args, model):
@@ -74,29 +78,52 @@ def settings(args, model):
                 **{name: getattr(args, name) for name in names})
 
 
-def decode_in_turns(model, given, kinds, args, runs=1, **options):
-    """Decodes the prompts with each kind, {name: (heads, tree size)}, `runs` times in turns, after a few tokens that
-    compile and load everything. The first kind is plain decoding.
-    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as `identical`."""
-    def ready_engine(heads, tree_size):
-        engine = prepare(model, given, args.max_new_tokens, heads, tree_size=tree_size, **options)
-        engine.generate(given[:engine.batch_size], min(8, args.max_new_tokens))
-        return engine
+def decode_in_turns(model, given, ways, args, runs=1, **options):
+    """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, a tree size or choice
+    among them; or another program, with a `generate`}; the first is plain decoding.
 
-    outputs, rows = {name: [] for name in kinds}, {}
-    made = {name: reserved_gb(partial(ready_engine, *kind), model.device) for name, kind in kinds.items()}
-    for name, (engine, _) in list(made.items()) * runs:
-        outputs[name].append(engine.generate(given, args.max_new_tokens))
-    plain = next(iter(outputs.values()))
+    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as `identical`; and {name:
+    what each run gave}."""
+    outputs, peaks = {name: [] for name in ways}, {}
+    for name, way in list(ways.items()) * runs:
+        out, peaks[name] = (decode_once(model, given, args.max_new_tokens, **options, **way) if isinstance(way, dict)
+                            else (way.generate(given, args.max_new_tokens), None))
+        outputs[name].append(out)
+    rows, plain = {}, next(iter(outputs.values()))
     for name, done in outputs.items():
-        median, taken = sorted(done, key=lambda out: out.seconds)[runs // 2], made[name][1]
-        weights = sum(parameter_bytes(module) for module in (model, kinds[name][0]) if module) / GB
+        median = median_run(done)
         rows[name] = dict(
-            heads=name, tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
-            tokens_per_second=median.tokens_per_second, peak_gb=None if taken is None else weights + taken,
-            speed_up=statistics.median(slow.seconds / out.seconds for out, slow in zip(done, plain)),
-            identical=share_equal(done[0].tokens, plain[0].tokens))
-    return rows
+            tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
+            tokens_per_second=median.tokens_per_second, peak_gb=peaks[name], speed_up=paired_ratio(done, plain),
+            identical=share_equal(all_texts(done), all_texts(plain)))
+    return rows, outputs
+
+
+def decode_once(model, given, max_new_tokens, choice=None, **options):
+    """(Output, GB of a GPU's memory or None), on an engine of its own, so that each has the memory to itself, after a
+    few tokens that compile and load everything. The choice starts with what it expected at first: a copy learns."""
+    def ready_engine():
+        engine = prepare(model, given, max_new_tokens, choice=deepcopy(choice), **options)
+        engine.generate(given[:engine.batch_size], min(8, max_new_tokens))
+        engine.choice = deepcopy(choice)
+        return engine
+    engine, taken = reserved_gb(ready_engine, model.device)
+    weights = sum(parameter_bytes(module) for module in (model, engine.heads) if module) / GB
+    return engine.generate(given, max_new_tokens), None if taken is None else weights + taken
+
+
+def median_run(done):
+    return sorted(done, key=lambda out: out.seconds)[len(done) // 2]
+
+
+def paired_ratio(done, others):
+    """Tokens per second over those of others: the median over the rounds."""
+    return statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
+
+
+def all_texts(done):
+    """The texts of several runs."""
+    return [tokens for out in done for tokens in out.tokens]
 
 
 def reserved_gb(make, device):
@@ -130,22 +157,63 @@ def step_bytes(model, batch_size):
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding a checkpoint
 
-def measure_batch(model, given, heads, batch_size, floor, args, table):
-    """Adds the rows of one batch size: plain decoding, and each kind of heads with its best tree of more than one
-    node."""
-    kinds, auto = {"plain": (None, 1)}, {"plain": 1}
+def renaming(piece, encoding):
+    """A prompt as an editor has it, from a piece of text (token ids): the piece, and its first quarter again with a
+    name changed. Of that quarter's names it is the one that stands in the piece most often."""
+    text, start = encoding.decode(piece), encoding.decode(piece[:max(len(piece) // 4, 1)])
+    names = lambda text: [name for name in re.findall(NAMES, text) if not keyword.iskeyword(name)]
+    counts = Counter(names(text))
+    name = max(names(start), key=lambda name: counts[name], default=None)
+    start = re.sub(rf"\b{name}\b", NEW_NAME, start) if name else start
+    return [*piece, *encoding.encode_ordinary("\n\n" + start)]
+
+
+def text_prompts(heldout, encoding, n, args):
+    """n prompts as --text says."""
+    pieces = prompts(heldout, n, args.prompt_length)
+    return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
+
+
+def ways_to_draft(heads, fitted, tree_size):
+    """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
+
+    heads: {name: heads}, the last of which, or None, draft beside lookup: each variant of their Choice is a way, and
+    the Choice itself. The others draft alone, with a tree of this size, or else with their best of more than one node.
+    fitted(heads, lookup) -> a Choice.
+    """
+    *others, (_, last) = heads.items()
+    choice = fitted(last, True)
+    plain, *variants = choice.variants
+    ways, times = {"plain": dict(choice=Fixed(plain))}, {"plain": choice.seconds[plain]}
+    for name, kind in others:
+        found = fitted(kind, False)
+        best = max((v for v in found.variants if v.heads > 1), key=found.rate, default=Variant(DEFAULT_TREE))
+        variant = Variant(tree_size) if tree_size else best
+        way = f"{name} {variant.heads - 1}"  # as in str(variant), without the root
+        ways[way], times[way] = dict(heads=kind, choice=Fixed(variant)), found.seconds.get(variant)
+    for variant in variants:
+        ways[str(variant)], times[str(variant)] = dict(heads=last, choice=Fixed(variant)), choice.seconds[variant]
+    return ways | {"auto": dict(heads=last, choice=choice)}, times
+
+
+def measure_batch(model, given, heads, batch_size, floor, args, record, table):
+    """Adds the rows of one batch size, for all `ways_to_draft` and for transformers; floor: seconds per step."""
     sampling, graph = Sampling(args.temperature), not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
-    for name, kind in heads.items():
-        fit = fit_tree(model, kind, batch_size, capacity, sampling, graph=graph)
-        trees = {tokens / seconds: size for size, seconds, tokens in fit.table if size > 1} or {0: DEFAULT_TREE}
-        kinds[name], auto[name] = (kind, args.tree_size or trees[max(trees)]), fit.tree_size
-    rows = decode_in_turns(model, given, kinds, args, args.runs, batch_size=batch_size, graph=graph,
-                           temperature=args.temperature)
-    times = {name: step_time(model, kinds[name][0], batch_size, row["tree_size"], sampling, graph=graph)
-             for name, row in rows.items()}
-    table.add(*(dict(batch_size=batch_size, auto=auto[name], step_ms=1e3 * times[name], floor_ms=1e3 * floor) | row
-                for name, row in rows.items()))
+    fitted = lambda kind, lookup: fit(model, kind, lookup, batch_size, capacity, sampling, graph=graph)
+    ways, times = ways_to_draft(heads, fitted, args.tree_size)
+    others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
+    rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, batch_size=batch_size, graph=graph,
+                                    temperature=args.temperature)
+    for name, row in rows.items():
+        row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}
+    steps = median_run(outputs["auto"]).variants
+    rows["auto"]["variants"] = {str(variant): count for variant, (count, _) in steps.items()}
+    best = max(map(str, ways["auto"]["choice"].variants), key=lambda name: rows[name]["tokens_per_second"])
+    record.setdefault("auto_over_best", {})[str(batch_size)] = paired_ratio(outputs["auto"], outputs[best])
+    if batch_size == 1 or "transformers" not in record:
+        record["transformers"] = words
+    table.add(*(dict(batch_size=batch_size, drafted_by=name, floor_ms=1e3 * floor) | row for name, row in rows.items()))
 
 
 def tree_columns(sizes):
@@ -165,52 +233,26 @@ def measure_trees(model, given, heads, args):
     return dict(zip(heads, table))
 
 
-def transformers_rows(model, given, args):
-    """Rows of transformers' generate, with the same weights, one prompt at a time; or why there are none."""
-    if args.temperature:
-        return "measured at temperature 0 only"
-    try:
-        import transformers
-    except ImportError:
-        return "transformers is not installed (pip install transformers)"
-    transformers.logging.set_verbosity_error()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=model.dtype).to(model.device).eval()
-    theirs.generation_config.eos_token_id = None  # our runs do not stop either
-    wanted = generate(model, given, args.max_new_tokens).tokens
-
-    @torch.inference_mode()
-    def decode(prompt, flags):
-        tokens = torch.tensor([prompt], device=model.device)
-        out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
-                              max_new_tokens=args.max_new_tokens, **flags)
-        return out[0, len(prompt):].tolist()
-
-    table = Table(TRANSFORMERS)
-    for name, flags in dict(greedy={}, prompt_lookup=dict(prompt_lookup_num_tokens=10)).items():
-        decode(given[0], flags)  # warms up
-        start = time.perf_counter()
-        outputs = [decode(prompt, flags) for prompt in given]
-        speed = sum(map(len, outputs)) / (time.perf_counter() - start)
-        table.add(dict(how=f"transformers {transformers.__version__}, {name}", tokens_per_second=speed,
-                       identical=share_equal(outputs, wanted)))
-    return table
-
-
 def bench(args):
     """`python -m bench decode` on a checkpoint: prints the tables, returns the Record."""
-    model, heads, heldout = load(args, args.heads)
-    record = Record(args.out, bench="decode", **settings(args, model), temperature=args.temperature, runs=args.runs)
+    names = [Path(path).name for path in args.heads]
+    model, heads, heldout, encoding = load(args, [path for path in args.heads if path != "none"])
+    record = Record(args.out, bench="decode", **settings(args, model), heads=names, text=args.text,
+                    temperature=args.temperature, runs=args.runs)
     bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(model.device) / GB)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth {bandwidth / GB:.1f} "
           "GB/s (bytes read and written)")
     table = record.table("decoding", DECODING)
     for batch_size in args.batch_sizes:
         if not table.has(batch_size=batch_size):
-            given = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-            measure_batch(model, given, heads, batch_size, step_bytes(model, batch_size) / bandwidth, args, table)
-    given = prompts(heldout, args.prompts, args.prompt_length)
-    record.once("trees", lambda: measure_trees(model, given, heads, args))
-    record.once("transformers", lambda: transformers_rows(model, given, args))
+            given = text_prompts(heldout, encoding, max(args.prompts, batch_size), args)
+            measure_batch(model, given, {name: heads.get(name) for name in names}, batch_size,
+                          step_bytes(model, batch_size) / bandwidth, args, record, table)
+    ratios = (f"{ratio:.2f}x at batch size {batch_size}" for batch_size, ratio in record["auto_over_best"].items())
+    print(f"\nauto over the best single variant: {', '.join(ratios)}\ntransformers: {record['transformers']}")
+    if heads:
+        given = text_prompts(heldout, encoding, args.prompts, args)
+        record.once("trees", lambda: measure_trees(model, given, heads, args))
     return record.done()
 
 
@@ -281,8 +323,8 @@ def in_turns(bodies, runs, device):
 
 def step_times(model, heads, batch_size, tree_size, sampling, graph, runs, others):
     """{"step": seconds of our step, one of each round, and the name of each other program: those of its step}."""
-    engine = timing_engine(model, heads, batch_size, tree_size, sampling, graph=graph)
-    bodies = dict(step=engine.replay or engine.step)
+    engine = timing_engine(model, heads, batch_size, Variant(tree_size), sampling, graph=graph)
+    bodies = dict(step=engine.body())
     bodies |= {name: program.body(tree_size) for name, program in others.items()}
     return in_turns({name: body for name, body in bodies.items() if body}, runs, model.device)
 
@@ -296,7 +338,7 @@ def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, ru
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))
     row |= dict(llama_cpp_ratio=ratio("step", "llama_cpp")) if "llama_cpp" in times else {}
     row |= dict(transformers_ratio=ratio("transformers", "step")) if "transformers" in times else {}
-    stages = stage_times(model, heads, batch_size, tree_size, sampling, graph=graph)
+    stages = stage_times(model, heads, batch_size, Variant(tree_size), sampling, graph=graph)
     return row | dict(floor_ms=1e3 * floor, share=1e3 * floor / row["step_ms"],
                       stages_ms={name: 1e3 * time for name, time in stages.items()})
 
@@ -307,8 +349,9 @@ def profile_steps(model, heads, table, sampling, graph):
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
-            engine = timing_engine(model, heads, row["batch_size"], row["tree_size"], sampling, graph=graph)
-            kernels = kernel_times(engine.replay or engine.step, model.device)
+            variant = Variant(row["tree_size"])
+            engine = timing_engine(model, heads, row["batch_size"], variant, sampling, graph=graph)
+            kernels = kernel_times(engine.body(), model.device)
             row |= dict(launches=sum(count for count, _ in kernels.values()), kernels=kernels,
                         kernels_ms=sum(ms for _, ms in kernels.values()))
             table.save()
@@ -351,7 +394,7 @@ def bench_random(args):
     heads = random_heads(model, vocabulary)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
-        step = partial(step_time, model, heads, 1, max(args.tree_sizes), Sampling(args.temperature))
+        step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes)), Sampling(args.temperature))
         record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(device) / GB)
     parameters = sum(p.numel() for p in model.parameters())

@@ -35,7 +35,7 @@ SLICES = (  # {name: command of bench}; a command that takes longer than a slice
      "projections": "kernels --operations projections commit --heads 8b",
      "flex": "kernels --operations attention --heads 8b --batch-sizes 1 8 --prefixes 512 8192 --tree-sizes 16"},
     {"steps-8b": f"decode --random-weights 8b {TREES}", "steps-7b": f"decode --random-weights 7b {TREES}"},
-    {"demo": "decode --batch-sizes 1 8 32 64"},
+    {"demo": "decode --batch-sizes 1 8 32 64 --runs 2"},
     {"steps-70b-layer": f"decode --random-weights 70b-layer {TREES}"},
     {"heads-124m": BASE}, {"heads-124m": BASE}, {"heads-124m": BASE},
 )

@@ -110,22 +110,23 @@ def measure_decoding(model, given, heads, args, table):
         label = dict(temperature=temperature, batch_size=batch_size, tree_size=tree_size)
         if table.has(**label):
             continue
-        kinds = {"plain": (None, 1)} | {name: (kind, tree_size) for name, kind in heads.items()}
-        rows = decode_in_turns(model, given, kinds, args, batch_size=batch_size, temperature=temperature)
+        ways = {"plain": dict(tree_size=1)}
+        ways |= {name: dict(heads=kind, tree_size=tree_size) for name, kind in heads.items()}
+        rows, _ = decode_in_turns(model, given, ways, args, batch_size=batch_size, temperature=temperature)
         plain, base = rows.pop("plain"), rows[first]
         base_extra = base["tokens_per_step"] - 1
-        table.add(*(row | label | dict(
+        table.add(*(dict(heads=name) | row | label | dict(
             plain_tokens_per_second=plain["tokens_per_second"],
             speed_up_over_first=row["tokens_per_second"] / base["tokens_per_second"],
             extra_over_first=(row["tokens_per_step"] - 1) / base_extra if base_extra else None)
-            for row in rows.values()))
+            for name, row in rows.items()))
 
 
 def bench(args):
     """`python -m bench heads`: prints the tables, returns the Record."""
     if args.base:
         args.model = train_base(args)
-    model, heads, heldout = load(args, train(args) if args.train else args.heads)
+    model, heads, heldout, _ = load(args, train(args) if args.train else args.heads)
     training = {name: kind.info.get("training") for name, kind in heads.items()}
     different = [name for name in heads if training[name] != training[next(iter(heads))]]
     if args.train and different:

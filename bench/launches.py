@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from bench import Table
 from clover import CloverHeads
-from generate import Engine
+from generate import Engine, tree_variant
 from model import GPT, InputError
+from tools.tune import Fixed
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
@@ -50,24 +51,31 @@ def step_launches(model, heads=None, **options):
 
     with (patch.object(JITFunction, "run", run), patch.object(kernels, "runs_triton", lambda *_: True),
           patch("model.runs_triton", lambda *_: True)):
-        engine = Engine(model, heads, graph=False, **options)
-        engine.step()  # whatever only the first one does
+        step = Engine(model, heads, graph=False, **options).body()
+        step()  # whatever only the first one does
         launches.counts.clear()
         with launches:
-            engine.step()
+            step()
     return launches.counts
 
 
+def drafted(tree_size, heads):
+    """The variants of T nodes: drafted by heads; and, where T > 2, by lookup, and by both."""
+    others = [(None, True), (heads, True)] if tree_size > 2 else []
+    return [tree_variant(tree_size, *drafters) for drafters in [(heads, False), *others]]
+
+
 def bench(args):
-    """`python -m bench launches`: prints a row for each tree size, returns what goes into the JSON line."""
+    """`python -m bench launches`: prints rows for each tree size, returns what goes into the JSON line."""
     if not kernels.HAS_TRITON:
         raise InputError("counting launches needs triton, which is not installed; pip install triton")
     model = GPT.from_pretrained(args.model, torch.bfloat16, "cpu")  # the default on CUDA
     heads = CloverHeads.from_pretrained(args.heads, model).to("meta")
     model.to("meta")
-    table = Table({"tree size": "tree_size {}", "launches": "launches {}", "most of them": "most {}"})
-    for tree_size in args.tree_sizes:
-        counts = step_launches(model, heads, tree_size=tree_size, capacity=min(512, model.config.block_size))
-        table.add(dict(tree_size=tree_size, launches=counts.total(), operations=counts),
-                  most=", ".join(f"{n} {name}" for name, n in counts.most_common(6)))
+    table = Table({"tree size": "tree_size {}", "drafted by": "drafted_by {}", "launches": "launches {}",
+                   "most of them": "most {}"})
+    for variant in (variant for tree_size in args.tree_sizes for variant in drafted(tree_size, heads)):
+        counts = step_launches(model, heads, choice=Fixed(variant), capacity=min(512, model.config.block_size))
+        table.add(dict(tree_size=variant.tree_size, drafted_by=str(variant), launches=counts.total(),
+                       operations=counts), most=", ".join(f"{n} {name}" for name, n in counts.most_common(6)))
     return dict(bench="launches", model=args.model, steps=table)

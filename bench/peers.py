@@ -1,15 +1,18 @@
-"""Other programs' step times on the same random weights: llama.cpp and transformers, each where it is installed.
+"""Other programs beside ours, each where it is installed: the step times of llama.cpp and transformers on the same
+random weights, and transformers' `generate` on the same checkpoint.
 
-Both get the model's own weights in its own dtype, and PREFIX tokens in their caches. A step is then a forward pass of T
-more tokens, whose logits are all computed and which leave the cache again. It neither drafts nor chooses a token, so it
-is a little less than a step of ours. llama.cpp reads the weights from a file that it maps into memory; transformers
-shares those that are in memory.
+For the steps both get the model's own weights in its own dtype, and PREFIX tokens in their caches. A step is then a
+forward pass of T more tokens, whose logits are all computed and which leave the cache again. It neither drafts nor
+chooses a token, so it is a little less than a step of ours. llama.cpp reads the weights from a file that it maps into
+memory; transformers shares those that are in memory.
 """
 
 import contextlib
 import shutil
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -221,3 +224,50 @@ def running(model):
     finally:
         for program in made.values():
             program.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers' generate
+
+GENERATING = {"transformers": {}, "transformers, prompt lookup": dict(prompt_lookup_num_tokens=10)}
+
+
+class Generate:
+    """transformers' greedy `generate`, one prompt at a time, with these flags. No text ends early, as with us."""
+
+    def __init__(self, model, **flags):
+        self.model, self.flags = model, flags
+        model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def generate(self, prompts, max_new_tokens):
+        """What bench.decoding reads of an Output. It does not say in how many steps."""
+        texts, start = [], time.perf_counter()
+        for prompt in prompts:
+            tokens = torch.tensor([prompt], device=self.model.device)
+            out = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
+                                      max_new_tokens=max_new_tokens, **self.flags)
+            texts.append(out[0, len(prompt):].tolist())
+        seconds = time.perf_counter() - start
+        return SimpleNamespace(tokens=texts, seconds=seconds, tokens_per_second=sum(map(len, texts)) / seconds,
+                               tokens_per_step=None, tree_size=None)
+
+
+def generating(model, folder, temperature, batch_size, prompts):
+    """({name: a Generate of the checkpoint in the folder, with our model's dtype and device}, transformers' version, or
+    why there are none)."""
+    if temperature:
+        return {}, "measured at temperature 0 only"
+    if batch_size != 1:
+        return {}, "measured at batch size 1 only"
+    try:
+        import transformers
+    except ImportError:
+        return {}, "not installed (pip install transformers)"
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+    made = {name: Generate(theirs, **flags) for name, flags in GENERATING.items()}
+    for program in made.values():
+        program.generate(prompts[:1], 8)  # what only the first call does
+    return made, transformers.__version__

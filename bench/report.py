@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench import cell, exact, peers
-from bench.decoding import DECODING, LAUNCHES, STEPS, TRANSFORMERS, tree_columns
+from bench.decoding import DECODING, LAUNCHES, STEPS, TEXTS, tree_columns
 from bench.kinds import accuracy_columns, accuracy_rows, decoding_columns
 from bench.operations import OPERATIONS
 from bench.static import TARGETS
@@ -18,12 +18,13 @@ from model import InputError, read_json
 # What a record holds: (title, columns, rows), ...
 
 def decode_tables(record):
-    yield f"Decoding {record['model']}, temperature {record['temperature']:g}", DECODING, record["decoding"]
+    title = f"Decoding {record['model']}, heads {record['heads'][-1]}, {TEXTS[record['text']]}"
+    yield f"{title}, temperature {record['temperature']:g}", DECODING, record["decoding"]
+    ratios = [dict(batch_size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()]
+    yield "auto over the best single variant", {"batch size": "batch_size {}", "speed-up": "ratio {:.2f}x"}, ratios
     trees = record.get("trees", {})
     rows = [dict(heads=name) | row for name, row in trees.items()]
     yield "Tokens per step over tree sizes", tree_columns(next(iter(trees.values()), ())), rows
-    others = record.get("transformers", [])
-    yield "transformers", TRANSFORMERS, [] if isinstance(others, str) else others
 
 
 def step_tables(record):

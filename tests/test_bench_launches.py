@@ -9,9 +9,10 @@ import kernels
 from bench import __main__ as bench
 from bench.launches import Launches, step_launches
 from clover import CloverHeads
-from generate import Sampling
+from generate import Sampling, Variant
 from model import GPT
 from tools.cli import DEMO
+from tools.tune import Choice, Fixed
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value,
                                 reason="needs triton, and not its interpreter")
@@ -25,29 +26,40 @@ def demo():
     return model.to("meta"), heads.to("meta")
 
 
-@pytest.mark.parametrize("tree_size, sampling, most", [
-    (1, Sampling(), 140), (1, Sampling(temperature=0.8), 140), (16, Sampling(), 240), (64, Sampling(), 240)],
-    ids=["plain", "plain-sampled", "tree-of-16", "tree-of-64"])
-def test_a_step_takes_few_launches(demo, tree_size, sampling, most):
+@pytest.mark.parametrize("variant, sampling, most", [
+    (Variant(), Sampling(), 140), (Variant(), Sampling(temperature=0.8), 140), (Variant(1, 15), Sampling(), 145),
+    (Variant(16), Sampling(), 223), (Variant(64), Sampling(), 240), (Variant(9, 7), Sampling(), 223)],
+    ids=["plain", "plain-sampled", "lookup", "tree-of-16", "tree-of-64", "both"])
+def test_a_step_takes_few_launches(demo, variant, sampling, most):
     """Bug: an operation that falls apart into several, in a step of the 12 layers of demo/; on a GPU each costs about 2
     us."""
-    model, heads = demo
-    found = step_launches(model, heads if tree_size > 1 else None, tree_size=tree_size, capacity=512, sampling=sampling)
+    found = step_launches(*demo, choice=Fixed(variant), capacity=512, sampling=sampling)
     assert found.total() <= most, found
-    layers = 12 + (tree_size > 1)
-    assert found["rope_cache"] == found["tree_attention"] == found["glu"] == layers
+    heads, looked_up = variant.heads > 1, variant.lookup > 0
+    assert found["rope_cache"] == found["tree_attention"] == found["glu"] == 12 + heads
     assert found["project"] == found["merge_lists"] == 1 + found["best_guesses"]
-    assert found["accept_path"] == 1 and found["best_tree"] == found["commit_path"] == (tree_size > 1)
+    assert found["accept_path"] == 1 and found["best_tree"] == found["commit_path"] == heads
+    assert found["lookup"] == found["merge_chain"] == looked_up
+
+
+def test_plain_steps_stay_cheap_where_other_variants_may_follow(demo):
+    """Bug: launches of the heads in a step that they do not draft, beyond keeping what they read later."""
+    variants = dict.fromkeys((Variant(), Variant(9, 7), Variant(16)), 1.0)
+    found = step_launches(*demo, choice=Choice(variants, variants), capacity=512)
+    assert found.total() <= 145 and found["tree_attention"] == 12, found
 
 
 def test_the_command_prints_the_counts(capsys):
-    """Bug: a count under another tree size, or one that the JSON line lacks."""
-    bench.main(["launches", "--tree-sizes", "1", "5"])
+    """Bug: a count under another tree size or drafter, or one that the JSON line lacks."""
+    bench.main(["launches", "--tree-sizes", "1", "2", "5"])
     *lines, last = capsys.readouterr().out.splitlines()
     steps = json.loads(last)["steps"]
-    assert [row["tree_size"] for row in steps] == [1, 5] and steps[0]["launches"] < steps[1]["launches"]
+    assert [(row["tree_size"], row["drafted_by"]) for row in steps] == [
+        (1, "plain"), (2, "heads 1"), (5, "heads 4"), (5, "lookup 4"), (5, "heads 2 + lookup 2")]
+    counts = [row["launches"] for row in steps]
+    assert counts[0] < counts[3] < counts[1] < counts[2] and counts[3] < counts[4]
     assert all(sum(row["operations"].values()) == row["launches"] for row in steps)
-    assert f"| 5 | {steps[1]['launches']} | " in "".join(lines)
+    assert f"| 5 | lookup 4 | {counts[3]} | " in "".join(lines)
 
 
 def test_views_are_free_and_composites_count_what_they_are_made_of():

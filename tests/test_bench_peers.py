@@ -10,7 +10,8 @@ from test_bench import TOY
 
 from bench import __main__ as bench
 from bench import decoding, peers
-from model import InputError, packs
+from generate import generate
+from model import GPT, InputError, packs
 from tools.tune import PREFIX
 
 SHAPES = {"llama": dict(), "untied": dict(tied=False), "qwen2": dict(family="qwen2", qkv_bias=True)}
@@ -131,6 +132,26 @@ def test_a_program_that_is_not_installed_is_said_to_be_missing(run, monkeypatch,
                           "transformers: not installed (pip install transformers)"]
     assert result["peers"]["llama_cpp"] == "not installed (pip install llama-cpp-python gguf)" and result["complete"]
     assert set(result["steps"][0]) == {"batch_size", "tree_size", "step_ms", "floor_ms", "share", "stages_ms"}
+
+
+def test_transformers_decodes_a_checkpoint_as_we_do(checkpoint, monkeypatch):
+    """Bug: other texts than ours, the prompt among them, a text that ends early, flags that both programs share; rows
+    where transformers cannot be compared."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    model, given = GPT.from_pretrained(checkpoint, device="cpu"), [[104, 101, 105], [110, 32] * 6]
+    programs, version = peers.generating(model, checkpoint, 0.0, 1, given)
+    assert list(programs) == ["transformers", "transformers, prompt lookup"] and version[0].isdigit()
+    want = generate(model, given, 12)
+    for program in programs.values():
+        program.model.generation_config.eos_token_id = want.tokens[0][3]  # which Generate sets to none
+        found = peers.Generate(program.model, **program.flags).generate(given, 12)
+        assert found.tokens == want.tokens and found.tokens_per_second == pytest.approx(24 / found.seconds)
+        assert found.tokens_per_step is found.tree_size is None
+    assert [program.flags for program in programs.values()] == [{}, dict(prompt_lookup_num_tokens=10)]
+    assert peers.generating(model, checkpoint, 0.5, 1, given) == ({}, "measured at temperature 0 only")
+    assert peers.generating(model, checkpoint, 0.0, 2, given) == ({}, "measured at batch size 1 only")
+    monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
+    assert peers.generating(model, checkpoint, 0.0, 1, given)[1] == "not installed (pip install transformers)"
 
 
 def test_a_program_without_room_or_on_cuda_is_left_out_in_words(monkeypatch):
