@@ -117,7 +117,7 @@ class Engine:
         return accepted if chain is None else torch.cat((accepted, chain), dim=1)  # all that the host reads
 
     def draft(self, variant):
-        """(the tree, lookup's chain [B, n] if the heads drafted too: the path alone does not tell how far it was right)"""
+        """(the tree, lookup's chain [B, n] where the heads drafted too: the path does not tell how much was right)"""
         tree, slots = self.plain_tree, self.slots
         if variant.heads > 1:
             tree = self.heads.draft(slots.state, slots.root, variant.heads, self.beams(variant))
@@ -224,7 +224,8 @@ class Engine:
         while self.waiting or self.filling or self.running:
             self.admit()
             self.compact_slots()
-            variant = self.choice.pick() if self.choice else self.variants[0]
+            unread = sum(sequence.length - sequence.read for sequence in self.running.values()) if self.heads else 0
+            variant = self.choice.pick(unread) if self.choice else self.variants[0]
             # what the heads must read first is known once the steps without them have been read
             ready = variant.heads == 1 or all(launched.heads > 1 for launched, *_ in self.in_flight)
             if self.running and ready:

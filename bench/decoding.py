@@ -169,8 +169,8 @@ def renaming(piece, encoding):
 
 
 def text_prompts(heldout, encoding, n, args):
-    """n prompts as --text says."""
-    pieces = prompts(heldout, n, args.prompt_length)
+    """n prompts as --text says, of up to --prompt-length tokens: in a batch no two neighbours have the same length."""
+    pieces = [piece[i % 8 * len(piece) // 32:] for i, piece in enumerate(prompts(heldout, n, args.prompt_length))]
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
@@ -217,20 +217,25 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
 
 
 def tree_columns(sizes):
-    return {"heads": "heads {}"} | {f"T = {size}": f"{size} {{:.2f}}" for size in sizes}
+    return {"drafted by": "drafted_by {}"} | {f"T = {size}": f"{size} {{:.2f}}" for size in sizes}
 
 
 def measure_trees(model, given, heads, args):
-    """Tokens per step of each kind of heads over tree sizes, printed: {heads: {tree size: tokens per step}}."""
+    """Tokens per step of each kind of heads, of lookup, and of lookup with the last heads, over tree sizes, printed:
+    {what drafts: {tree size: tokens per step}}."""
     print("\ntokens per step over tree sizes")
-    table = Table(tree_columns(args.tree_sizes))
-    for name, kind in heads.items():
+    table, last = Table(tree_columns(args.tree_sizes)), list(heads)[-1]
+    drafters = {name: (kind, False) for name, kind in heads.items() if kind} | {"lookup": (None, True)}
+    drafters |= {f"{last} + lookup": (heads[last], True)} if heads[last] else {}
+    for name, (kind, lookup) in drafters.items():
         found = {}
         for size in args.tree_sizes:
-            engine = prepare(model, given, args.max_new_tokens, kind, tree_size=size, temperature=args.temperature)
-            found[str(size)] = engine.generate(given, args.max_new_tokens).tokens_per_step
-        table.add(found, heads=name)
-    return dict(zip(heads, table))
+            if not (kind and lookup and size == 2):  # no room for both
+                engine = prepare(model, given, args.max_new_tokens, kind, lookup=lookup, tree_size=size,
+                                 temperature=args.temperature)
+                found[str(size)] = engine.generate(given, args.max_new_tokens).tokens_per_step
+        table.add(found, drafted_by=name)
+    return dict(zip(drafters, table))
 
 
 def bench(args):
@@ -250,9 +255,8 @@ def bench(args):
                           step_bytes(model, batch_size) / bandwidth, args, record, table)
     ratios = (f"{ratio:.2f}x at batch size {batch_size}" for batch_size, ratio in record["auto_over_best"].items())
     print(f"\nauto over the best single variant: {', '.join(ratios)}\ntransformers: {record['transformers']}")
-    if heads:
-        given = text_prompts(heldout, encoding, args.prompts, args)
-        record.once("trees", lambda: measure_trees(model, given, heads, args))
+    given = text_prompts(heldout, encoding, args.prompts, args)
+    record.once("trees", lambda: measure_trees(model, given, {name: heads.get(name) for name in names}, args))
     return record.done()
 
 

@@ -23,7 +23,7 @@ def decode_tables(record):
     ratios = [dict(batch_size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()]
     yield "auto over the best single variant", {"batch size": "batch_size {}", "speed-up": "ratio {:.2f}x"}, ratios
     trees = record.get("trees", {})
-    rows = [dict(heads=name) | row for name, row in trees.items()]
+    rows = [dict(drafted_by=name) | row for name, row in trees.items()]
     yield "Tokens per step over tree sizes", tree_columns(next(iter(trees.values()), ())), rows
 
 

@@ -105,7 +105,7 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
     plain run beside it."""
     monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
     lines, result = run("decode", *flags, "--heads", *folders, "--runs", "2", "--batch-sizes", "1", "4",
-                        "--tree-sizes", "1", "3")
+                        "--tree-sizes", "1", "2", "3")
     rows = result["decoding"]
     assert [(row["batch_size"], row["drafted_by"]) for row in rows] == [(b, name) for b in (1, 4) for name in OURS]
     assert [row["tree_size"] for row in rows] == [1, 2, 2, 4, 5, 5] * 2
@@ -117,7 +117,8 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
                    for line in lines)
     assert set(rows[5]["variants"]) <= {*OURS} - {"medusa 1", "auto"} and sum(rows[5]["variants"].values()) <= 3 * 12
     sizes = {name: list(column) for name, column in result["trees"].items()}
-    assert sizes == dict(medusa=["1", "3"], clover=["1", "3"]) and result["trees"]["clover"]["1"] == 1.0
+    assert sizes == {name: ["1", "2", "3"] for name in ("medusa", "clover", "lookup")} | {"clover + lookup": ["1", "3"]}
+    assert all(column["1"] == 1.0 for column in result["trees"].values())
     assert list(result["auto_over_best"]) == ["1", "4"] and result["heads"] == ["medusa", "clover"]
     assert "transformers: not installed (pip install transformers)" in lines
 
@@ -138,7 +139,8 @@ def test_decode_without_heads_on_texts_with_a_name_changed(run, flags, folders):
     lines, result = run("decode", *flags, "--heads", "none", "--runs", "1", "--batch-sizes", "2", "--text", "rename")
     assert [row["drafted_by"] for row in result["decoding"]] == ["plain", "lookup 3", "auto"]
     assert all(row["identical"] == 1.0 for row in result["decoding"])
-    assert result["text"] == "rename" and "trees" not in result and list(result["auto_over_best"]) == ["2"]
+    assert result["text"] == "rename" and list(result["trees"]) == ["lookup"]
+    assert list(result["auto_over_best"]) == ["2"]
     assert "transformers: measured at batch size 1 only" in lines
 
 

@@ -142,7 +142,7 @@ class InTurns:
     def __init__(self, *variants):
         self.variants, self.picked, self.learnt = variants, -1, Counter()
 
-    def pick(self):
+    def pick(self, unread):
         self.picked += 1
         return self.variants[self.picked // 2 % len(self.variants)]  # each twice, so that some follow themselves
 

@@ -267,6 +267,19 @@ def test_trials_cost_what_they_may():
     assert 1 - 5000 / spent <= 1.1 * tune.TRIALS and set(taken) == set(SECONDS)
 
 
+def test_what_the_heads_have_not_read_counts():
+    """Catches a trial of the heads that takes no account of a long text that they would have to read first."""
+    tried = {}
+    for unread in (0, 1000):
+        choice, tried[unread] = Choice(SECONDS, dict.fromkeys(SECONDS, 1.0), reading=0.01), Counter()
+        for _ in range(300):
+            variant = choice.pick(unread)
+            choice.learn(variant, [([0], [0], [-1] * variant.lookup if variant == BOTH else None)])
+            tried[unread][variant] += 1
+    assert tried[0][SMALL] and tried[0][CHAIN] and tried[1000][CHAIN]
+    assert not tried[1000].keys() & {SMALL, LARGE, BOTH}
+
+
 def test_a_choice_without_a_running_text_learns_nothing():
     """Catches a mean of no numbers: a step in flight when the last text ended."""
     choice = Choice(SECONDS, EXPECTED)
@@ -291,7 +304,7 @@ def test_what_other_variants_would_have_found_is_what_they_find():
         count = row[2 * P]
         return row[:count], row[P:P + count], None if chain is None else chain[0].tolist()
 
-    def pick():
+    def pick(unread):
         if made.running and made.slots.active[0]:
             nonlocal known, unknown
             made.let_heads_read()

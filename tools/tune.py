@@ -31,7 +31,7 @@ ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of thes
 PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
-FEWEST = 4      # steps that an expectation, or a mean that nothing was added to for long, counts as
+FEWEST = 4      # an expectation, or a mean that nothing was added to for long, counts as a step of so many sequences
 TRIALS = 0.01   # share of the time that may be lost by trying other variants
 HOPE = 0.3      # expected of lookup, until more is known: that a chain's first token is right; the others, twice that
 
@@ -114,6 +114,16 @@ def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=Tru
 
 
 @torch.inference_mode()
+def reading_time(model, heads, n=64):
+    """Seconds per token in which the heads read a text."""
+    n = min(n, model.config.block_size)
+    hidden = torch.zeros(1, n, model.config.n_embd, device=model.device, dtype=model.dtype)
+    tokens = torch.zeros(1, n, device=model.device, dtype=torch.int64)
+    cache, positions = heads.new_cache(1, n), torch.arange(n, device=model.device)[None]
+    return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device) / n
+
+
+@torch.inference_mode()
 def stage_times(model, heads, batch_size, variant, sampling, beams=None, graph=True):
     """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if `graph`. A tree of
     one is not drafted: 0."""
@@ -180,7 +190,7 @@ class Fixed:
     def __init__(self, variant):
         self.variants = (variant,)
 
-    def pick(self):
+    def pick(self, unread=0):
         return self.variants[0]
 
     def learn(self, variant, found):
@@ -193,12 +203,14 @@ class Choice:
     are tried now and then: trials may lose a share TRIALS of the time.
 
     seconds: {Variant: seconds per step}. expected: {Variant: tokens per step and sequence}, until more is known.
+    reading: seconds per token that the heads have not read, which they must before they draft.
     """
 
-    def __init__(self, seconds, expected):
+    def __init__(self, seconds, expected, reading=0.0):
+        self.reading, self.unread = reading, 0  # the latter in tokens of all sequences, when last picked
         self.variants, self.seconds, self.expected = tuple(seconds), seconds, expected
         self.tokens = dict(expected)                   # running means
-        self.weights = dict.fromkeys(seconds, FEWEST)  # steps that each stands for
+        self.weights = dict.fromkeys(seconds, 0)       # steps that each stands for
         self.shown = dict.fromkeys(seconds, 0)         # step that last showed what a variant finds
         self.step, self.allowance = 0, 0.0             # the latter in seconds, for trials
         longest = max(variant.lookup for variant in seconds)
@@ -211,10 +223,12 @@ class Choice:
 
     def loss(self, variant, best):
         """Seconds that a step of this variant is expected to lose to one of the best."""
-        return self.seconds[variant] - self.tokens[variant] / self.rate(best)
+        reading = self.reading * self.unread if variant.heads > 1 and variant != best else 0.0
+        return self.seconds[variant] + reading - self.tokens[variant] / self.rate(best)
 
-    def pick(self):
-        best = max(self.variants, key=self.rate)
+    def pick(self, unread=0):
+        """unread: tokens of the running sequences that the heads have not read."""
+        self.unread, best = unread, max(self.variants, key=self.rate)
         age = {v: self.step - shown for v, shown in self.shown.items() if v != best and self.step - shown >= MEMORY}
         due = max(age, key=lambda v: age[v] / max(self.loss(v, best), 1e-9), default=best)
         return due if self.loss(due, best) <= self.allowance else best
@@ -231,15 +245,16 @@ class Choice:
             if other.heads <= variant.heads and (variant.lookup or not other.lookup):
                 beyond = self.beyond(variant.lookup, other.lookup)
                 tokens = [would_find(other, variant, path, n, beyond) for (_, path, _), n in zip(found, right)]
-                self.add(other, sum(tokens) / len(tokens))
+                self.add(other, tokens)
                 if other.lookup <= variant.lookup:
                     self.shown[other] = self.step
 
     def add(self, variant, tokens):
-        """Adds one step's tokens to a running mean, which weighs less the longer nothing showed what it should be."""
+        """Adds one step's tokens, of each sequence, to a running mean, which weighs less the longer nothing showed what
+        it should be."""
         age = self.step - self.shown[variant] - 1
-        weight = max(min(self.weights[variant], MEMORY) * (1 - 1 / MEMORY) ** age, FEWEST) + 1
-        self.tokens[variant] += (tokens - self.tokens[variant]) / weight
+        weight = max(min(self.weights[variant], MEMORY) * (1 - 1 / MEMORY) ** age, FEWEST / len(tokens)) + 1
+        self.tokens[variant] += (sum(tokens) / len(tokens) - self.tokens[variant]) / weight
         self.weights[variant] = weight
 
     def count_chains(self, variant, right):
@@ -325,7 +340,8 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
         MEASURED[key] = times
         if file:
             write_times(file, key, times)
-    return Choice({v: times[v] for v in variants}, {v: expected(v) for v in variants})
+    reading = reading_time(model, heads) if trees else 0.0
+    return Choice({v: times[v] for v in variants}, {v: expected(v) for v in variants}, reading)
 
 
 def measure_steps(variants, times, measure, enough=lambda tried: False):
