@@ -25,7 +25,7 @@ import torch
 
 from clover import MAX_TREE, Tree, root_tree
 from kernels import accept_path, commit_path, gumbel_argmax, lookup, merge_chain, nucleus, runs_triton, unchecked
-from model import InputError, KVCache, needs_folder, pack, warn_of_emulation
+from model import InputError, KVCache, check_memory, needs_folder, pack, warn_of_emulation
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory; and per gap between two steps
@@ -34,18 +34,30 @@ DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 
 
 class Variant(NamedTuple):
-    """What drafts a step's tree of T = heads + lookup nodes: the heads, `heads` nodes with the root, which is 1 where
-    they draft nothing; and lookup, a chain of `lookup` tokens."""
-    heads: int = 1
+    """How many nodes of a step's tree the heads guess, and how many tokens lookup, as a chain; with neither it is plain
+    decoding. In the tree stand the root, the heads' guesses, and what of the chain is not among them."""
+    heads: int = 0
     lookup: int = 0
 
     @property
     def tree_size(self):
-        return self.heads + self.lookup
+        return 1 + self.heads + self.lookup
 
     def __str__(self):
-        drafters = [f"{name} {n}" for name, n in (("heads", self.heads - 1), ("lookup", self.lookup)) if n]
-        return " + ".join(drafters) or "plain"
+        return " + ".join(f"{name} {n}" for name, n in self._asdict().items() if n) or "plain"
+
+
+class Fixed:
+    """The choice of one variant for all steps; `tools.tune.Choice` chooses among several."""
+
+    def __init__(self, variant):
+        self.variants = (variant,)
+
+    def pick(self, unread):
+        return self.variants[0]
+
+    def learn(self, variant, found, unread):
+        pass
 
 
 class Engine:
@@ -53,7 +65,7 @@ class Engine:
 
     capacity: the most tokens of a sequence, prompt included; default: the model's context. tree_size: T, 1 for plain
     decoding; lookup: drafts from the text itself, too. beams: W, default about the square root of the heads' nodes.
-    choice: instead of a fixed tree, which of several variants each step takes, see `tools.tune.Choice`. sampling: a
+    choice: what picks each step's variant, in the place of a fixed tree, see `tools.tune.Choice`. sampling: a
     `Sampling`, default greedy. graph: on CUDA, capture each variant's step once and replay it.
     Raises InputError for sizes out of range and for caches that the memory has no room for.
     """
@@ -64,9 +76,10 @@ class Engine:
         check("batch size", batch_size, 1, 2**16, whole=True)
         check_beams(model, heads, 1 if beams is None else beams)
         self.model, self.sampling, self.batch_size = model, sampling or Sampling(), batch_size
-        self.choice, self.given_beams = choice, beams
-        self.variants = choice.variants if choice else (tree_variant(tree_size, heads, lookup),)
-        self.heads = heads = heads if any(variant.heads > 1 for variant in self.variants) else None
+        self.choice, self.given_beams = choice or Fixed(tree_variant(tree_size, heads, lookup)), beams
+        self.variants = self.choice.variants
+        self.heads = heads = heads if any(variant.heads for variant in self.variants) else None
+        self.drafting = self.variants[0]  # the variant that was last picked
         self.tree_size = max(variant.tree_size for variant in self.variants)
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
@@ -92,11 +105,11 @@ class Engine:
 
     def max_path(self, variant):
         """P: a path ends with the heads' last depth, or with the chain."""
-        return 1 + max(min(self.heads.config.n_draft, variant.heads - 1) if variant.heads > 1 else 0, variant.lookup)
+        return 1 + max(min(self.heads.config.n_draft, variant.heads) if variant.heads else 0, variant.lookup)
 
     def beams(self, variant):
         """W of the heads' tree."""
-        return default_beams(self.heads, variant.heads) if self.given_beams is None else self.given_beams
+        return default_beams(self.heads, variant.heads + 1) if self.given_beams is None else self.given_beams
 
     def body(self, variant=None):
         """A function that runs one step of a variant, by default the first."""
@@ -117,14 +130,14 @@ class Engine:
         return accepted if chain is None else torch.cat((accepted, chain), dim=1)  # all that the host reads
 
     def draft(self, variant):
-        """(the tree, lookup's chain [B, n] where the heads drafted too: the path does not tell how much was right)"""
+        """-> (the tree, lookup's chain [B, n] where both drafted: of that the path does not tell how much was right)"""
         tree, slots = self.plain_tree, self.slots
-        if variant.heads > 1:
-            tree = self.heads.draft(slots.state, slots.root, variant.heads, self.beams(variant))
+        if variant.heads:
+            tree = self.heads.draft(slots.state, slots.root, variant.heads + 1, self.beams(variant))
         if not variant.lookup:
             return tree, None
         chain = lookup(slots.history, slots.cache.lengths, variant.lookup)
-        return Tree(*merge_chain(*tree, chain)), chain if variant.heads > 1 else None
+        return Tree(*merge_chain(*tree, chain)), chain if variant.heads else None
 
     def verify(self, tree):
         positions = self.slots.cache.lengths[:, None] + tree.depths
@@ -152,7 +165,7 @@ class Engine:
         slots, lengths, P = self.slots, self.slots.cache.lengths, self.max_path(variant)
         emitted, path, count, last = accepted.split((P, P, 1, 1), dim=1)  # the accepted guesses, then the bonus token
         positions = None if slots.history is None else lengths[:, None] + self.offsets[:P]
-        if variant.heads > 1:  # else the path's nodes stand in the first rows
+        if variant.heads:  # else the path's nodes stand in the first rows
             commit_path(slots.cache.kv, lengths, path, count[:, 0])
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2]))  # (B, P, C)
             ancestors = self.chain[:P].expand_as(positions)
@@ -174,7 +187,7 @@ class Engine:
 
         stop: token ids and, with an `encoding`, texts that end a sequence; the token that does it is kept.
         on_tokens(index, tokens) is called with the tokens of each step. on_step(index, tokens, path, variant) also
-        tells the accepted nodes, root first, of which those from variant.heads on are lookup's.
+        tells the accepted nodes, root first, of which those behind variant.heads are lookup's alone.
         keep: for one prompt in one slot, as in a chat. What the prompt has in common with the text of the last call
         that kept it is not computed again; the model must be the same still.
         Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
@@ -220,18 +233,18 @@ class Engine:
         self.waiting, self.free = deque(sequences), deque(range(self.batch_size))
         self.filling = None       # (slot, sequence, where the next chunk of its prompt starts)
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps not read yet: (variant, function that waits for it, `running` at the start)
+        self.in_flight = deque()  # steps not read yet: (variant, function that waits for it, `running`, unread)
         while self.waiting or self.filling or self.running:
             self.admit()
             self.compact_slots()
-            unread = sum(sequence.length - sequence.read for sequence in self.running.values()) if self.heads else 0
-            variant = self.choice.pick(unread) if self.choice else self.variants[0]
-            # what the heads must read first is known once the steps without them have been read
-            ready = variant.heads == 1 or all(launched.heads > 1 for launched, *_ in self.in_flight)
+            unread = [sequence.length - sequence.read for sequence in self.running.values()] if self.heads else []
+            self.drafting = variant = self.choice.pick(unread)
+            # the host must know the tokens of steps without the heads before the heads can read them
+            ready = not variant.heads or all(launched.heads for launched, *_ in self.in_flight)
             if self.running and ready:
-                if variant.heads > 1:
-                    self.let_heads_read()
-                self.in_flight.append((variant, self.launch(variant), dict(self.running)))
+                for slot, sequence in self.running.items() if variant.heads else ():
+                    self.let_heads_read(slot, sequence, sequence.length)
+                self.in_flight.append((variant, self.launch(variant), dict(self.running), unread))
             if len(self.in_flight) > (self.steps_ahead if ready else 0):
                 self.retire(emit)
 
@@ -245,7 +258,7 @@ class Engine:
                 sequence.read = min(start, self.kept_read)
                 self.filling = self.free.popleft(), sequence, start
             slot, sequence, start = self.filling
-            end = self.prefill(slot, sequence.prompt, start)
+            end = self.prefill(slot, sequence, start)
             budget -= max(end - start, 1)
             self.filling = slot, sequence, end
             if end == len(sequence.prompt) - 1:
@@ -253,13 +266,14 @@ class Engine:
                 self.slots.active[slot].fill_(1)
                 self.running[slot], self.filling = sequence, None
 
-    def prefill(self, slot, prompt, start):
-        """Reads a prompt's next chunk, from token `start`, into a slot -> where the chunk after it starts.
+    def prefill(self, slot, sequence, start):
+        """Reads the next chunk of a prompt, from token `start`, into a slot -> where the chunk after it starts.
 
         The prompt's last token is not read here: it is the root of the first step, which is then like any other. Steps
         between two chunks write their trees behind the rows that are there, where the next chunk goes.
         """
-        end, slots = min(start + PREFILL_CHUNK, len(prompt) - 1), self.slots
+        prompt, slots = sequence.prompt, self.slots
+        end = min(start + PREFILL_CHUNK, len(prompt) - 1)
         tokens = torch.tensor([prompt[start:end + 1]])
         if self.model.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.model.device, non_blocking=True)
@@ -273,22 +287,24 @@ class Engine:
                 slots.hidden[slot, start:end] = hidden[0]
         if slots.history is not None:
             slots.history[slot, start:end + 1] = tokens[0]
+        if self.drafting.heads:  # else when they draft, if they do
+            self.let_heads_read(slot, sequence, end)
         slots.root[slot] = tokens[0, -1]
         return end
 
     @torch.inference_mode()
-    def let_heads_read(self):
-        """The heads read what they have not read yet: prompts, and the tokens of steps without them."""
+    def let_heads_read(self, slot, sequence, length):
+        """The heads read of a text's first `length` rows what they have not read yet: a prompt, and the tokens of steps
+        without the heads."""
         slots = self.slots
-        for slot, sequence in self.running.items():
-            for start in range(sequence.read, sequence.length, PREFILL_CHUNK):
-                end = min(start + PREFILL_CHUNK, sequence.length)
-                tokens = slots.history[slot, None, start + 1:end + 1].long()
-                positions = torch.arange(start, end, device=tokens.device)[None]
-                states = self.heads.augment(slots.hidden[slot, None, start:end], tokens, positions,
-                                            slots.heads_cache.slots(slot), end=end)
-                slots.state[slot] = states[0, -1]
-            sequence.read = sequence.length
+        for start in range(sequence.read, length, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, length)
+            tokens = slots.history[slot, None, start + 1:end + 1].long()
+            positions = torch.arange(start, end, device=tokens.device)[None]
+            states = self.heads.augment(slots.hidden[slot, None, start:end], tokens, positions,
+                                        slots.heads_cache.slots(slot), end=end)
+            slots.state[slot] = states[0, -1]
+        sequence.read = length
 
     @torch.inference_mode()
     def launch(self, variant):
@@ -314,7 +330,7 @@ class Engine:
 
     def retire(self, emit):
         """Reads the oldest step in flight, emits its tokens, and frees the slots of the texts that end with it."""
-        variant, wait, started_with = self.in_flight.popleft()
+        variant, wait, started_with, unread = self.in_flight.popleft()
         result, P, found = wait(), self.max_path(variant), []
         for slot, sequence in started_with.items():
             if self.running.get(slot) is not sequence:
@@ -322,15 +338,14 @@ class Engine:
             count = result[slot][2 * P]
             tokens, path = result[slot][:count], result[slot][P:P + count]
             found.append((tokens, path, result[slot][2 * P + 2:] or None))
+            if variant.heads:
+                sequence.read = sequence.length + count  # before emit, which Ctrl-C may end
             emit(sequence, tokens, path, variant)
-            if variant.heads > 1:
-                sequence.read = sequence.length
             if sequence.ended:
                 del self.running[slot]
                 self.release(slot)
                 self.free.append(slot)
-        if self.choice:
-            self.choice.learn(variant, found)
+        self.choice.learn(variant, found, unread)
 
     def release(self, slot):
         """Idle slots still run because shapes are fixed, on an empty sequence; their output is discarded."""
@@ -387,8 +402,11 @@ class Slots:
         n = int(self.cache.lengths[source])
         for cache in filter(None, (self.cache, self.heads_cache)):
             cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        for tensor in (self.cache.lengths, *vars(self).values()):
-            if isinstance(tensor, torch.Tensor):
+        for tensor in (self.hidden, self.history):
+            if tensor is not None:
+                tensor[free, :n + 1] = tensor[source, :n + 1]
+        for tensor in (self.cache.lengths, self.root, self.state, self.sequence, self.active):
+            if tensor is not None:
                 tensor[free] = tensor[source]
 
 
@@ -400,6 +418,9 @@ def new_slots(model, heads, batch_size, capacity, tree_size, max_path):
     if heads:
         heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)
         heads_cache.lengths = cache.lengths
+        size = batch_size * (capacity + 2 * max_path) * C * model.dtype.itemsize
+        check_memory(f"the hidden states of {batch_size} sequences of {capacity} tokens take", size, model.device,
+                     "take a smaller batch size or fewer new tokens")
     return Slots(cache, heads_cache, root=zeros(torch.int64), sequence=zeros(torch.int64), active=zeros(torch.int32),
                  state=zeros(model.dtype, C) if heads else None,
                  hidden=zeros(model.dtype, capacity + 2 * max_path, C) if heads else None,
@@ -428,8 +449,10 @@ def tree_variant(tree_size, heads, lookup):
     if tree_size == 2 and heads and lookup:
         raise InputError("a tree of 2 nodes has no room for guesses of both heads and lookup; give a tree size of 3 or "
                          "more, or one of the two")
-    chain = 0 if not lookup else (tree_size - 1) // 2 if heads else tree_size - 1
-    return Variant(tree_size - chain if heads else 1, chain)
+    if not heads:
+        return Variant(0, tree_size - 1 if lookup else 0)
+    chain = (tree_size - 1) // 2 if lookup else 0
+    return Variant(tree_size - 1 - chain, chain)
 
 
 def most_beams(model, heads):
@@ -597,7 +620,7 @@ class Output:
         self.steps += 1
         self.step_lengths[len(tokens)] += 1
         for node in path[1:len(tokens) + 1]:
-            self.accepted["lookup" if node >= variant.heads else "heads"] += 1
+            self.accepted["lookup" if node > variant.heads else "heads"] += 1
         taken = self.variants.setdefault(variant, [0, 0])
         taken[0] += 1
         taken[1] += len(tokens)

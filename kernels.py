@@ -1522,23 +1522,15 @@ def _lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n, BLOCK_S: tl.conste
     b = tl.program_id(0).to(tl.int64)
     history_ptr += b * S
     last = tl.load(lengths_ptr + b)  # the newest token's index
-    newest = tl.load(history_ptr + last)
-    second = tl.load(history_ptr + last - 1, mask=last >= 1, other=-1)
-    third = tl.load(history_ptr + last - 2, mask=last >= 2, other=-1)
-    fourth = tl.load(history_ptr + last - 3, mask=last >= 3, other=-1)
     best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, then its last index
     for start in range(0, last, BLOCK_S):
         # [BLOCK_S]
         index = start + tl.arange(0, BLOCK_S)
-        mask = index < last
-        matched = (tl.load(history_ptr + index, mask=mask, other=-2) == newest).to(tl.int32)
-        length = matched
-        matched &= (tl.load(history_ptr + index - 1, mask=mask & (index >= 1), other=-2) == second).to(tl.int32)
-        length += matched
-        matched &= (tl.load(history_ptr + index - 2, mask=mask & (index >= 2), other=-2) == third).to(tl.int32)
-        length += matched
-        matched &= (tl.load(history_ptr + index - 3, mask=mask & (index >= 3), other=-2) == fourth).to(tl.int32)
-        length += matched
+        matched, length = index < last, tl.zeros([BLOCK_S], tl.int32)
+        for i in tl.static_range(4):  # the suffix, from its newest token back
+            token = tl.load(history_ptr + last - i, mask=last >= i, other=-1)
+            matched &= tl.load(history_ptr + index - i, mask=matched & (index >= i), other=-2) == token
+            length += matched.to(tl.int32)
         best = tl.maximum(best, tl.where(length > 0, (length << 28) + index, 0))
     found = tl.max(best, 0)
     match = found & 0xFFFFFFF
@@ -1562,7 +1554,7 @@ def lookup_reference(history, lengths, n):
     """`lookup` by torch."""
     _check_lookup(history, lengths, n)
     S, last = int(lengths.max()) + 1, lengths.long()[:, None]  # (B, 1)
-    index, before = _column(history.shape[1], history.device).mT[:, :S], last - _column(4, history.device).mT
+    index, before = torch.arange(S, device=history.device)[None], last - _column(4, history.device).mT
     history = history[:, :S]
     suffix = torch.where(before >= 0, history.gather(1, before.clamp(min=0)), -1)  # (B, 4), the newest token first
     matched = (history == suffix[:, :1]) & (index < last)  # (B, S)

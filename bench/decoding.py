@@ -16,12 +16,12 @@ import torch
 
 from bench import Record, Table, peers
 from clover import CloverHeads, preset
-from generate import DEFAULT_TREE, STAGES, Sampling, Variant, prepare
+from generate import DEFAULT_TREE, STAGES, Fixed, Sampling, Variant, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory, default_dtype
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, Fixed, copy_bandwidth, fit, seconds, stage_times, step_time, timing_engine
+from tools.tune import PREFIX, copy_bandwidth, fit, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -104,8 +104,9 @@ def decode_once(model, given, max_new_tokens, choice=None, **options):
     few tokens that compile and load everything. The choice starts with what it expected at first: a copy learns."""
     def ready_engine():
         engine = prepare(model, given, max_new_tokens, choice=deepcopy(choice), **options)
+        afresh = deepcopy(engine.choice)
         engine.generate(given[:engine.batch_size], min(8, max_new_tokens))
-        engine.choice = deepcopy(choice)
+        engine.choice = afresh
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
     weights = sum(parameter_bytes(module) for module in (model, engine.heads) if module) / GB
@@ -170,7 +171,8 @@ def renaming(piece, encoding):
 
 def text_prompts(heldout, encoding, n, args):
     """n prompts as --text says, of up to --prompt-length tokens: in a batch no two neighbours have the same length."""
-    pieces = [piece[i % 8 * len(piece) // 32:] for i, piece in enumerate(prompts(heldout, n, args.prompt_length))]
+    shorter = [i % 8 * args.prompt_length // 32 for i in range(n)]
+    pieces = [piece[less:] for less, piece in zip(shorter, prompts(heldout, n, args.prompt_length))]
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
@@ -187,9 +189,9 @@ def ways_to_draft(heads, fitted, tree_size):
     ways, times = {"plain": dict(choice=Fixed(plain))}, {"plain": choice.seconds[plain]}
     for name, kind in others:
         found = fitted(kind, False)
-        best = max((v for v in found.variants if v.heads > 1), key=found.rate, default=Variant(DEFAULT_TREE))
-        variant = Variant(tree_size) if tree_size else best
-        way = f"{name} {variant.heads - 1}"  # as in str(variant), without the root
+        best = max((v for v in found.variants if v.heads), key=found.rate, default=Variant(DEFAULT_TREE - 1))
+        variant = Variant(tree_size - 1) if tree_size else best
+        way = f"{name} {variant.heads}"  # as in str(variant)
         ways[way], times[way] = dict(heads=kind, choice=Fixed(variant)), found.seconds.get(variant)
     for variant in variants:
         ways[str(variant)], times[str(variant)] = dict(heads=last, choice=Fixed(variant)), choice.seconds[variant]
@@ -327,7 +329,7 @@ def in_turns(bodies, runs, device):
 
 def step_times(model, heads, batch_size, tree_size, sampling, graph, runs, others):
     """{"step": seconds of our step, one of each round, and the name of each other program: those of its step}."""
-    engine = timing_engine(model, heads, batch_size, Variant(tree_size), sampling, graph=graph)
+    engine = timing_engine(model, heads, batch_size, Variant(tree_size - 1), sampling, graph=graph)
     bodies = dict(step=engine.body())
     bodies |= {name: program.body(tree_size) for name, program in others.items()}
     return in_turns({name: body for name, body in bodies.items() if body}, runs, model.device)
@@ -342,7 +344,7 @@ def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, ru
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))
     row |= dict(llama_cpp_ratio=ratio("step", "llama_cpp")) if "llama_cpp" in times else {}
     row |= dict(transformers_ratio=ratio("transformers", "step")) if "transformers" in times else {}
-    stages = stage_times(model, heads, batch_size, Variant(tree_size), sampling, graph=graph)
+    stages = stage_times(model, heads, batch_size, Variant(tree_size - 1), sampling, graph=graph)
     return row | dict(floor_ms=1e3 * floor, share=1e3 * floor / row["step_ms"],
                       stages_ms={name: 1e3 * time for name, time in stages.items()})
 
@@ -353,7 +355,7 @@ def profile_steps(model, heads, table, sampling, graph):
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
-            variant = Variant(row["tree_size"])
+            variant = Variant(row["tree_size"] - 1)
             engine = timing_engine(model, heads, row["batch_size"], variant, sampling, graph=graph)
             kernels = kernel_times(engine.body(), model.device)
             row |= dict(launches=sum(count for count, _ in kernels.values()), kernels=kernels,
@@ -398,7 +400,7 @@ def bench_random(args):
     heads = random_heads(model, vocabulary)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
-        step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes)), Sampling(args.temperature))
+        step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes) - 1), Sampling(args.temperature))
         record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(device) / GB)
     parameters = sum(p.numel() for p in model.parameters())

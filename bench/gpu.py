@@ -32,7 +32,7 @@ BASE = f"heads --base 124m --train {{out}}/124m --kinds medusa hydra clover clov
 SLICES = (  # {name: command of bench}; a command that takes longer than a slice goes on in the next
     {"tests": "tests"},
     {"attention": "kernels --operations attention --heads 8b --tree-sizes 1 16 64 --no-flex",
-     "projections": "kernels --operations projections commit --heads 8b",
+     "projections": "kernels --operations projections commit lookup merge --heads 8b",
      "flex": "kernels --operations attention --heads 8b --batch-sizes 1 8 --prefixes 512 8192 --tree-sizes 16"},
     {"steps-8b": f"decode --random-weights 8b {TREES}", "steps-7b": f"decode --random-weights 7b {TREES}"},
     {"demo": "decode --batch-sizes 1 8 32 64 --runs 2"},

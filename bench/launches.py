@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from bench import Table
 from clover import CloverHeads
-from generate import Engine, tree_variant
+from generate import Engine, Fixed, tree_variant
 from model import GPT, InputError
-from tools.tune import Fixed
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 

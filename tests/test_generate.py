@@ -122,7 +122,7 @@ def test_lookup_finds_what_repeats():
     out = generate(model, [[3, 4, 5, 6, 0, 1, 2, 3], [5]], 65, lookup=True, tree_size=6, batch_size=2)
     count = lambda start, n: [(start + i) % 7 for i in range(n)]
     assert out.tokens == [count(4, 65), count(6, 65)]
-    assert out.variants == {Variant(1, 5): [out.steps, 130]} and out.accepted["heads"] == 0
+    assert out.variants == {Variant(0, 5): [out.steps, 130]} and out.accepted["heads"] == 0
     # text 0: 6 tokens in every step, the last of which is cut; text 1: one token a step until it comes round to 5
     assert out.step_lengths == {6: 10 + 9, 5: 1, 1: 7, 4: 1}
 
@@ -136,6 +136,20 @@ def test_lookup_proposes_more_of_a_run(length):
     assert out.tokens == [[3] * 36] and out.steps == (3 if length > 1 else 4)
 
 
+@pytest.mark.parametrize("vocab_size, prompt, chain", [
+    (70_000, [69_999, 65_536, 5, 69_999, 65_536], [5, 69_999, 65_536] * 4), (97, [1, 2, 3] * 300, [1, 2, 3] * 4),
+    (97, [5] * 700, [5] * 10), (97, [5], [-1] * 10)], ids=["many-ids", "long", "one-token-repeated", "one-token"])
+def test_lookup_in_prompts_of_all_kinds(vocab_size, prompt, chain, monkeypatch):
+    """Catches ids that 16 bits do not hold, a prompt that is not all in the history."""
+    model = toy_model(vocab_size=vocab_size, block_size=1024, n_layer=1)
+    want, merge = generate(model, [prompt], 40).tokens, module.merge_chain
+    for heads, tree_size in ((None, 11), (random_heads(model), 22)):
+        chains = []
+        monkeypatch.setattr(module, "merge_chain", lambda *tree: chains.append(tree[4][0].tolist()) or merge(*tree))
+        assert generate(model, [prompt], 40, heads, lookup=True, tree_size=tree_size).tokens == want
+        assert chains[0] == chain[:10]
+
+
 class InTurns:
     """The choice of each variant in turn."""
 
@@ -146,11 +160,11 @@ class InTurns:
         self.picked += 1
         return self.variants[self.picked // 2 % len(self.variants)]  # each twice, so that some follow themselves
 
-    def learn(self, variant, found):
+    def learn(self, variant, found, unread):
         self.learnt[variant] += len(found)
 
 
-ALL = [Variant(), Variant(9), Variant(1, 6), Variant(4, 6), Variant(30, 34), Variant(2), Variant(1, 20)]
+ALL = [Variant(), Variant(8), Variant(0, 6), Variant(3, 6), Variant(29, 34), Variant(1), Variant(0, 20)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -176,12 +190,12 @@ def test_heads_that_read_late_read_the_same(toy, name, monkeypatch):
     heads = random_heads(toy, name)
     prompts = random_prompts([50, 1, 20])
     at_once = Engine(toy, heads, batch_size=3, capacity=150, tree_size=9)
-    late = Engine(toy, heads, batch_size=3, capacity=150, choice=InTurns(*[Variant()] * 9, Variant(1, 6), Variant(9)))
+    late = Engine(toy, heads, batch_size=3, capacity=150, choice=InTurns(*[Variant()] * 9, Variant(0, 6), Variant(8)))
     states = {}
     for made in (at_once, late):
         draft = made.draft
         def watched(variant, made=made, draft=draft):
-            for slot, sequence in made.running.items() if variant.heads > 1 else ():
+            for slot, sequence in made.running.items() if variant.heads else ():
                 state = made.slots.state[slot].clone()
                 wanted = states.setdefault((sequence.index, sequence.length), state)
                 torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
@@ -666,11 +680,11 @@ def test_an_engine_says_what_it_is_too_small_for(toy):
 
 
 @pytest.mark.parametrize("size, heads, lookup, want", [
-    (1, True, True, (1, 0)), (1, False, True, (1, 0)), (9, False, False, (1, 0)), (9, True, False, (9, 0)),
-    (2, False, True, (1, 1)), (64, False, True, (1, 63)), (3, True, True, (2, 1)), (22, True, True, (12, 10))])
+    (1, True, True, (0, 0)), (1, False, True, (0, 0)), (9, False, False, (0, 0)), (9, True, False, (8, 0)),
+    (2, False, True, (0, 1)), (64, False, True, (0, 63)), (3, True, True, (1, 1)), (22, True, True, (11, 10))])
 def test_a_tree_size_is_shared_by_the_drafters(size, heads, lookup, want):
     """Catches a T that the drafters do not fill, or more than fill."""
-    assert tree_variant(size, heads, lookup) == want
+    assert tree_variant(size, heads, lookup) == want and (sum(want) == 0 or Variant(*want).tree_size == size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -685,14 +699,15 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     model = toy_model().to("cuda")
     heads = random_heads(model, name).to("cuda")
     want = generate(model, PROMPTS, 24, graph=False, **options).tokens
-    for batch, tree_size in [(1, 1), (3, 1), (1, 9), (3, 17), (8, 64)]:
-        made = Engine(model, heads, batch_size=batch, capacity=150, tree_size=tree_size, sampling=Sampling(**options))
+    for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
+        drafts = dict(tree_size=tree_size, lookup=lookup) if tree_size else dict(choice=InTurns(*ALL))
+        made = Engine(model, heads, batch_size=batch, capacity=150, sampling=Sampling(**options), **drafts)
         assert made.generate(PROMPTS, 24).tokens == want
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for _ in range(3):
-                made.launch(*made.variants)
+            for variant in made.variants * 3:
+                made.launch(variant)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

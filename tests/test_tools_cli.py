@@ -120,7 +120,8 @@ def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, 
     """Catches a --draft that another is taken for, and a text that depends on it."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--max-new-tokens", 30, "--json"]
     plain = json.loads(run(capsys, *flags, "--tree-size", 1))
-    drafted = json.loads(run(capsys, *flags, "--tree-size", 17, *(("--draft", draft) if draft else ())))
+    size = () if draft == "none" else ("--tree-size", 17)
+    drafted = json.loads(run(capsys, *flags, *size, *(("--draft", draft) if draft else ())))
     assert set(drafted["variants"]) == names and set(plain["variants"]) == {"plain"}
     assert drafted["tokens"] == plain["tokens"] and not plain["accepted"]
     assert set(drafted["accepted"]) <= {"heads", "lookup"} and (draft != "lookup" or "heads" not in drafted["accepted"])
@@ -138,7 +139,7 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     session = SimpleNamespace(texts=["abc"], args=SimpleNamespace(json=False), stop=[], template=None,
                               encoding=load_encoding(folder))
     printer = cli.Printer(session)
-    printer.show(0, [70, 71, 72, 73], [0, 3, 5, 9], Variant(4, 6))
+    printer.show(0, [70, 71, 72, 73], [0, 3, 5, 9], Variant(3, 6))
     coded = session.encoding.decode([70, 71, 72, 73])
     codes = cli.HEAD_COLOURS[0], cli.LOOKUP_COLOUR, cli.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
@@ -273,6 +274,8 @@ BAD_FLAGS = {
     "not a number": (["--prompt", "a", "--max-new-tokens", "many"], "many"),
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
     "unknown drafter": (["--prompt", "a", "--draft", "magic"], "magic"),
+    "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "leave out --draft none"),
+    "lookup without a tree": (["--prompt", "a", "--draft", "lookup", "--tree-size", "1"], "--tree-size 2 or more"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "leave out --heads none"),
     "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "--tree-size 3 or more"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),

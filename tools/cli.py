@@ -19,7 +19,6 @@ from tools.tune import times_file
 DEMO = Path(__file__).parent.parent / "demo"
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
-DRAFTERS = ("heads+lookup", "heads", "lookup", "none")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,8 +125,8 @@ def parse(argv):
                         "likeliest's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
-    parser.add_argument("--draft", choices=DRAFTERS, help="what guesses: the heads, lookup in the text itself, both, "
-                        "or nothing; default: both where there are heads, else lookup")
+    parser.add_argument("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the heads, "
+                        "lookup in the text itself, both, or nothing; default: both where there are heads, else lookup")
     parser.add_argument("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, root "
                         "included; 1 is plain decoding; auto measures what is fastest here, and takes it step by step")
     parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the "
@@ -141,10 +140,13 @@ def parse(argv):
     args = parser.parse_args(argv)
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
-    if args.draft in DRAFTERS[:2] and args.heads == "none":
+    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
         parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
-    if args.draft == DRAFTERS[0] and args.tree_size == 2:
-        parser.error("a tree of 2 nodes has no room for guesses of heads and lookup; give --tree-size 3 or more")
+    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(args.draft, 1)
+    if args.draft and args.tree_size is not None and args.tree_size < least:
+        parser.error(f"--draft {args.draft} needs --tree-size {least} or more, not {args.tree_size}")
+    if args.draft == "none" and args.tree_size not in (None, 1):
+        parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
     for flag in ("compare", "json", "explain"):
@@ -179,7 +181,7 @@ class Session:
         if args.draft in ("heads+lookup", "heads") and heads is None:
             raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} needs; train some with "
                              "train_heads.py, give --heads, or take --draft lookup")
-        lookup = args.draft in ("heads+lookup", "lookup") or args.draft is None
+        lookup = args.draft in ("heads+lookup", "lookup", None)
         return heads, lookup and not (heads and args.tree_size == 2)  # which has room for one guess
 
     def encode(self, messages):
@@ -246,7 +248,7 @@ class Printer:
             text = self.stream.feed([token]) if token not in self.stop else ""
             if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
-                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] >= variant.heads else head}m{text}\x1b[0m"
+                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] > variant.heads else head}m{text}\x1b[0m"
             print(text, end="", flush=True)
 
     def finish(self, output):

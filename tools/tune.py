@@ -6,6 +6,7 @@ depends on the text. So a few variants, picked by step times and table, are trie
 the one that brings most tokens per second: `Choice`.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -14,16 +15,16 @@ import operator
 import os
 import platform
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from clover import MAX_TREE
-from generate import DEFAULT_TREE, STAGES, Engine, Sampling, Variant, capture, check_beams
+from generate import DEFAULT_TREE, STAGES, Engine, Fixed, Sampling, Variant, capture, check_beams
 from kernels import unchecked
-from model import InputError, atomic_write
+from model import InputError, atomic_write, pack
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10, 20)  # tokens of lookup
@@ -31,9 +32,11 @@ ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of thes
 PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
-FEWEST = 4      # an expectation, or a mean that nothing was added to for long, counts as a step of so many sequences
+FEWEST = 4      # sequences in one step, which an expectation weighs as much as
 TRIALS = 0.01   # share of the time that may be lost by trying other variants
-HOPE = 0.3      # expected of lookup, until more is known: that a chain's first token is right; the others, twice that
+HOPE = 0.4      # expected of lookup, until more is known: how likely each token is right after those before it
+GOES_ON = 0.8   # the same, of a chain that was right so far
+READ_SEQUENCE, READ_TOKEN = Variant(-1, 0), Variant(-1, 1)  # among step times: those of the heads' reading
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,13 +117,17 @@ def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=Tru
 
 
 @torch.inference_mode()
-def reading_time(model, heads, n=64):
-    """Seconds per token in which the heads read a text."""
-    n = min(n, model.config.block_size)
-    hidden = torch.zeros(1, n, model.config.n_embd, device=model.device, dtype=model.dtype)
-    tokens = torch.zeros(1, n, device=model.device, dtype=torch.int64)
-    cache, positions = heads.new_cache(1, n), torch.arange(n, device=model.device)[None]
-    return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device) / n
+def reading_times(model, heads):
+    """Seconds per sequence, and per token, in which the heads read what steps without them emitted."""
+    pack(heads)
+
+    def read(n):
+        hidden = torch.zeros(1, n, model.config.n_embd, device=model.device, dtype=model.dtype)
+        tokens, positions = hidden[:, :, 0].long(), torch.arange(n, device=model.device)[None]
+        cache = heads.new_cache(1, n)
+        return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device)
+    one, many = read(1), read(64)
+    return {READ_SEQUENCE: one, READ_TOKEN: max(many - one, 1e-9) / 64}
 
 
 @torch.inference_mode()
@@ -184,104 +191,71 @@ def write_times(file, key, times):
 # ---------------------------------------------------------------------------------------------------------------------
 # The choice
 
-class Fixed:
-    """The choice of a single variant."""
-
-    def __init__(self, variant):
-        self.variants = (variant,)
-
-    def pick(self, unread=0):
-        return self.variants[0]
-
-    def learn(self, variant, found):
-        pass
-
-
 class Choice:
     """Which variant the next step takes: that of most tokens per second, by times that were measured and a running mean
     of the tokens that it finds. A step also tells what the variants that are part of its own would have found. Others
     are tried now and then: trials may lose a share TRIALS of the time.
 
     seconds: {Variant: seconds per step}. expected: {Variant: tokens per step and sequence}, until more is known.
-    reading: seconds per token that the heads have not read, which they must before they draft.
+    reading: (seconds per sequence, seconds per token) in which the heads read what steps without them emitted.
     """
 
-    def __init__(self, seconds, expected, reading=0.0):
-        self.reading, self.unread = reading, 0  # the latter in tokens of all sequences, when last picked
-        self.variants, self.seconds, self.expected = tuple(seconds), seconds, expected
-        self.tokens = dict(expected)                   # running means
-        self.weights = dict.fromkeys(seconds, 0)       # steps that each stands for
-        self.shown = dict.fromkeys(seconds, 0)         # step that last showed what a variant finds
-        self.step, self.allowance = 0, 0.0             # the latter in seconds, for trials
-        longest = max(variant.lookup for variant in seconds)
-        self.right = [share for share, _ in zip(hopes(), range(longest))]  # chains whose i-th token was right, after
-        self.wrong = [1 - share for share in self.right]                   # those before it; and was wrong
+    def __init__(self, seconds, expected, reading=(0.0, 0.0)):
+        self.variants, self.seconds, self.expected, self.reading = tuple(seconds), seconds, expected, reading
+        self.tokens = dict(expected)              # running means
+        self.weights = dict.fromkeys(seconds, 0)  # how many steps each of them stands for
+        self.added = dict.fromkeys(seconds, 0)    # the step that was last added to it
+        self.shown = dict.fromkeys(seconds, 0)    # the step that last showed for certain what the variant finds
+        self.goes_on = [GOES_ON] * max(variant.lookup for variant in seconds)  # share of chains right so far, by token
+        self.step = 0
+        self.allowance = 0.0  # seconds that trials may lose
 
     def rate(self, variant):
         """Tokens per second and sequence."""
         return self.tokens[variant] / self.seconds[variant]
 
-    def loss(self, variant, best):
+    def best(self):
+        return max(self.variants, key=self.rate)
+
+    def loss(self, variant, best, unread):
         """Seconds that a step of this variant is expected to lose to one of the best."""
-        reading = self.reading * self.unread if variant.heads > 1 and variant != best else 0.0
-        return self.seconds[variant] + reading - self.tokens[variant] / self.rate(best)
+        loss = self.seconds[variant] - self.tokens[variant] / self.rate(best)
+        if bool(variant.heads) != bool(best.heads):  # the heads have to read, now or when the best has its turn again
+            loss += self.reading[0] * len(unread) + self.reading[1] * sum(unread)
+        return loss
 
-    def pick(self, unread=0):
-        """unread: tokens of the running sequences that the heads have not read."""
-        self.unread, best = unread, max(self.variants, key=self.rate)
+    def pick(self, unread):
+        """unread: of each running sequence, how many tokens the heads have not read."""
+        best = self.best()
         age = {v: self.step - shown for v, shown in self.shown.items() if v != best and self.step - shown >= MEMORY}
-        due = max(age, key=lambda v: age[v] / max(self.loss(v, best), 1e-9), default=best)
-        return due if self.loss(due, best) <= self.allowance else best
+        due = max(age, key=lambda v: age[v] / max(self.loss(v, best, unread), 1e-9), default=best)
+        return due if self.loss(due, best, unread) <= self.allowance else best
 
-    def learn(self, variant, found):
+    def learn(self, variant, found, unread):
         """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or None), as
-        `Engine.retire` has them."""
+        `Engine.retire` has them; unread as it was picked with."""
         self.step += 1
-        best = max(self.variants, key=self.rate)
-        self.allowance += TRIALS * self.seconds[variant] - self.loss(variant, best)
+        best = self.best()
+        self.allowance += TRIALS * self.seconds[variant] - self.loss(variant, best, unread)
+        self.allowance = min(self.allowance, MEMORY * self.seconds[best])
         right = [right_tokens(tokens, chain) if variant.lookup else 0 for tokens, _, chain in found]
-        self.count_chains(variant, right)
+        for n in right:
+            for i in range(min(n + 1, variant.lookup)):
+                self.goes_on[i] += ((i < n) - self.goes_on[i]) / MEMORY
         for other in self.variants if found else ():
             if other.heads <= variant.heads and (variant.lookup or not other.lookup):
-                beyond = self.beyond(variant.lookup, other.lookup)
-                tokens = [would_find(other, variant, path, n, beyond) for (_, path, _), n in zip(found, right)]
-                self.add(other, tokens)
-                if other.lookup <= variant.lookup:
+                beyond = sum(itertools.accumulate(self.goes_on[variant.lookup:other.lookup], operator.mul))
+                self.add(other, [would_find(other, variant, path, n, beyond) for (_, path, _), n in zip(found, right)])
+                if other.lookup <= variant.lookup or max(right) < variant.lookup:
                     self.shown[other] = self.step
 
     def add(self, variant, tokens):
-        """Adds one step's tokens, of each sequence, to a running mean, which weighs less the longer nothing showed what
-        it should be."""
-        age = self.step - self.shown[variant] - 1
-        weight = max(min(self.weights[variant], MEMORY) * (1 - 1 / MEMORY) ** age, FEWEST / len(tokens)) + 1
-        self.tokens[variant] += (sum(tokens) / len(tokens) - self.tokens[variant]) / weight
-        self.weights[variant] = weight
-
-    def count_chains(self, variant, right):
-        """Counts how far chains were right, the older steps ever less."""
-        if not variant.lookup or not right:
-            return
-        for counts in (self.right, self.wrong):
-            counts[:] = [count * (1 - 1 / MEMORY) for count in counts]
-        for n in right:
-            for i in range(n):
-                self.right[i] += 1
-            if n < variant.lookup:
-                self.wrong[n] += 1
-
-    def beyond(self, n, longest):
-        """How many more tokens of a chain are right, up to `longest`, where n were: the Kaplan-Meier estimate, since it
-        is not seen how chains that were right to their end would have gone on."""
-        total, chance = 0.0, 1.0
-        for i in range(n, longest):
-            chance *= self.right[i] / (self.right[i] + self.wrong[i])
-            total += chance
-        return total
-
-
-def hopes():
-    """How likely the tokens of a chain are right, each after those before it, until more is known."""
-    return itertools.chain([HOPE], itertools.repeat(2 * HOPE))
+        """Adds one step's tokens, of each sequence, to a running mean, which weighs less the longer it was left alone.
+        It weighs no less than FEWEST sequences do in one step."""
+        faded = min(self.weights[variant], MEMORY) * (1 - 1 / MEMORY) ** (self.step - self.added[variant] - 1)
+        self.weights[variant] = max(faded, FEWEST / len(tokens)) + 1
+        self.tokens[variant] += (sum(tokens) / len(tokens) - self.tokens[variant]) / self.weights[variant]
+        self.added[variant] = self.step
 
 
 def right_tokens(tokens, chain):
@@ -295,16 +269,16 @@ def would_find(other, variant, path, right, beyond):
     """How many tokens a step of `other` would have emitted where one of `variant`, of which it is part, had this path,
     root first, and so many right tokens of lookup's chain; `beyond` more, where these were all that it had.
 
-    A small tree of the heads is the front of a larger one, a short chain that of a longer one.
+    A short chain is the front of a longer one, and a small tree of the heads that of a larger one with as many beams;
+    with fewer it finds nearly as much.
     """
-    by_heads = bisect_left(path, other.heads) - 1 if other.heads > 1 else 0
+    by_heads = bisect_right(path, other.heads) - 1
     by_lookup = min(right, other.lookup) + (beyond if right == variant.lookup < other.lookup else 0)
     return 1 + max(by_heads, by_lookup)
 
 
 def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
-    """The `Choice` among the variants that heads (or None) and lookup (or False) allow: plain decoding, two trees of
-    the heads, the best by step times and acceptance table and a smaller one, three chains of lookup, and three of both.
+    """The `Choice` among the variants that heads (or None) and lookup (or False) allow, with what each takes here.
 
     capacity: tokens a sequence can have. file: where step times are kept between processes, None for nowhere. fresh:
     measure again what is known. InputError for beams out of range.
@@ -315,38 +289,52 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
     known = len(times)
+    measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
+    rounds = ROUNDS if model.device.type == "cpu" else 1
 
     def expected(variant):
-        found = expected_tokens(tables, variant.heads, sampling.temperature) if tables else 1 + (variant.heads > 1)
-        return found + sum(itertools.accumulate(itertools.islice(hopes(), variant.lookup), operator.mul))
+        tree_size = variant.heads + 1
+        by_heads = expected_tokens(tables, tree_size, sampling.temperature) if tables else min(tree_size, 2)
+        return by_heads + sum(HOPE**i for i in range(1, variant.lookup + 1))
 
-    measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
-    rate = lambda variant: expected(variant) / times[variant]
-    # no larger tree can win where even the largest would not, with steps as fast as this one's
-    enough = lambda tried: expected(Variant(MAX_TREE)) / times[tried[-1]] < max(map(rate, tried))
+    def enough(tried):
+        """No larger tree can win where even the largest would not, with steps as fast as this one's."""
+        rate = lambda variant: expected(variant) / times[variant]
+        return expected(Variant(MAX_TREE - 1)) / times[tried[-1]] < max(map(rate, tried))
+
     sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
-    tried = measure_steps(map(Variant, sizes), times, measure, enough)
-    if not tried:  # not even for plain decoding is there room, of which the Engine will say more
-        return Fixed(Variant())
-    plain, *trees = tried
-    if trees:
-        best = max(trees, key=rate)
-        trees = max((v for v in trees if v.heads <= max(best.heads // 2, 2)), key=rate, default=best), best
-    chains = [Variant(1, n) for n in CHAINS] if lookup else []
-    for n, tree in zip(CHAINS if lookup else (), (*trees, *trees[1:])):
-        chains.append(Variant(min(tree.heads, MAX_TREE - n), n))
-    variants = dict.fromkeys((plain, *trees, *measure_steps(chains, times, measure)))
+    tried = measure_steps([Variant(size - 1) for size in sizes], times, measure, rounds, enough)
+    trees = some_trees(tried[1:], lambda variant: expected(variant) / times[variant])
+    chains = measure_steps(some_chains(trees), times, measure, rounds) if lookup else []
+    if trees and READ_SEQUENCE not in times:
+        times |= reading_times(model, heads)
     if len(times) > known:
         MEASURED[key] = times
         if file:
             write_times(file, key, times)
-    reading = reading_time(model, heads) if trees else 0.0
-    return Choice({v: times[v] for v in variants}, {v: expected(v) for v in variants}, reading)
+    variants = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [Variant()]  # the Engine says what has no room
+    seconds = {variant: at_most(variant, times) for variant in variants}
+    return Choice(seconds, {variant: expected(variant) for variant in variants},
+                  (times[READ_SEQUENCE], times[READ_TOKEN]) if trees else (0.0, 0.0))
 
 
-def measure_steps(variants, times, measure, enough=lambda tried: False):
-    """Adds to `times` what measure(variant) gives, where it is not known; on a CPU the least of ROUNDS rounds in turns.
-    -> [the variants], without those from the first on that the memory has no room for, or that `enough` leaves out."""
+def some_trees(trees, rate):
+    """Of the heads' trees the best, and the best of half its size."""
+    best = max(trees, key=rate, default=None)
+    small = [tree for tree in trees if tree.heads <= max(best.heads // 2, 1)]
+    return [max(small, key=rate, default=best), best] if trees else []
+
+
+def some_chains(trees):
+    """Lookup alone, and beside the heads' trees."""
+    alone = [Variant(0, n) for n in CHAINS]
+    beside = zip((trees[0], trees[1], trees[1]), CHAINS) if trees else ()
+    return alone + [Variant(min(tree.heads, MAX_TREE - 1 - n), n) for tree, n in beside]
+
+
+def measure_steps(variants, times, measure, rounds, enough=lambda tried: False):
+    """Adds to `times` what measure(variant) gives, where it is not known: the least of some rounds in turns.
+    -> [the variants] before the first that the memory has no room for, and up to the first that is `enough`."""
     tried, new = [], []
     for variant in variants:
         if variant not in times:
@@ -358,11 +346,17 @@ def measure_steps(variants, times, measure, enough=lambda tried: False):
         tried.append(variant)
         if enough(tried):
             break
-    for _ in range(ROUNDS - 1):
-        times |= {variant: min(times[variant], measure(variant)) for variant in new}
-    for variant in new:  # what took less and does more shows that other work slowed this one down
-        times[variant] = min(t for v, t in times.items() if v.heads >= variant.heads and v.lookup >= variant.lookup)
+    for _ in range(rounds - 1):
+        for variant in new:
+            with contextlib.suppress(InputError, torch.OutOfMemoryError):  # what else runs may have taken the memory
+                times[variant] = min(times[variant], measure(variant))
     return tried
+
+
+def at_most(variant, times):
+    """A variant's time. What does more and took less shows that other work slowed this one down."""
+    more = [time for v, time in times.items() if v.heads >= variant.heads and v.lookup >= variant.lookup]
+    return min(more, default=1.0)
 
 
 def explain(engine, heads, output, graph=True):
