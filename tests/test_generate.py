@@ -5,6 +5,7 @@ import random
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,8 +231,10 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
 # ---------------------------------------------------------------------------------------------------------------------
 # Many prompts
 
-GRID = [(name, batch, tree_size) for name in PRESETS for batch in (1, 4, 16) for tree_size in (1, 5, 16, 64)]
-SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16)]
+GRID = [(name, batch, tree_size) for name in (*PRESETS, "lookup", "clover+lookup", "medusa+lookup", "in turns")
+        for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64)]
+SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16), ("lookup", 3, 16),
+          ("clover+lookup", 8, 22), ("in turns", 8, 64)]
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +263,11 @@ def many_mixed(long_toy):
 
 def check_mixed(model, mixed, name, batch, tree_size, way, n=200):
     prompts, plain = mixed
-    heads = random_heads(model, name)
-    out = generate(model, prompts[:n], 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way])
-    assert out.tokens == plain[way][:n] and out.batch_size == batch
+    preset = "clover" if name == "in turns" else name.removesuffix("lookup").rstrip("+")
+    drafts = dict(tree_size=tree_size, lookup="lookup" in name) if name != "in turns" else dict(choice=InTurns(*ALL))
+    made = Engine(model, random_heads(model, preset) if preset else None, batch_size=batch,
+                  sampling=Sampling(**WAYS[way]), **drafts)
+    assert made.generate(prompts[:n], 24).tokens == plain[way][:n]
 
 
 @pytest.mark.parametrize("name, batch, tree_size", SAMPLE)
@@ -708,6 +713,8 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
         try:
             for variant in made.variants * 3:
                 made.launch(variant)
+                if variant.heads:
+                    made.let_heads_read(0, SimpleNamespace(read=0), 5)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -715,8 +722,9 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
 # ---------------------------------------------------------------------------------------------------------------------
 # Turns of a chat
 
+@pytest.mark.parametrize("drafts", ["heads", "in turns"])
 @pytest.mark.parametrize("name", [None, "clover", "clover2", "medusa"])
-def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, monkeypatch):
+def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
     model = toy_model()
     heads = random_heads(model, name) if name else None
@@ -725,7 +733,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     count = lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest)
     monkeypatch.setattr(GPT, "prefill", count)
     new = lambda: Engine(model, heads, capacity=250, tree_size=9 if name else 1)
-    kept = new()
+    variants = ALL if name else [variant for variant in ALL if not variant.heads]
+    kept = Engine(model, heads, capacity=250, choice=InTurns(*variants)) if drafts == "in turns" else new()
 
     def check(prompt, most):
         fresh = new()
@@ -733,9 +742,13 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         read.clear()
         assert kept.generate([prompt], 20, keep=True).tokens == [want] and sum(read) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
-        for cache in ["cache", "heads_cache"] if name else ["cache"]:
+        read_rows = min(rows, kept.kept_read)
+        assert drafts == "in turns" or not name or read_rows == rows
+        for cache, n in [("cache", rows), ("heads_cache", read_rows)] if name else [("cache", rows)]:
             a, b = getattr(kept.slots, cache), getattr(fresh.slots, cache)
-            torch.testing.assert_close(a.kv[..., :rows, :], b.kv[..., :rows, :], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(a.kv[..., :n, :], b.kv[..., :n, :], atol=1e-4, rtol=1e-4)
+        if kept.slots.history is not None:  # the whole conversation
+            assert kept.slots.history[0, :rows + 1].tolist() == (prompt + want)[:rows + 1]
         return prompt + want
 
     text = check(random_prompts([30])[0], 29)

@@ -32,7 +32,7 @@ ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of thes
 PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
-FEWEST = 4      # sequences in one step, which an expectation weighs as much as
+FEWEST = 4      # an expectation counts as much as so many sequences of one step
 TRIALS = 0.01   # share of the time that may be lost by trying other variants
 HOPE = 0.4      # expected of lookup, until more is known: how likely each token is right after those before it
 GOES_ON = 0.8   # the same, of a chain that was right so far
@@ -206,7 +206,8 @@ class Choice:
         self.weights = dict.fromkeys(seconds, 0)  # how many steps each of them stands for
         self.added = dict.fromkeys(seconds, 0)    # the step that was last added to it
         self.shown = dict.fromkeys(seconds, 0)    # the step that last showed for certain what the variant finds
-        self.goes_on = [GOES_ON] * max(variant.lookup for variant in seconds)  # share of chains right so far, by token
+        # by token of lookup's chain: how often it is right, where those before it are
+        self.goes_on = [GOES_ON] * max(variant.lookup for variant in seconds)
         self.step = 0
         self.allowance = 0.0  # seconds that trials may lose
 
@@ -313,8 +314,8 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
         if file:
             write_times(file, key, times)
     variants = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [Variant()]  # the Engine says what has no room
-    seconds = {variant: at_most(variant, times) for variant in variants}
-    return Choice(seconds, {variant: expected(variant) for variant in variants},
+    return Choice({variant: at_most(variant, times) for variant in variants},
+                  {variant: expected(variant) for variant in variants},
                   (times[READ_SEQUENCE], times[READ_TOKEN]) if trees else (0.0, 0.0))
 
 
@@ -333,8 +334,8 @@ def some_chains(trees):
 
 
 def measure_steps(variants, times, measure, rounds, enough=lambda tried: False):
-    """Adds to `times` what measure(variant) gives, where it is not known: the least of some rounds in turns.
-    -> [the variants] before the first that the memory has no room for, and up to the first that is `enough`."""
+    """Adds to `times` what measure(variant) gives, where it is not known: the least of so many rounds, in turns.
+    -> [the variants] before the first that the memory has no room for, and up to where it is `enough`."""
     tried, new = [], []
     for variant in variants:
         if variant not in times:
@@ -363,10 +364,10 @@ def explain(engine, heads, output, graph=True):
     """The lines of --explain: what each step was chosen from, how often, what it found, and where its time goes."""
     model, choice = engine.model, engine.choice
     lines = [f"batch size {engine.batch_size}, on {model.device}"]
-    if choice:
+    if isinstance(choice, Choice):
         lines += ["", f"{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}{'found':>8}"
                   f"{'tokens per second and sequence':>33}{'share of steps':>17}"]
-    for v in choice.variants if choice else ():
+    for v in choice.variants if isinstance(choice, Choice) else ():
         steps, tokens = output.variants.get(v, (0, 0))
         found, rate = (f"{tokens / steps:.2f}", tokens / steps / choice.seconds[v]) if steps else ("-", choice.rate(v))
         lines.append(f"{str(v):<24}{choice.seconds[v] * 1e3:>12.2f}{choice.expected[v]:>28.2f}{found:>8}{rate:>33.0f}"
