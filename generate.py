@@ -237,16 +237,22 @@ class Engine:
         while self.waiting or self.filling or self.running:
             self.admit()
             self.compact_slots()
-            unread = [sequence.length - sequence.read for sequence in self.running.values()] if self.heads else []
-            self.drafting = variant = self.choice.pick(unread)
+            unread = self.unread() if self.heads else []
+            if self.running:
+                self.drafting = self.choice.pick(unread)
             # the host must know the tokens of steps without the heads before the heads can read them
-            ready = not variant.heads or all(launched.heads for launched, *_ in self.in_flight)
+            ready = not self.drafting.heads or all(launched.heads for launched, *_ in self.in_flight)
             if self.running and ready:
-                for slot, sequence in self.running.items() if variant.heads else ():
+                for slot, sequence in self.running.items() if self.drafting.heads else ():
                     self.let_heads_read(slot, sequence, sequence.length)
-                self.in_flight.append((variant, self.launch(variant), dict(self.running), unread))
+                self.in_flight.append((self.drafting, self.launch(self.drafting), dict(self.running), unread))
             if len(self.in_flight) > (self.steps_ahead if ready else 0):
                 self.retire(emit)
+
+    def unread(self):
+        """How many tokens the heads have not read: of each running sequence, and of the prompt that is coming in."""
+        coming = [end - sequence.read for _, sequence, end in filter(None, [self.filling])]
+        return [sequence.length - sequence.read for sequence in self.running.values()] + coming
 
     def admit(self):
         """Fills free slots with waiting prompts, about PREFILL_CHUNK tokens at a time: the others go on between."""

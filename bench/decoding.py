@@ -106,7 +106,7 @@ def decode_once(model, given, max_new_tokens, choice=None, **options):
         engine = prepare(model, given, max_new_tokens, choice=deepcopy(choice), **options)
         afresh = deepcopy(engine.choice)
         engine.generate(given[:engine.batch_size], min(8, max_new_tokens))
-        engine.choice = afresh
+        engine.choice, engine.drafting = afresh, engine.variants[0]
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
     weights = sum(parameter_bytes(module) for module in (model, engine.heads) if module) / GB
@@ -172,7 +172,8 @@ def renaming(piece, encoding):
 def text_prompts(heldout, encoding, n, args):
     """n prompts as --text says, of up to --prompt-length tokens: in a batch no two neighbours have the same length."""
     shorter = [i % 8 * args.prompt_length // 32 for i in range(n)]
-    pieces = [piece[less:] for less, piece in zip(shorter, prompts(heldout, n, args.prompt_length))]
+    pieces = prompts(heldout, n, args.prompt_length)
+    pieces = [piece[min(less, len(piece) - 1):] for less, piece in zip(shorter, pieces)]
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 

@@ -198,14 +198,16 @@ def test_heads_that_read_late_read_the_same(toy, name, monkeypatch):
         def watched(variant, made=made, draft=draft):
             for slot, sequence in made.running.items() if variant.heads else ():
                 state = made.slots.state[slot].clone()
-                wanted = states.setdefault((sequence.index, sequence.length), state)
-                torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
-                compared[made is late] += 1
+                key = sequence.index, sequence.length
+                if made is late and key in states:
+                    torch.testing.assert_close(state, states[key], atol=1e-4, rtol=1e-4)
+                    compared[key] += 1
+                states.setdefault(key, state)
             return draft(variant)
         monkeypatch.setattr(made, "draft", watched)
         compared = Counter()
         out = made.generate(prompts, 90)
-    assert compared[True] >= 6
+    assert len(compared) >= 6
     length = int(late.slots.cache.lengths.max())
     assert out.tokens == generate(toy, prompts, 90).tokens and length == 0
 
@@ -232,7 +234,7 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
 # Many prompts
 
 GRID = [(name, batch, tree_size) for name in (*PRESETS, "lookup", "clover+lookup", "medusa+lookup", "in turns")
-        for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64)]
+        for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64) if name != "in turns" or tree_size == 64]
 SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16), ("lookup", 3, 16),
           ("clover+lookup", 8, 22), ("in turns", 8, 64)]
 
@@ -735,6 +737,7 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     new = lambda: Engine(model, heads, capacity=250, tree_size=9 if name else 1)
     variants = ALL if name else [variant for variant in ALL if not variant.heads]
     kept = Engine(model, heads, capacity=250, choice=InTurns(*variants)) if drafts == "in turns" else new()
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
 
     def check(prompt, most):
         fresh = new()
@@ -773,6 +776,31 @@ def test_long_turns_come_in_by_chunks(monkeypatch):
     assert kept.reusable_prefix(prompt) == 0
     with pytest.raises(InputError, match="keep is for one prompt in one slot"):
         fresh.generate([prompt, prompt], 5, keep=True)
+
+
+@torch.inference_mode()
+def test_heads_read_a_prompt_as_it_comes_in(toy, monkeypatch):
+    """Catches a long prompt that the heads read all at once, while the other slots wait."""
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+    made, prompt = Engine(toy, random_heads(toy), batch_size=2, capacity=100, tree_size=9), random_prompts([50])[0]
+    sequence, end = Sequence(0, prompt, 5, 256, (), None), 0
+    for want in (16, 32, 48, 49):
+        end = made.prefill(1, sequence, end)
+        assert end == sequence.read == want
+
+
+@torch.inference_mode()
+def test_a_slot_moves_whole(toy):
+    """Catches what only slows a text down when it stays behind: the heads' cache, unread hidden states, the history."""
+    slots = Engine(toy, random_heads(toy), batch_size=3, capacity=40, tree_size=9).slots
+    for tensor in (slots.cache.kv, slots.heads_cache.kv, slots.hidden, slots.history, slots.state):
+        tensor.copy_(torch.randint(1, 97, tensor.shape))
+    slots.cache.lengths[2] = 20
+    slots.move(2, 0)
+    for kv in (slots.cache.kv, slots.heads_cache.kv):
+        assert torch.equal(kv[:, :, 0, :, :20], kv[:, :, 2, :, :20])
+    assert torch.equal(slots.hidden[0, :20], slots.hidden[2, :20]) and torch.equal(slots.state[0], slots.state[2])
+    assert torch.equal(slots.history[0, :21], slots.history[2, :21]) and slots.cache.lengths[0] == 20
 
 
 def test_an_interrupted_text_can_go_on(monkeypatch):

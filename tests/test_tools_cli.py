@@ -276,6 +276,8 @@ BAD_FLAGS = {
     "unknown drafter": (["--prompt", "a", "--draft", "magic"], "magic"),
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "leave out --draft none"),
     "lookup without a tree": (["--prompt", "a", "--draft", "lookup", "--tree-size", "1"], "--tree-size 2 or more"),
+    "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "leaves out"),
+    "beams of nothing": (["--prompt", "a", "--draft", "none", "--beams", "3"], "leaves out"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "leave out --heads none"),
     "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "--tree-size 3 or more"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),

@@ -130,7 +130,7 @@ def test_drafters_that_are_there_are_chosen_from(toy, monkeypatch):
     heads.info = dict(acceptance={"0": [[1 / 64] * 63] * 4})
     found = fit(toy, heads, True, 2, 100, Sampling()).variants
     assert found[2] == Variant(63) and max(variant.tree_size for variant in found) == 64
-    assert len(set(found)) == 9 and all(heads.model.config.vocab_size > variant.tree_size for variant in found)
+    assert len(set(found)) == 9
 
 
 def test_a_time_that_other_work_spoilt_is_seen(toy, monkeypatch):
@@ -156,14 +156,15 @@ def test_the_file_of_times_serves_the_next_process(toy, monkeypatch):
 def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
     """Catches a crash over a file that another version wrote, and times that cannot be kept."""
     heads, file, want = heads_with_table(toy), times_file(), (Variant(), Variant(1), Variant(3))
-    timed(monkeypatch, lambda variant: 1.0)
+    measured = timed(monkeypatch, lambda variant: 1.0)
     file.parent.mkdir(parents=True)
     key = tune.cache_key(toy, heads, 1, 100, Sampling(), None, True)
     broken = 3, {"1+0": "x"}, {"1+0": 0}, {"1+0": -1}, {"1": 1.0}, {"1+0+2": 1.0}
     for content in ("", "[]", "{", '{"a": 3}', *(json.dumps({key: value}) for value in broken)):
         file.write_text(content)
         tune.MEASURED.clear()
-        assert fit(toy, heads, False, 1, 100, Sampling(), file=file).variants == want
+        measured.clear()
+        assert fit(toy, heads, False, 1, 100, Sampling(), file=file).variants == want and Variant(1) in measured
         assert len(json.loads(file.read_text())) >= 1
     file.unlink()
     file.mkdir()

@@ -130,7 +130,7 @@ def parse(argv):
     parser.add_argument("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, root "
                         "included; 1 is plain decoding; auto measures what is fastest here, and takes it step by step")
     parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the "
-                        "tree size")
+                        "heads' nodes")
     parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8")
     parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
     parser.add_argument("--explain", action="store_true", help="measure again; say what drafted, why, and where time "
@@ -142,6 +142,8 @@ def parse(argv):
         parser.error("--stop needs a text that is not empty")
     if args.draft in ("heads+lookup", "heads") and args.heads == "none":
         parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
+    if args.draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
+        parser.error(f"--heads and --beams are for heads, which --draft {args.draft} leaves out")
     least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(args.draft, 1)
     if args.draft and args.tree_size is not None and args.tree_size < least:
         parser.error(f"--draft {args.draft} needs --tree-size {least} or more, not {args.tree_size}")

@@ -33,7 +33,9 @@ PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {Variant: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
 FEWEST = 4      # an expectation counts as much as so many sequences of one step
+STALE = 8       # steps that showed nothing of a variant, after which it may be tried
 TRIALS = 0.01   # share of the time that may be lost by trying other variants
+MARGIN = 0.06   # plain decoding is taken where it is this near the best: a batch's texts then end together
 HOPE = 0.4      # expected of lookup, until more is known: how likely each token is right after those before it
 GOES_ON = 0.8   # the same, of a chain that was right so far
 READ_SEQUENCE, READ_TOKEN = Variant(-1, 0), Variant(-1, 1)  # among step times: those of the heads' reading
@@ -127,7 +129,7 @@ def reading_times(model, heads):
         cache = heads.new_cache(1, n)
         return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device)
     one, many = read(1), read(64)
-    return {READ_SEQUENCE: one, READ_TOKEN: max(many - one, 1e-9) / 64}
+    return {READ_SEQUENCE: one, READ_TOKEN: max(many - one, 1e-9) / 63}
 
 
 @torch.inference_mode()
@@ -161,7 +163,7 @@ def times_file():
 def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
     """16 hex digits over all that a step's time depends on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = (asdict(model.config), str(model.dtype), heads and asdict(heads.config), batch_size,
+    what = ("guesses", asdict(model.config), str(model.dtype), heads and asdict(heads.config), batch_size,
             min(capacity, PREFIX + 1), beams, graph, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
             torch.get_num_threads(), torch.__version__)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
@@ -170,7 +172,7 @@ def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
 def read_times(file):
     """{cache_key: {Variant: seconds}}; nothing where the file is missing or broken, so that all is measured again."""
     try:
-        times = {key: {Variant(*map(int, name.split("+"))): float(value) for name, value in entry.items()}
+        times = {key: {Variant._make(map(int, name.split("+"))): float(value) for name, value in entry.items()}
                  for key, entry in json.loads(file.read_text()).items()}
         return times if all(0 < value < math.inf for entry in times.values() for value in entry.values()) else {}
     except (AttributeError, OSError, TypeError, ValueError):
@@ -216,21 +218,27 @@ class Choice:
         return self.tokens[variant] / self.seconds[variant]
 
     def best(self):
-        return max(self.variants, key=self.rate)
+        return max(self.variants, key=lambda v: self.rate(v) * (1 if v.heads or v.lookup else 1 + MARGIN))
 
     def loss(self, variant, best, unread):
         """Seconds that a step of this variant is expected to lose to one of the best."""
-        loss = self.seconds[variant] - self.tokens[variant] / self.rate(best)
+        loss = max(self.seconds[variant] - self.tokens[variant] / self.rate(best), 0.0)
         if bool(variant.heads) != bool(best.heads):  # the heads have to read, now or when the best has its turn again
             loss += self.reading[0] * len(unread) + self.reading[1] * sum(unread)
         return loss
 
     def pick(self, unread):
-        """unread: of each running sequence, how many tokens the heads have not read."""
+        """unread: of each sequence, how many tokens the heads have not read."""
         best = self.best()
-        age = {v: self.step - shown for v, shown in self.shown.items() if v != best and self.step - shown >= MEMORY}
-        due = max(age, key=lambda v: age[v] / max(self.loss(v, best, unread), 1e-9), default=best)
-        return due if self.loss(due, best, unread) <= self.allowance else best
+        stale = [v for v, shown in self.shown.items() if v != best and self.step - shown >= STALE]
+        losses = {v: max(self.loss(v, best, unread), 1e-9) for v in stale}
+        losses = {v: loss for v, loss in losses.items() if loss <= self.most_allowed(best)}
+        due = max(losses, key=lambda v: (self.step - self.shown[v]) / losses[v], default=best)
+        return due if losses.get(due, 0.0) <= self.allowance else best
+
+    def most_allowed(self, best):
+        """Seconds that trials may lose at most, however long there was none."""
+        return MEMORY * self.seconds[best]
 
     def learn(self, variant, found, unread):
         """What a step of `variant` found in each sequence: (its tokens, its path, lookup's chain or None), as
@@ -238,7 +246,7 @@ class Choice:
         self.step += 1
         best = self.best()
         self.allowance += TRIALS * self.seconds[variant] - self.loss(variant, best, unread)
-        self.allowance = min(self.allowance, MEMORY * self.seconds[best])
+        self.allowance = min(self.allowance, self.most_allowed(best))
         right = [right_tokens(tokens, chain) if variant.lookup else 0 for tokens, _, chain in found]
         for n in right:
             for i in range(min(n + 1, variant.lookup)):
@@ -307,8 +315,9 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     tried = measure_steps([Variant(size - 1) for size in sizes], times, measure, rounds, enough)
     trees = some_trees(tried[1:], lambda variant: expected(variant) / times[variant])
     chains = measure_steps(some_chains(trees), times, measure, rounds) if lookup else []
-    if trees and READ_SEQUENCE not in times:
-        times |= reading_times(model, heads)
+    if trees and READ_TOKEN not in times:
+        with contextlib.suppress(InputError, torch.OutOfMemoryError):
+            times |= reading_times(model, heads)
     if len(times) > known:
         MEASURED[key] = times
         if file:
@@ -316,7 +325,7 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     variants = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [Variant()]  # the Engine says what has no room
     return Choice({variant: at_most(variant, times) for variant in variants},
                   {variant: expected(variant) for variant in variants},
-                  (times[READ_SEQUENCE], times[READ_TOKEN]) if trees else (0.0, 0.0))
+                  (times.get(READ_SEQUENCE, 0.0), times.get(READ_TOKEN, 0.0)))
 
 
 def some_trees(trees, rate):
@@ -372,7 +381,7 @@ def explain(engine, heads, output, graph=True):
         found, rate = (f"{tokens / steps:.2f}", tokens / steps / choice.seconds[v]) if steps else ("-", choice.rate(v))
         lines.append(f"{str(v):<24}{choice.seconds[v] * 1e3:>12.2f}{choice.expected[v]:>28.2f}{found:>8}{rate:>33.0f}"
                      f"{steps / max(output.steps, 1):>17.0%}")
-    if heads and not heads.info.get("acceptance"):
+    if isinstance(choice, Choice) and heads and not heads.info.get("acceptance"):
         lines.append("these heads carry no acceptance table, hence a tree that is not fitted to them; train_heads.py "
                      "--evaluate makes one")
     lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
