@@ -93,6 +93,18 @@ def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_o
     refusal(lambda: corpus.builtin_corpus("test"), "'test'")
 
 
+def test_builtin_corpus_leaves_out_tables_data_and_files_of_literals(tmp_path, monkeypatch):
+    """Catches a rule that drops code: docstrings and comments count as none of a file's literals."""
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    doc = 40 * "A long text, with 'quotes' and 12 numbers. "
+    code = f'def f(x):\n    """{doc}"""\n    return x + 1  # "not code" 2 3\n'
+    kept = {f"{folder}/m{i}.py": code for folder in ("json", "test/test_dataclasses", "database") for i in range(30)}
+    left_out = {name: code for name in ("encodings/a.py", "pydoc_data/b.py", "test/xmltestdata/c.py", "x/data03/d.py")}
+    write(tmp_path, kept | left_out | {"table.py": "T = [" + "1, 0x2f, 'abc', " * 20 + "]\n"})
+    found = {file.relative_to(tmp_path).as_posix() for split in corpus.SPLITS for file in corpus.builtin_corpus(split)}
+    assert found == set(kept)
+
+
 def test_documents_come_from_files_folders_jsonl_lines_and_patterns_once_and_in_order(tmp_path):
     """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be
     named."""

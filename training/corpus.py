@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import sysconfig
 import zlib
@@ -20,6 +21,8 @@ from model import InputError
 LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", *LINES)
 SPLITS = ("train", "heldout")
+# group 1: a number, or a string on one line. Strings of several lines, mostly docstrings, and comments are passed over
+LITERAL = re.compile(r"""(?s:"{3}.*?"{3}|'{3}.*?'{3})|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\b\d[\w.]*)|\#.*""")
 PIECE = 4096  # characters; a longer text is split into pieces of this size before each is assigned to a split
 
 
@@ -40,17 +43,28 @@ class BrokenLine(Exception):
 
 def builtin_corpus(split):
     """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20, picked by a hash of
-    its path inside the library, is in the split "heldout", the others in "train". InputError where there are none."""
+    its path inside the library, is in the split "heldout", the others in "train". Left out is what nobody would learn
+    to write code from, see `is_code`. InputError where there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    foreign = {"site-packages", "dist-packages", "__pycache__"}
-    # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
-    files = [file for file in sorted(root.rglob("*.py")) if not file.stem.startswith("_sysconfigdata")
-             and not foreign & set(file.relative_to(root).parts)
-             and split_of(file.relative_to(root).as_posix()) == split and read_utf8(file)]
+    files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root), read_utf8(file))
+             and split_of(file.relative_to(root).as_posix()) == split]
     if not files:
         raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, but there are none; "
                          "name files of text")
     return files
+
+
+def is_code(path, text):
+    """False for a file of the library that is no example of good code. path: inside the library. text: None where it is
+    not UTF-8. False for other packages' files, tables (encodings, pydoc's topics), the tests' data, and files of which
+    numbers and short strings are more than a quarter."""
+    foreign = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+    # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
+    if not text or foreign & set(path.parts) or path.stem.startswith("_sysconfigdata"):
+        return False
+    if any(re.search(r"data\d*$", folder) for folder in path.parts[:-1]):
+        return False
+    return 4 * sum(map(len, LITERAL.findall(text))) <= len(text)
 
 
 def find_files(path):
