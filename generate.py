@@ -739,7 +739,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 # Command line
 
 def main(argv=None):
-    from tools import cli, compare, repl, tune
+    from tools import cli, compare, drafts, repl, tune
     args = cli.parse(argv)
     session = cli.Session(args)
     if not args.prompt:
@@ -748,7 +748,8 @@ def main(argv=None):
     engine = session.engine(prompts, fresh=args.explain)
     if args.compare:
         engine.generate(prompts[:1], min(4, args.max_new_tokens))  # whatever is compiled or loaded, before it is timed
-    printer, interrupted = cli.Printer(session), False
+    trees = drafts.Drafts(engine, session) if args.show_tree else None
+    printer, interrupted = cli.Printer(session, trees), False
     try:
         output = engine.generate(prompts, args.max_new_tokens, session.stop, encoding=session.encoding,
                                  on_step=printer.show)
@@ -757,6 +758,9 @@ def main(argv=None):
     result, say = session.report(output), (lambda text: None) if args.json else print
     printer.finish(output)
     say(f"\n{cli.statistics(output)}")
+    if trees:
+        result["drafts"] = trees.steps
+        say("\n".join(trees.lines()))
     if args.explain and not interrupted:
         result["explained"] = tune.explain(engine, session.heads, output, not args.no_graph)
         say("\n" + "\n".join(result["explained"]))

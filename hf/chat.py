@@ -1,4 +1,4 @@
-"""What a folder says about conversations: its chat template, in Jinja, and the tokens that end a generation."""
+"""What a folder says about generating: its chat template, in Jinja, the tokens that end a text, and how to sample."""
 
 import contextlib
 import json
@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
 from model import InputError
 
+SAMPLING_RANGES = dict(temperature=(0, 1e4), top_k=(0, 2**31), top_p=(1e-9, 1), min_p=(0, 1))
 MAX_SECONDS = 5      # that a template may take; milliseconds are usual
 MAX_LENGTH = 10**7   # characters that it may give
 
@@ -38,6 +39,19 @@ def stop_tokens(path, encoding):
     if _template_source(folder)[1] and text in encoding.special_tokens:
         ids = [*ids, encoding.special_tokens[text]]
     return list(dict.fromkeys(ids))
+
+
+def sampling_defaults(path):
+    """How generation_config.json says to sample: a dict with "temperature", which is 0 unless do_sample is true, and
+    those of SAMPLING_RANGES that it holds. Raises InputError for a broken file and for numbers out of range."""
+    file = _folder(path) / "generation_config.json"
+    config = optional_json(file)
+    found = {name: config[name] for name in SAMPLING_RANGES if config.get(name) is not None}
+    for name, value in found.items():
+        low, high = SAMPLING_RANGES[name]
+        if type(value) not in ((int,) if name == "top_k" else (int, float)) or not low <= value <= high:
+            raise InputError(f"{file}: expected a {name} from {low} to {high}, but it is {value!r}; correct the file")
+    return found | dict(temperature=found.get("temperature", 1.0) if config.get("do_sample") is True else 0.0)
 
 
 def load_chat_template(path):

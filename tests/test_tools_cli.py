@@ -1,12 +1,14 @@
 """generate.py's command line, with tools/cli.py, compare.py and repl.py: it says what it did, or what went wrong."""
 
 import io
+import itertools
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import cli, tune
 from tools.compare import first_difference
+from tools.drafts import Drafts
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -259,6 +262,59 @@ def test_stop_tokens_are_the_folders_own(chat_folder, capsys):
     assert ended["ended"] == ["stop"] and ended["tokens"][0] == whole[:whole.index(whole[9]) + 1]
 
 
+def test_the_folder_says_how_to_sample_where_no_flag_does(chat_folder, capsys):
+    """Catches defaults that are not read, that overrule a flag, or that no line tells of."""
+    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--json"]
+    tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
+    greedy, sampled = tokens(), tokens("--temperature", 2, "--top-k", 50)
+    assert greedy != sampled and greedy == tokens("--temperature", 0)
+    settings = dict(do_sample=True, temperature=2, top_k=50)
+    (chat_folder / "generation_config.json").write_text(json.dumps(settings))
+    assert tokens() == sampled and tokens("--temperature", 0) == greedy
+    assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
+    told = lambda *more: (command_line.main(list(map(str, flags + list(more)))), capsys.readouterr().err)[1]
+    assert told().startswith("sampling as generation_config.json") and "temperature 2, top-k 50 (" in told()
+    assert "temperature" not in told("--temperature", 1).split("(")[0] and told("--temperature", 0) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --show-tree
+
+def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
+    """Catches trees of another step or prompt, wrong parents, guesses credited to another, a text that changes."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--prompt", "import", "--max-new-tokens",
+             24, "--draft", "heads+lookup", "--tree-size", 9, "--json"]
+    plain, shown = (json.loads(run(capsys, *flags, *more)) for more in ((), ("--show-tree",)))
+    assert "drafts" not in plain and plain["tokens"] == shown["tokens"] and plain["accepted"] == shown["accepted"]
+    by, decode = Counter(), load_encoding(folder).decode
+    for index, tokens in enumerate(shown["tokens"]):
+        steps = [step for step in shown["drafts"] if step["prompt"] == index]
+        assert "".join(text for step in steps for text in step["emitted"]) in decode(tokens)  # but for half characters
+        assert sum(len(step["emitted"]) for step in steps) == len(tokens)
+        emitted = iter(tokens)
+        for step in steps:
+            assert len(step["nodes"]) == len(step["parents"]) <= 9 and step["heads"] <= 4
+            assert [step["parents"][node] for node in step["path"]] == [-1, *step["path"][:-1]]
+            texts = [decode([token]) for token in itertools.islice(emitted, len(step["emitted"]))]
+            assert [step["nodes"][node] for node in step["path"][1:]][:len(texts)] == texts[:len(step["path"]) - 1]
+            by.update(name.split()[0] for name in step["guessed_by"])
+    assert shown["accepted"] == {{"head": "heads"}.get(name, name): n for name, n in by.items() if name != "model"}
+    assert by["lookup"] > 0
+
+
+def test_trees_as_text():
+    """Catches a branch under the wrong parent, and marks that are not the path's."""
+    step = dict(prompt=0, variant="heads 3 + lookup 1", nodes=["x", " =", "\n", " 1", ")"], parents=[-1, 0, 0, 1, 3],
+                heads=3, path=[0, 1, 3], emitted=[" =", " 1", "2"], guessed_by=["head 1", "head 2", "model"])
+    recorded = Drafts.__new__(Drafts)
+    recorded.steps = [step | dict(nodes=["x"], parents=[-1]), step]
+    assert [" ".join(line.split()) for line in recorded.lines()] == [
+        "step 2, heads 3 + lookup 1; accepted guesses are marked", "'x' the newest token", "* ├─ ' =' head 1",
+        "* │ └─ ' 1' head 2", "│ └─ ')' lookup", "└─ '\\n' head 1", "+ '2' the model's own"]
+    recorded.steps = recorded.steps[:1]
+    assert "no step drafted" in "".join(recorded.lines())
+
+
 BAD_FLAGS = {
     "empty stop": (["--prompt", "a", "--stop", ""], "--stop needs a text"),
     "tree of half": (["--prompt", "a", "--tree-size", "half"], "half"),
@@ -266,6 +322,7 @@ BAD_FLAGS = {
     "no beams": (["--prompt", "a", "--beams", "0"], "beams must be"),
     "no batch": (["--prompt", "a", "--batch-size", "0"], "batch size must be"),
     "json without a prompt": (["--json"], "--json needs a --prompt"),
+    "show-tree without a prompt": (["--show-tree"], "--show-tree needs a --prompt"),
     "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
     "system without chat": (["--prompt", "a", "--system", "b"], "give --chat"),
     "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),

@@ -11,7 +11,7 @@ import torch
 from clover import CloverHeads
 from generate import TextStream, prepare
 from hf import checkpoint
-from hf.chat import load_chat_template, stop_tokens
+from hf.chat import load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import GPT, InputError
 from tools.tune import times_file
@@ -19,6 +19,7 @@ from tools.tune import times_file
 DEMO = Path(__file__).parent.parent / "demo"
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,11 +119,12 @@ def parse(argv):
     parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it "
                         "has one")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability of a token, relative to the "
-                        "likeliest's")
+    folder = "default: as the folder's generation_config.json says, else"
+    parser.add_argument("--temperature", type=float, help=f"0 is greedy; {folder} 0")
+    parser.add_argument("--top-k", type=int, help=f"0 keeps all; {folder} 0")
+    parser.add_argument("--top-p", type=float, help=f"{folder} 1")
+    parser.add_argument("--min-p", type=float, help="least probability of a token, relative to the likeliest's; "
+                        f"{folder} 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
     parser.add_argument("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the heads, "
@@ -135,6 +137,8 @@ def parse(argv):
     parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
     parser.add_argument("--explain", action="store_true", help="measure again; say what drafted, why, and where time "
                         "goes")
+    parser.add_argument("--show-tree", action="store_true", help="print the trees of the first steps, with what was "
+                        "accepted; with --json those of all steps. Runs without a graph")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
     parser.add_argument("--json", action="store_true", help="print one json object instead of text")
     args = parser.parse_args(argv)
@@ -151,9 +155,9 @@ def parse(argv):
         parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
-    for flag in ("compare", "json", "explain"):
+    for flag in ("compare", "json", "explain", "show_tree"):
         if getattr(args, flag) and not args.prompt:
-            parser.error(f"--{flag} needs a --prompt")
+            parser.error(f"--{flag.replace('_', '-')} needs a --prompt")
     return args
 
 
@@ -173,7 +177,20 @@ class Session:
         self.model, self.encoding = load_model(args)
         self.heads, self.lookup = self.drafters()
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
-        self.sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+        self.sampling = self.sampling_flags() | dict(seed=args.seed)
+
+    def sampling_flags(self):
+        """The flags that say how to sample; those not given are as the folder says, which one line tells."""
+        given = {name: getattr(self.args, name) for name in SAMPLING if getattr(self.args, name) is not None}
+        folder = sampling_defaults(self.args.model)
+        if given.get("temperature", folder["temperature"]) == 0:
+            return dict(temperature=0.0) | given
+        taken = {name: value for name, value in folder.items() if name not in given}
+        if taken:
+            words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in taken.items())
+            print(f"sampling as generation_config.json of {self.args.model} says: {words} (--temperature 0 is greedy)",
+                  file=sys.stderr)
+        return taken | given
 
     def drafters(self):
         """(the heads or None, whether lookup drafts) as --draft, --heads and --tree-size say."""
@@ -203,7 +220,7 @@ class Session:
         a = self.args
         options = dict(heads=self.heads, lookup=self.lookup, tree_size=a.tree_size, beams=a.beams) | options
         return prepare(self.model, prompts, max_new_tokens or a.max_new_tokens, batch_size=a.batch_size,
-                       graph=not a.no_graph, times_file=times_file(), **options, **self.sampling)
+                       graph=not (a.no_graph or a.show_tree), times_file=times_file(), **options, **self.sampling)
 
     def report(self, output):
         """The --json object of one run."""
@@ -233,10 +250,10 @@ def read_prompts(texts):
 
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of the head that
-    guessed it, or of lookup. Several texts are printed at the end, and with --json none is."""
+    guessed it, or of lookup. Several texts are printed at the end, and with --json none is. trees: a `Drafts`."""
 
-    def __init__(self, session):
-        self.session, self.stop = session, session.stop
+    def __init__(self, session, trees=None):
+        self.session, self.stop, self.trees = session, session.stop, trees
         self.streams = len(session.texts) <= 1 and not session.args.json
         self.stream = TextStream(session.encoding, [s for s in self.stop if isinstance(s, str)])
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -246,6 +263,8 @@ class Printer:
 
     def show(self, index, tokens, path, variant):
         """What `on_step` calls."""
+        if self.trees:
+            self.trees.show(index, tokens, path, variant)
         for i, token in enumerate(tokens if self.streams else []):
             text = self.stream.feed([token]) if token not in self.stop else ""
             if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
