@@ -15,6 +15,7 @@
     python -m bench report DIR                                # the tables of the files in DIR, as Markdown
     python -m bench roofline --model 8b --gpu h200            # predicts what speculation gains; needs no GPU
     python -m bench roofline --gpu h200 --check DIR           # the prediction beside the steps that were measured
+    python -m bench draw                                      # the pictures of README.md, from the files above
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE heads, decode,
 exact, kernels and tests keep that line in a file as it grows, and a run that was stopped goes on from there.
@@ -24,7 +25,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import Record, decoding, exact, gpu, kinds, launches, machine, operations, report, roofline, static
+from bench import Record, decoding, draw, exact, gpu, kinds, launches, machine, operations, report, roofline, static
 from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
@@ -126,6 +127,11 @@ def add_others(what):
     add_numbers(slices, slice=None, minutes=9)
     tables = what.add_parser("report", help="Markdown tables of the records in a folder")
     tables.add_argument("folder")
+    drawn = what.add_parser("draw", help="the pictures of README.md, from the records and from a saved run")
+    drawn.add_argument("--out", default="docs/img", metavar="DIR", help="for the pictures")
+    drawn.add_argument("--results", default="bench/results", metavar="DIR", help="the records")
+    drawn.add_argument("--run", default="docs/img/run.json", metavar="FILE",
+                       help="what python generate.py --prompt TEXT --json --show-tree printed")
     predicted = what.add_parser("roofline", help="predicts what speculation gains, from bytes and FLOPs")
     predicted.add_argument("--model", default="8b", help=f"a checkpoint folder, or {', '.join(decoding.SIZES)}")
     predicted.add_argument("--gpu", default="h200", type=str.lower, choices=roofline.GPUS)
@@ -178,14 +184,14 @@ def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
     commands = dict(decode=decoding.bench, exact=exact.bench, heads=kinds.bench, kernels=operations.bench,
                     tests=gpu.bench_tests, gpu=gpu.bench, launches=launches.bench, report=report.bench,
-                    roofline=roofline.bench)
+                    roofline=roofline.bench, draw=draw.bench)
     bench = commands[args.what]
     if args.what == "kernels" and args.static:
         bench = bench_static
     elif args.what == "decode" and args.random_weights:
         bench = decoding.bench_random
     result = bench(args)
-    if args.what != "report":
+    if args.what not in ("report", "draw"):
         print(json.dumps(dict(result) | dict(machine=machine())))
 
 
