@@ -112,6 +112,7 @@ def measure_decoding(model, given, heads, args, table):
             continue
         ways = {"plain": dict(tree_size=1)}
         ways |= {name: dict(heads=kind, tree_size=tree_size) for name, kind in heads.items()}
+        ways |= with_lookup(heads, tree_size)
         rows, _ = decode_in_turns(model, given, ways, args, batch_size=batch_size, temperature=temperature)
         plain, base = rows.pop("plain"), rows[first]
         base_extra = base["tokens_per_step"] - 1
@@ -120,6 +121,13 @@ def measure_decoding(model, given, heads, args, table):
             speed_up_over_first=row["tokens_per_second"] / base["tokens_per_second"],
             extra_over_first=(row["tokens_per_step"] - 1) / base_extra if base_extra else None)
             for name, row in rows.items()))
+
+
+def with_lookup(heads, tree_size):
+    """{name: options of `prepare`} of lookup alone, and of lookup with Clover's heads or, without these, the last."""
+    name = "clover" if "clover" in heads else list(heads)[-1]
+    both = {f"{name} + lookup": dict(heads=heads[name], lookup=True, tree_size=tree_size)} if tree_size > 2 else {}
+    return {"lookup": dict(lookup=True, tree_size=tree_size)} | both if tree_size > 1 else {}
 
 
 def bench(args):

@@ -1,5 +1,6 @@
 """README.md and docs/: links lead somewhere, flags exist, lines fit a terminal."""
 
+import json
 import re
 from pathlib import Path
 
@@ -12,10 +13,9 @@ from training import base
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-BENCH = ("heads", "decode", "exact", "kernels", "launches", "tests", "gpu", "report", "roofline")
+BENCH = ("heads", "decode", "exact", "kernels", "launches", "tests", "gpu", "report", "roofline", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
-OTHERS = {"--nproc-per-node",  # torchrun's
-          "--show-tree"}       # documented before it landed
+OTHERS = {"--nproc-per-node"}  # torchrun's
 name = lambda path: path.name
 
 
@@ -45,6 +45,21 @@ def test_links_lead_somewhere(page):
             assert not heading or heading in anchors(target), link
 
 
+def result(name, **row):
+    """The row of a record of bench/results that has these values."""
+    rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["decoding"]
+    return next(found for found in rows if row.items() <= found.items())
+
+
+def test_figures_in_the_sentences_of_the_readme_are_those_of_the_records():
+    """Bug: a sentence that stayed when the measurement changed. Tables: tests/test_bench_report.py."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    loses = result("decode-sampled-cpu", batch_size=8, drafted_by="auto")["speed_up"]
+    assert f"batches of 8 it has {loses:.2f} times the speed of plain decoding" in text
+    sizes = (file.stat().st_size for file in (ROOT / "demo").glob("*.safetensors"))  # bfloat16: 2 bytes a parameter
+    assert f"a model of {sum(sizes) / 2e6:.0f} million parameters" in text
+
+
 def flags(capsys, parse, *command):
     """The flags that a command's --help names."""
     with pytest.raises(SystemExit):
@@ -62,7 +77,18 @@ def test_flags_of_the_pages_exist(capsys):
     assert generate - told["cli.md"] == set() and heads - told["cli.md"] - told["training.md"] == set()
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_the_readme_is_short_and_quotes_the_code_as_it_is():
+    """Bug: a README that grows again, lengths of files that are long past, a step that is no longer the step."""
+    text, loop = (ROOT / "README.md").read_text(), (ROOT / "generate.py").read_text()
+    assert len(text.splitlines()) <= 180
+    for file, lines in re.findall(r"^\| \[(\w+\.py)\].*?\| ([\d,]+) \|", text, re.M):
+        assert int(lines.replace(",", "")) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1), file
+    step = re.search(r"def step\(self, variant\):\n.*?```", text, re.S)[0].splitlines()[:-1]
+    code = [" ".join(line.split()) for line in loop.splitlines()]
+    assert len(step) == 6 and all(" ".join(line.split()) in code for line in step)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
 def test_lines_fit(page):
     """Bug: prose that an editor or a terminal of 120 columns cuts off."""
     assert [(number, len(line)) for number, line in prose(page) if len(line) > 120] == []

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 
 import pytest
@@ -36,6 +37,10 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
     loss = float(report.split("held-out loss ")[1].split()[0])
     assert loss < math.log(300) - 1.5 and "tokens/s" in report and "left" in report
     assert load_encoding(tmp_path / "whole").n_vocab == 300
+    base.main([*TINY, "--data", str(texts), "--out", str(tmp_path / "whole"), "--evaluate"])
+    again, per_byte = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) per byte", capsys.readouterr().out).groups()
+    assert float(again) == pytest.approx(loss, abs=0.02)  # the folder is bfloat16
+    assert 1.5 < float(again) / float(per_byte) < 10  # bytes per token
 
     set_learning_rate = base.set_learning_rate
 

@@ -2,6 +2,7 @@
 
     python -m training.base --out out/base                 # the built-in corpus: this machine's Python standard library
     python -m training.base --out out/base --resume        # continue an earlier run
+    python -m training.base --out demo --evaluate          # the held-out loss of a model that is there
 
 Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW does; the rest by AdamW. The tokenizer is a
 byte-level BPE learned from the same text.
@@ -9,6 +10,7 @@ byte-level BPE learned from the same text.
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 # a word with one character before it, up to three digits, punctuation with its line end, line ends, other space
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)  # the least of each
-SHOW_EVERY, SAVE_EVERY, EVALUATED = 20, 250, 16  # steps, steps, batches
+SHOW_EVERY, SAVE_EVERY = 20, 250  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
@@ -46,6 +48,26 @@ def train_tokenizer(documents, vocab_size, out):
     atomic_write(out / "tokenizer.json", lambda tmp: tokenizer.save(tmp, pretty=False))
 
 
+def loss_of(model, ids):
+    """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
+    attention = sdpa_kernel(SDPBackend.MATH) if ids.device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(ids.device.type, torch.bfloat16), attention:  # flash takes longer on a CPU
+        logits = model.lm_head(model(ids[:, :-1]))
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model, args, encoding):
+    """Prints a model's loss on all of the held-out text, in windows of its context that do not overlap."""
+    text = (record.text for _, record in split_records(args.data, ["heldout"], log=lambda line: None))
+    ids, n_bytes = load_tokens(args.data, encoding, "heldout").ids, sum(len(part.encode()) for part in text)
+    T = model.config.block_size
+    starts = range(0, len(ids) - T, T)  # the last few tokens are left out
+    losses = [loss_of(model, torch.from_numpy(ids[i:i + T + 1].astype(int))[None].to(model.device)) for i in starts]
+    loss = sum(loss.item() for loss in losses) / len(losses)
+    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; {n_bytes / 1e6:.2f} MB")
+
+
 class Run:
     """One training run: the model, its optimisers with one learning rate, the step it is at."""
 
@@ -56,7 +78,7 @@ class Run:
         others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]  # embedding, norms, biases
         self.optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
                            torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-        self.loss = torch.compile(self.loss_of) if args.compile else self.loss_of
+        self.loss = partial(torch.compile(loss_of) if args.compile else loss_of, self.model)
         if state:
             try:
                 self.model.load_state_dict(state["model"])
@@ -70,13 +92,6 @@ class Run:
     def windows(self, tokens, seed):
         """Random windows of Tokens, int64 [B, T + 1]."""
         return window_batch([(tokens, self.args.batch_size)], self.args.block_size + 1, seed, self.device)[0]
-
-    def loss_of(self, ids):
-        """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
-        attention = sdpa_kernel(SDPBackend.MATH) if ids.device.type == "cpu" else contextlib.nullcontext()
-        with torch.autocast(ids.device.type, torch.bfloat16), attention:  # flash takes longer on a CPU
-            logits = self.model.lm_head(self.model(ids[:, :-1]))
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def save(self):
         states = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -115,6 +130,7 @@ def parse(argv):
         add_number(parser, f"--{name.replace('_', '-')}", least, 2**20, default=getattr(GPTConfig, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss; needs a C++ compiler on a CPU")
+    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out on held-out text")
     args = parser.parse_args(argv)
     if args.n_head % args.n_kv_head or args.head_size % 2 or args.head_size > 256:
         raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most 256; got "
@@ -125,6 +141,8 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     device, out = pick_device(args.device), Path(args.out)
+    if args.evaluate:
+        return evaluate(GPT.from_pretrained(out, torch.float32, device), args, load_encoding(out))
     state = load_state(out, args.resume, ("model", "optimizer", "step"), device)
     if not args.resume:
         pairs = split_records(args.data, SPLITS, log=lambda line: None)  # load_tokens says what is skipped
@@ -143,9 +161,8 @@ def main(argv=None):
     print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "
           f"{len(heldout.ids) / 1e6:.2f}M held out", flush=True)
     run.train(tokens)
-    with torch.no_grad():
-        loss = sum(run.loss(run.windows(heldout, seed)).item() for seed in range(EVALUATED)) / EVALUATED
-    print(f"held-out loss {loss:.3f} nats per token\n\nnext:  python train_heads.py --model {out}")
+    evaluate(run.model, args, encoding)
+    print(f"\nnext:  python train_heads.py --model {out}")
 
 
 if __name__ == "__main__":
