@@ -1,5 +1,8 @@
-"""demo/: what is bundled loads everywhere, drafts well, and says what the model says."""
+"""demo/: what is bundled loads everywhere, drafts well, says what the model says, and writes what looks like Python."""
 
+import ast
+import itertools
+import warnings
 from pathlib import Path
 
 import pytest
@@ -7,10 +10,17 @@ import torch
 
 from clover import CloverHeads
 from generate import generate
+from hf.chat import sampling_defaults, stop_tokens
 from hf.tokenizer import load_encoding, tokenizer_hash
 from model import GPT, NATIVE_BFLOAT16
 from tools.cli import DEMO
 from training.data import load_tokens, prompts
+
+STARTS = ["def fibonacci(n):", "class Stack:", "import os\n", "def main():", "def read_file(path):", "for line in file:",
+          "class TestRead(unittest.TestCase):", "def test_empty(self):", 'if __name__ == "__main__":', "while True:",
+          "try:\n    import json\n", "def __init__(self, name):", "class Queue:\n    def __init__(self):",
+          "from collections import", "def is_prime(n):", "with open(path) as f:", "async def fetch(url):",
+          'def parse(text):\n    """', "import unittest\n\n", "@property\ndef name(self):", "def sort(items, key=None):"]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(
@@ -51,3 +61,24 @@ def test_demo_heads_are_lossless_and_guess_well(demo, options):
     medusa = generate(model, given, 48, heads["medusa"], tree_size=17, batch_size=3, **options)
     assert clover.tokens == plain.tokens == medusa.tokens
     assert clover.tokens_per_step > 1.7 and clover.tokens_per_step > medusa.tokens_per_step
+
+
+def parses(text):
+    """Whether a text up to its last full line is Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as of an escape that means nothing
+            ast.parse(text[:text.rfind("\n") + 1])
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def test_demo_writes_python(demo):
+    """The texts that a first visitor sees. Catches a model that was hardly trained, and endless repetition."""
+    model, encoding, _ = demo
+    starts = (STARTS * 3)[:50]
+    given = [encoding.encode(text) for text in starts]
+    out = generate(model, given, 128, stop=stop_tokens(DEMO, encoding), batch_size=50, **sampling_defaults(DEMO))
+    texts = [start + encoding.decode(tokens) for start, tokens in zip(starts, out.tokens)]
+    repeated = [max(len(list(same)) for _, same in itertools.groupby(filter(None, text.split("\n")))) for text in texts]
+    assert sum(map(parses, texts)) >= 25 and max(repeated) <= 4

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf.tokenizer import load_encoding
+from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, atomic_write
 from tools.cli import Parser, command, pick_device
 from training.common import Signals, add_flags, add_number, load_state, progress, set_learning_rate
@@ -26,8 +26,6 @@ from training.corpus import SPLITS, split_records
 from training.data import load_tokens, window_batch
 
 END_OF_TEXT = "<|endoftext|>"
-# a word with one character before it, up to three digits, punctuation with its line end, line ends, other space
-PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)  # the least of each
 SHOW_EVERY, SAVE_EVERY = 20, 250  # steps
 
@@ -36,7 +34,7 @@ def train_tokenizer(documents, vocab_size, out):
     """Learns a byte-level BPE of vocab_size tokens, the last being END_OF_TEXT, and writes it as transformers does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
