@@ -762,7 +762,7 @@ def main(argv=None):
         result["drafts"] = trees.steps
         say("\n".join(trees.lines()))
     if args.explain and not interrupted:
-        result["explained"] = tune.explain(engine, session.heads, output, not args.no_graph)
+        result["explained"] = tune.explain(engine, session.heads, output, not (args.no_graph or trees))
         say("\n" + "\n".join(result["explained"]))
     if args.compare and not interrupted:
         engine = None  # frees its memory for the next one

@@ -167,7 +167,7 @@ def check_flags(args):
 def check_names(names, what):
     """Raises InputError for folders of heads that the rows of a table could not tell apart."""
     others = set(names[:-1]) if what == "decode" else set()
-    if len({"plain", *names}) <= len(names) or {"heads", "lookup"} & others:
+    if len({"plain", "lookup", *names}) < len(names) + 2 or "heads" in others:
         raise InputError("two of the heads folders have the same name, or one is called plain, heads or lookup; rename "
                          "one, to tell their rows apart")
     if "none" in others:

@@ -61,8 +61,9 @@ def colour(guessed_by):
 def legend(y, own, drafted_by):
     """A line that says what the colours on the card mean. own: the words for the model's own tokens."""
     pairs = [(own, svg.DIM), ("guessed by:", svg.BRIGHT), *((by, colour(by)) for by in sorted(drafted_by))]
-    words = [svg.tag("tspan", words, fill=fill, dx=16 if i else 0) for i, (words, fill) in enumerate(pairs)]
-    return svg.tag("text", *words[:None if drafted_by else 1], x=24, y=y)
+    shown = pairs if drafted_by else pairs[:1]
+    words = [svg.tag("tspan", words, fill=fill, dx=16 if i else 0) for i, (words, fill) in enumerate(shown)]
+    return svg.tag("text", *words, x=24, y=y)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def draw_text(args):
     count = f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} tokens per step"
     return svg.picture(
         "A text, each token in the colour of what guessed it", below + 22,
-        legend(30, "the model's own tokens", {by for _, by in tokens} - {"model"}),
+        legend(30, "not guessed", {by for _, by in tokens} - {"model"}),
         svg.tag("g", *body, font_family=svg.MONO),
         svg.text(24, below, f"{count} (plain decoding: 1)", svg.BRIGHT), card=True)
 
@@ -113,14 +114,13 @@ class Tree:
     along the top."""
 
     def __init__(self, step):
-        self.path, own = step["path"], len(step["nodes"])
-        self.parents, self.accepted = [*step["parents"], self.path[-1]], {*self.path, own}
+        self.path = step["path"]
+        self.parents, self.accepted = [*step["parents"], self.path[-1]], {*self.path, len(step["nodes"])}
         self.labels = [label(words) for words in (*step["nodes"], step["emitted"][-1])]
         self.depths, self.rows, self.n_rows = [0], {}, 0
         for parent in self.parents[1:]:
             self.depths.append(self.depths[parent] + 1)
-        by = lambda node: "model" if node == own else "lookup" if node > step["heads"] else f"head {self.depths[node]}"
-        self.drafted_by = ["root", *map(by, range(1, own + 1))]
+        self.drafted_by = [*step["drafted_by"], "model"]
         self.fills = [svg.BRIGHT, *map(colour, self.drafted_by[1:])]
         longest = [max(svg.columns(name) for name, at in zip(self.labels, self.depths) if at == depth)
                    for depth in range(max(self.depths) + 1)]
@@ -163,11 +163,11 @@ def label(words):
 
 
 def shows_the_method(step):
-    """Whether a step is small, with two accepted guesses or more, a branch that was not accepted, and the model's own
-    token."""
+    """Whether a step is small, with a root that can be seen, two accepted guesses or more, a branch that was not
+    accepted, and the model's own token."""
     parents = step["parents"]
     return len(parents) < NODES and len(step["path"]) > 2 and len(set(parents)) < len(parents) and (
-        step["guessed_by"][-1:] == ["model"])
+        step["guessed_by"][-1:] == ["model"] and bool(step["nodes"][0].strip()))
 
 
 def draw_tree(args):
@@ -181,10 +181,10 @@ def draw_tree(args):
     return svg.picture(
         "A drafted tree, with what was accepted", below + 26,
         svg.text(24, 36, f"One step: {guesses} guesses accepted, {guesses + 1} tokens", svg.BRIGHT, **svg.TITLE),
-        legend(64, "the model's own token", {*tree.drafted_by} - {"root", "model"}), *map(tree.edge, nodes[1:]),
+        legend(64, "the model's next token", {*tree.drafted_by} - {"root", "model"}), *map(tree.edge, nodes[1:]),
         svg.tag("g", *map(tree.box, nodes), font_family=svg.MONO, font_size=12, text_anchor="middle"),
-        svg.text(24, below + 4, "Full boxes were accepted: the model itself says the same. Outlined ones were not.",
-                 svg.DIM), card=True)
+        svg.text(24, below + 4, "White: the newest token. Full: accepted, the model says the same. Outlined: rejected. "
+                 "Grey: comes free.", svg.DIM), card=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,9 +209,15 @@ def draw_tokens_per_step(args):
                   svg.tag("rect", x=left + one + 2, y=y, width=max(0.0, one * (value - 1) - 2), height=22, fill=fill),
                   svg.text(left + one * value + 8, y + 15, f"{value:.2f}", fill, font_weight="bold")]
     return svg.chart("Tokens per step", 70 + 32 * len(bars),
-                     f"{TREE_SIZE - 1} guesses per step. {measured(record)}",
-                     svg.text(left, 50, "the model's own", svg.GREY, font_size=12),
+                     f"{TREE_SIZE - 1} guesses per step, heads of {trained(record)} training steps.\n"
+                     + measured(record),
+                     svg.text(left, 50, "not guessed", svg.GREY, font_size=12),
                      svg.text(left + max(one + 2, 100), 50, "guessed right", svg.GREY, font_size=12), *parts)
+
+
+def trained(record):
+    """The steps of the heads of a record, such as "500"."""
+    return " or ".join(sorted({str(training["steps"]) for training in record["training"].values()}))
 
 
 def look(drafted_by, heads):
@@ -234,8 +240,8 @@ def draw_batch(args):
     lines = [svg.Line(name, sorted(points.items()), *style) for (name, *style), points in best.items()]
     sizes = sorted({row["batch_size"] for row in record["decoding"]})
     return svg.line_chart("Tokens per second, all sequences together (logarithmic)", lines, sizes, "{:,.0f}",
-                          "Of each kind the best; a batch larger than the number of prompts takes as many as it has "
-                          f"slots.\n{measured(record)}")
+                          "Of each kind the best. Batches of more than that many prompts take one for each sequence.\n"
+                          + measured(record))
 
 
 def draw_roofline(args):
@@ -247,7 +253,7 @@ def draw_roofline(args):
         prediction = roofline.Prediction(roofline.GPUS[GPU], roofline.sizes(model), heads)
         rows = [prediction.row(size, T, tokens(T)) for size in sizes for T in range(2, MAX_TREE + 1)]
         rows = sorted(filter(None, rows), key=lambda row: row["speed_up"])
-        best = {row["batch_size"]: row["speed_up"] for row in rows}  # the last one of a size stays
+        best = {row["batch_size"]: row["speed_up"] for row in rows}  # the last of a size, the best, stays
         lines.append(svg.Line(SIZES[model][1], sorted(best.items()), fill))
     return svg.line_chart(
         f"Predicted, not measured: speed-up on one {GPU.upper()} (logarithmic)", lines, ticks, "{:.2f}x",

@@ -1,4 +1,4 @@
-"""Draft heads against each other on equal terms: accuracy, tokens per step and throughput.
+"""Draft heads against each other and lookup on equal terms: accuracy, tokens per step and throughput.
 
 With --train, train_heads.py first trains every kind below on the same base, data, steps and batches, to guess
 among all token ids: the four presets, and Clover with one of its parts taken out, as in the ablation of its paper
@@ -127,7 +127,7 @@ def with_lookup(heads, tree_size):
     """{name: options of `prepare`} of lookup alone, and of lookup with Clover's heads or, without these, the last."""
     name = "clover" if "clover" in heads else list(heads)[-1]
     both = {f"{name} + lookup": dict(heads=heads[name], lookup=True, tree_size=tree_size)} if tree_size > 2 else {}
-    return {"lookup": dict(lookup=True, tree_size=tree_size)} | both if tree_size > 1 else {}
+    return ({"lookup": dict(lookup=True, tree_size=tree_size)} | both) if tree_size > 1 else {}
 
 
 def bench(args):

@@ -15,7 +15,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
 from model import InputError
 
-SAMPLING_RANGES = dict(temperature=(0, 1e4), top_k=(0, 2**31), top_p=(1e-9, 1), min_p=(0, 1))
 MAX_SECONDS = 5      # that a template may take; milliseconds are usual
 MAX_LENGTH = 10**7   # characters that it may give
 
@@ -42,16 +41,13 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """How generation_config.json says to sample: a dict with "temperature", which is 0 unless do_sample is true, and
-    those of SAMPLING_RANGES that it holds. Raises InputError for a broken file and for numbers out of range."""
-    file = _folder(path) / "generation_config.json"
-    config = optional_json(file)
-    found = {name: config[name] for name in SAMPLING_RANGES if config.get(name) is not None}
-    for name, value in found.items():
-        low, high = SAMPLING_RANGES[name]
-        if type(value) not in ((int,) if name == "top_k" else (int, float)) or not low <= value <= high:
-            raise InputError(f"{file}: expected a {name} from {low} to {high}, but it is {value!r}; correct the file")
-    return found | dict(temperature=found.get("temperature", 1.0) if config.get("do_sample") is True else 0.0)
+    """How generation_config.json says to sample, unchecked: a dict with "temperature", and those of the others that it
+    holds. Without a do_sample that is true it says nothing: {"temperature": 0.0}. InputError for a broken file."""
+    config = optional_json(_folder(path) / "generation_config.json")
+    if config.get("do_sample") is not True:
+        return dict(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return dict(temperature=1.0) | {name: config[name] for name in names if config.get(name) is not None}
 
 
 def load_chat_template(path):

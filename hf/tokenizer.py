@@ -18,12 +18,12 @@ from model import InputError, read_json
 
 # The pattern that ByteLevel itself splits by: GPT-2's.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Those of a Split before it: demo/'s, Llama 3's (English contractions besides), Qwen's (digits one by one).
-DEMO_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Those of a Split before it: Llama 3's, with English contractions, and Qwen's, with digits one by one.
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Of training.base. Punctuation takes no line end, and a line end takes the indentation after it but for one space: so a
 # prompt that ends with a colon, as prompts of code do, is cut into tokens as the text before a line end is.
 CODE_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{DEMO_PATTERN}"
+LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # flags of added tokens that take the text around them into account
@@ -219,7 +219,7 @@ def _pattern(pre_tokenizer):
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
     if steps == [_byte_level(True)]:
         return GPT2_PATTERN
-    for pattern in (CODE_PATTERN, DEMO_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN):
+    for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
         if steps == [_split(pattern), _byte_level(False)]:
             return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"  # the second half never matches; hashes include it
     return None

@@ -16,12 +16,18 @@ from tools.cli import DEMO, HEAD_COLOURS, LOOKUP_COLOUR
 ROOT = Path(__file__).parent.parent
 PAGES = ("#ffffff", "#0d1117")  # GitHub's light and dark one
 MACHINE = dict(cpu="AMD EPYC", threads=2, gpu=None)
-SETTINGS = dict(model="demo", dtype="torch.float32", prompts=32, max_new_tokens=128, machine=MACHINE)
+SETTINGS = dict(model="demo", dtype="torch.float32", prompts=32, max_new_tokens=128, machine=MACHINE,
+                training=dict(medusa=dict(steps=500), clover=dict(steps=500)))
 
 
 def step(emitted, guessed_by, nodes, parents, heads, path, prompt=0):
-    return dict(prompt=prompt, variant="heads", emitted=emitted, guessed_by=guessed_by, nodes=nodes, parents=parents,
-                heads=heads, path=path)
+    """One of Drafts.steps. heads: how many of the nodes are the heads'; the rest are lookup's."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    drafted_by = [f"head {depth}" if node <= heads else "lookup" for node, depth in enumerate(depths)]
+    return dict(prompt=prompt, step=1, variant="heads", emitted=emitted, guessed_by=guessed_by, nodes=nodes,
+                parents=parents, drafted_by=["root", *drafted_by[1:]], path=path)
 
 
 PLAIN = step([" b"], ["model"], [":"], [-1], 0, [0])
@@ -159,8 +165,8 @@ def test_what_has_no_record_is_left_out_in_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, bad", [
     ("text.svg", dict(guessed_by=["head 1"])), ("text.svg", dict(guessed_by=["a", "b", "c"])),
-    ("text.svg", dict(emitted=[1, 2, 3])), ("tree.svg", dict(parents=[-1, 4, 4, 4, 4])), ("tree.svg", dict(heads=None)),
-    ("tree.svg", dict(path=[0, 1, 9])), ("tree.svg", dict(nodes=[None] * 5))])
+    ("text.svg", dict(emitted=[1, 2, 3])), ("tree.svg", dict(parents=[-1, 4, 4, 4, 4])),
+    ("tree.svg", dict(drafted_by=None)), ("tree.svg", dict(path=[0, 1, 9])), ("tree.svg", dict(nodes=[None] * 5))])
 def test_a_run_that_is_none_is_left_out(drawn, name, bad):
     assert "its record is not what its command writes" in drawn(name, BRANCHES | bad)
 
@@ -212,10 +218,10 @@ def test_hostile_tokens_are_shown(drawn):
     shown = "".join(lines(drawn("text.svg", many)))
     assert "<b>&amp;\"'\u241b[31m\u2400\u2407\u2421\ufffd\ufffdgnirts\ufffd]]>\u00e9\u4e2d\U0001f600\u240dxxx" in shown
     assert len(shown) < draw.LINES * draw.COLUMNS and shown.endswith("x...")
-    tree = step(["a", "b", "\t" * 30], ["head 1", "head 2", "model"], ["", *HOSTILE, "a\n b", "b"],
+    tree = step(["a", "b", "\t" * 30], ["head 1", "head 2", "model"], ["0", *HOSTILE, "a\n b", "b"],
                 [-1, *[0] * 10, 10], 11, [0, 10, 11])
     labels = [element.text or "" for element in tags(tags(drawn("tree.svg", tree), "g")[0], "text")]
-    assert labels == ["", "<b>&amp;\"'", "\u241b[31m", "\u2400\u2407\u2421", "\ufffd", "\ufffdgnirts", "\ufffd", "]]>",
+    assert labels == ["0", "<b>&amp;\"'", "\u241b[31m", "\u2400\u2407\u2421", "\ufffd", "\ufffdgnirts", "\ufffd", "]]>",
                       "\u00e9\u4e2d\U0001f600", "\u240d", "a↵·b", "b", "⇥" * 13 + "…"]
 
 
@@ -271,7 +277,8 @@ def test_bars_are_tokens_per_step(drawn):
     shown = [text.text for text in tags(root, "text")]
     assert {"Medusa", "Clover", "1.00", "1.50", "2.00"} < set(shown)
     assert not {"Hydra", "lookup alone", "9.00"} & set(shown)
-    assert "greedy, 32 prompts, 128 new tokens each; 2 cores of an AMD EPYC" in shown[-1] and shown[-1][:3] == "16 "
+    assert "greedy, 32 prompts, 128 new tokens each; 2 cores of an AMD EPYC" in shown[-1]
+    assert shown[-2] == "16 guesses per step, heads of 500 training steps."
     rows += [heads_row("lookup", 5.0), heads_row("clover + lookup", 6.0), heads_row("hydra", 1.75)]
     root = drawn("tokens-per-step.svg", heads_cpu=dict(decoding=rows))
     shown = [text.text for text in tags(root, "text")]

@@ -16,11 +16,12 @@ from model import GPT, NATIVE_BFLOAT16
 from tools.cli import DEMO
 from training.data import load_tokens, prompts
 
-STARTS = ["def fibonacci(n):", "class Stack:", "import os\n", "def main():", "def read_file(path):", "for line in file:",
-          "class TestRead(unittest.TestCase):", "def test_empty(self):", 'if __name__ == "__main__":', "while True:",
-          "try:\n    import json\n", "def __init__(self, name):", "class Queue:\n    def __init__(self):",
-          "from collections import", "def is_prime(n):", "with open(path) as f:", "async def fetch(url):",
-          'def parse(text):\n    """', "import unittest\n\n", "@property\ndef name(self):", "def sort(items, key=None):"]
+STARTS = ["def fibonacci(n):", "class Stack:", "import os\n", "def main():", "def read_file(path):", "while True:",
+          "class TestRead(unittest.TestCase):", "def test_empty(self):", 'if __name__ == "__main__":',
+          "def is_prime(n):", "try:\n    import json\n", "def __init__(self, name):",
+          "class Queue:\n    def __init__(self):",
+          "from collections import", "with open(path) as f:", "async def fetch(url):", "import unittest\n\n",
+          'def parse(text):\n    """', "@property\ndef name(self):", "def sort(items, key=None):", "for line in file:"]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(
@@ -63,14 +64,15 @@ def test_demo_heads_are_lossless_and_guess_well(demo, options):
     assert clover.tokens_per_step > 1.7 and clover.tokens_per_step > medusa.tokens_per_step
 
 
-def parses(text):
-    """Whether a text up to its last full line is Python."""
+def parses(start, new):
+    """Whether a text up to its last full line is Python, of which the model wrote two lines or more."""
+    text = start + new[:new.rfind("\n") + 1]
     try:
         with warnings.catch_warnings(action="ignore"):  # such as of an escape that means nothing
-            ast.parse(text[:text.rfind("\n") + 1])
+            ast.parse(text)
     except (SyntaxError, ValueError):
         return False
-    return True
+    return new.count("\n") >= 2
 
 
 def test_demo_writes_python(demo):
@@ -79,6 +81,6 @@ def test_demo_writes_python(demo):
     starts = (STARTS * 3)[:50]
     given = [encoding.encode(text) for text in starts]
     out = generate(model, given, 128, stop=stop_tokens(DEMO, encoding), batch_size=50, **sampling_defaults(DEMO))
-    texts = [start + encoding.decode(tokens) for start, tokens in zip(starts, out.tokens)]
+    texts = list(map(encoding.decode, out.tokens))
     repeated = [max(len(list(same)) for _, same in itertools.groupby(filter(None, text.split("\n")))) for text in texts]
-    assert sum(map(parses, texts)) >= 25 and max(repeated) <= 4
+    assert sum(map(parses, starts, texts)) >= 25 and max(repeated) <= 4

@@ -12,8 +12,9 @@ import tiktoken
 from generate import TextStream
 from hf import tokenizer
 from hf.tokenizer import (
-    DEMO_PATTERN,
+    CODE_PATTERN,
     LLAMA3_PATTERN,
+    PIECES,
     QWEN_PATTERN,
     encode_prompt,
     load_encoding,
@@ -241,7 +242,8 @@ DIGITS = sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)
 BOS = template([(EOT, 0)])
 KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "gpt2": (lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL), True),
-    "demo": (lambda c: byte_level(c, split_form(DEMO_PATTERN)), True),
+    "code": (lambda c: byte_level(c, split_form(CODE_PATTERN)), True),
+    "llama3 without contractions": (lambda c: byte_level(c, split_form(PIECES)), True),
     "llama3": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), model={"ignore_merges": True}, post_processor=BOS),
                True),
     "qwen": (lambda c: byte_level(c, split_form(QWEN_PATTERN), CHAT, normalizer=NFC), True),

@@ -273,8 +273,15 @@ def test_the_folder_says_how_to_sample_where_no_flag_does(chat_folder, capsys):
     assert tokens() == sampled and tokens("--temperature", 0) == greedy
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
     told = lambda *more: (command_line.main(list(map(str, flags + list(more)))), capsys.readouterr().err)[1]
-    assert told().startswith("sampling as generation_config.json") and "temperature 2, top-k 50 (" in told()
+    assert told().startswith("sampling as chat/generation_config.json says: ") and "temperature 2, top-k 50 (" in told()
     assert "temperature" not in told("--temperature", 1).split("(")[0] and told("--temperature", 0) == ""
+    for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
+        (chat_folder / "generation_config.json").write_text(json.dumps(settings | bad))
+        with pytest.raises(InputError, match=f"generation_config.json: {next(iter(bad)).replace('_', '-')} must be"):
+            told()
+        assert told(f"--{next(iter(bad)).replace('_', '-')}", 1)  # given, the folder's is not taken
+    (chat_folder / "generation_config.json").unlink()
+    assert told() == "" and "--top-p: no effect at temperature 0" in told("--top-p", 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,7 +300,8 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
         assert sum(len(step["emitted"]) for step in steps) == len(tokens)
         emitted = iter(tokens)
         for step in steps:
-            assert len(step["nodes"]) == len(step["parents"]) <= 9 and step["heads"] <= 4
+            assert len(step["nodes"]) == len(step["parents"]) == len(step["drafted_by"]) <= 9
+            assert [step["drafted_by"][node] for node in step["path"][1:]] == step["guessed_by"][:len(step["path"]) - 1]
             assert [step["parents"][node] for node in step["path"]] == [-1, *step["path"][:-1]]
             texts = [decode([token]) for token in itertools.islice(emitted, len(step["emitted"]))]
             assert [step["nodes"][node] for node in step["path"][1:]][:len(texts)] == texts[:len(step["path"]) - 1]
@@ -302,15 +310,20 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
     assert by["lookup"] > 0
 
 
-def test_trees_as_text():
+def test_trees_as_text(monkeypatch):
     """Catches a branch under the wrong parent, and marks that are not the path's."""
-    step = dict(prompt=0, variant="heads 3 + lookup 1", nodes=["x", " =", "\n", " 1", ")"], parents=[-1, 0, 0, 1, 3],
-                heads=3, path=[0, 1, 3], emitted=[" =", " 1", "2"], guessed_by=["head 1", "head 2", "model"])
+    step = dict(prompt=1, step=7, variant="heads 3 + lookup 3", nodes=["x", " =", "\n", " 1", ")", "]", "}"],
+                parents=[-1, 0, 0, 1, 3, 4, 5], path=[0, 1, 3, 4], emitted=[" =", " 1", ")", "2"],
+                drafted_by=["root", "head 1", "head 1", "head 2", "lookup", "lookup", "lookup"],
+                guessed_by=["head 1", "head 2", "lookup", "model"])
     recorded = Drafts.__new__(Drafts)
-    recorded.steps = [step | dict(nodes=["x"], parents=[-1]), step]
+    recorded.streams, recorded.steps = [None, None], [step | dict(nodes=["x"]), step]
     assert [" ".join(line.split()) for line in recorded.lines()] == [
-        "step 2, heads 3 + lookup 1; accepted guesses are marked", "'x' the newest token", "* ├─ ' =' head 1",
-        "* │ └─ ' 1' head 2", "│ └─ ')' lookup", "└─ '\\n' head 1", "+ '2' the model's own"]
+        "prompt 2, step 7, heads 3 + lookup 3; * accepted, + added by the model itself", "'x' the newest token",
+        "* ├─ ' =' head 1", "* │ └─ ' 1' head 2", "* │ └─ ')' ']' '}' lookup, 1 of 3 accepted",
+        "└─ '\\n' head 1", "+ '2'"]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert not any(character in "".join(recorded.lines()) for character in "├└│")
     recorded.steps = recorded.steps[:1]
     assert "no step drafted" in "".join(recorded.lines())
 

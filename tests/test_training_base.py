@@ -50,7 +50,8 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
         set_learning_rate(optimizer, peak, step, steps)
     monkeypatch.setattr(base, "set_learning_rate", interrupted)
     run(texts, tmp_path / "parts", "--steps", "40")
-    assert "interrupted at step 16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "interrupted at step 16" in said and "held-out" not in said  # which takes minutes on a large corpus
     monkeypatch.undo()
     parts = run(texts, tmp_path / "parts", "--steps", "40", "--resume")
     for a, b in zip(whole.parameters(), parts.parameters()):

@@ -98,7 +98,7 @@ def test_builtin_corpus_leaves_out_tables_data_and_files_of_literals(tmp_path, m
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     doc = 40 * "A long text, with 'quotes' and 12 numbers. "
     code = f'def f(x):\n    """{doc}"""\n    return x + 1  # "not code" 2 3\n'
-    kept = {f"{folder}/m{i}.py": code for folder in ("json", "test/test_dataclasses", "database") for i in range(30)}
+    kept = {f"{folder}/m{i}.py": code for folder in ("json", "importlib/metadata", "database") for i in range(30)}
     left_out = {name: code for name in ("encodings/a.py", "pydoc_data/b.py", "test/xmltestdata/c.py", "x/data03/d.py")}
     write(tmp_path, kept | left_out | {"table.py": "T = [" + "1, 0x2f, 'abc', " * 20 + "]\n"})
     found = {file.relative_to(tmp_path).as_posix() for split in corpus.SPLITS for file in corpus.builtin_corpus(split)}

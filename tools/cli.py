@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from clover import CloverHeads
-from generate import TextStream, prepare
+from generate import Sampling, TextStream, prepare
 from hf import checkpoint
 from hf.chat import load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
@@ -170,6 +170,8 @@ class Session:
 
     def __init__(self, args):
         self.args, self.texts = args, read_prompts(args.prompt or [])
+        self.sampling = self.sampling_flags() | dict(seed=args.seed)
+        Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
             raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained "
@@ -177,19 +179,25 @@ class Session:
         self.model, self.encoding = load_model(args)
         self.heads, self.lookup = self.drafters()
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
-        self.sampling = self.sampling_flags() | dict(seed=args.seed)
 
     def sampling_flags(self):
         """The flags that say how to sample; those not given are as the folder says, which one line tells."""
         given = {name: getattr(self.args, name) for name in SAMPLING if getattr(self.args, name) is not None}
         folder = sampling_defaults(self.args.model)
         if given.get("temperature", folder["temperature"]) == 0:
+            filters = ", ".join(f"--{name.replace('_', '-')}" for name in SAMPLING[1:] if given.get(name))
+            if filters and "temperature" not in given:
+                print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
             return dict(temperature=0.0) | given
-        taken = {name: value for name, value in folder.items() if name not in given}
+        taken, file = {name: folder[name] for name in folder.keys() - given}, "generation_config.json"
+        try:
+            Sampling(**taken)
+        except InputError as error:
+            raise InputError(f"{Path(self.args.model) / file}: {error}; correct the file, or give the flag") from None
         if taken:
-            words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in taken.items())
-            print(f"sampling as generation_config.json of {self.args.model} says: {words} (--temperature 0 is greedy)",
-                  file=sys.stderr)
+            words = ", ".join(f"{name.replace('_', '-')} {taken[name]:g}" for name in SAMPLING if name in taken)
+            print(f"sampling as {Path(self.args.model).resolve().name}/{file} says: {words} (--temperature 0 is "
+                  "greedy)", file=sys.stderr)
         return taken | given
 
     def drafters(self):
@@ -227,7 +235,8 @@ class Session:
         names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds", "tokens_per_step",
                  "tokens_per_second", "accepted")
         return {name: getattr(output, name) for name in names} | dict(
-            prompts=self.texts, texts=list(map(self.decode, output.tokens)),
+            model=Path(self.args.model).resolve().name, sampling=self.sampling, prompts=self.texts,
+            texts=list(map(self.decode, output.tokens)),
             step_lengths=dict(sorted(output.step_lengths.items())),
             variants={str(variant): dict(steps=steps, tokens=tokens)
                       for variant, (steps, tokens) in output.variants.items()})

@@ -1,10 +1,12 @@
 """--show-tree: what each step drafted, and what the model accepted of it."""
 
-from collections import defaultdict, deque
+import sys
+from collections import Counter, defaultdict, deque
 
 from generate import TextStream
 
-SHOWN = 4  # steps that drafted something
+SHOWN = 4   # trees that are printed
+WIDTH = 44  # of a node with its branches
 
 
 class Drafts:
@@ -14,7 +16,7 @@ class Drafts:
         self.engine, self.decode = engine, session.encoding.decode
         self.streams = [TextStream(session.encoding) for _ in session.texts]
         self.pending = defaultdict(deque)  # index of the prompt -> its trees that were drafted and not yet accepted
-        self.steps = []                    # what `step` gives for each step
+        self.steps, self.counts = [], Counter()
         self.draft, engine.draft = engine.draft, self.record
 
     def record(self, variant):
@@ -27,43 +29,53 @@ class Drafts:
         return drafted
 
     def show(self, index, tokens, path, variant):
+        self.counts[index] += 1
         self.steps.append(self.step(index, tokens, path, variant, *self.pending[index].popleft()))
 
     def step(self, index, tokens, path, variant, nodes, parents, used):
-        """One step as a dict for --json. used: the nodes that are not spare. Nodes are numbered without the spare ones;
-        the last emitted token is the model's own, unless the text ended before it."""
-        number = {node: i for i, node in enumerate(used)}
-        kind = lambda depth, node: "lookup" if node > variant.heads else f"head {depth}"
-        guessed_by = [kind(depth, node) for depth, node in enumerate(path) if depth] + ["model"]
-        return dict(prompt=index, variant=str(variant), guessed_by=guessed_by[:len(tokens)],
+        """One step as a dict for --json. used: the nodes that are not spare; the dict numbers only these. The last
+        emitted token is the model's own, unless the text ended before it."""
+        number, depths = {node: i for i, node in enumerate(used)}, {0: 0}
+        for node in used[1:]:
+            depths[node] = depths[parents[node]] + 1
+        by = lambda node: "lookup" if node > variant.heads else f"head {depths[node]}" if node else "root"
+        path = path[:len(tokens) + 1]  # a text may end inside it
+        return dict(prompt=index, step=self.counts[index], variant=str(variant),
                     emitted=[self.streams[index].feed([token]) for token in tokens],
-                    nodes=[self.decode([nodes[node]]) for node in used], path=[number[node] for node in path],
-                    parents=[number.get(parents[node], -1) if node else -1 for node in used],
-                    heads=sum(0 < node <= variant.heads for node in used))
+                    guessed_by=[*map(by, path[1:]), "model"][:len(tokens)],
+                    nodes=[self.decode([nodes[node]]) for node in used], drafted_by=list(map(by, used)),
+                    parents=[number[parents[node]] if node else -1 for node in used],
+                    path=[number[node] for node in path])
 
     def lines(self):
         """The first trees as text."""
-        trees = [(i, step) for i, step in enumerate(self.steps, start=1) if len(step["nodes"]) > 1]
-        for i, step in trees[:SHOWN]:
-            yield f"\nstep {i}, {step['variant']}; accepted guesses are marked"
+        trees = [step for step in self.steps if len(step["nodes"]) > 1]
+        for step in trees[:SHOWN]:
+            prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
+            yield f"\n{prompt}step {step['step']}, {step['variant']}; * accepted, + added by the model itself"
             yield from branch(step, 0, "", "")
             if step["guessed_by"][-1:] == ["model"]:
-                yield f"+ {step['emitted'][-1]!r:<{WIDTH}}  the model's own"
+                yield f"+ {step['emitted'][-1]!r}"
         if not trees:
-            yield "\nno step drafted a tree; --draft heads --tree-size 9 does"
-
-
-WIDTH = 40  # of a node with its branches
+            yield "\nno step drafted a tree; --tree-size 9 lets every step draft one"
 
 
 def branch(step, node, before, below):
-    """The lines of a node and of those under it. before: what its own line begins with; below: what theirs do."""
-    children = [child for child, parent in enumerate(step["parents"]) if parent == node and child]
-    depth, up = 0, node
-    while up:
-        depth, up = depth + 1, step["parents"][up]
-    by = "the newest token" if not node else "lookup" if node > step["heads"] else f"head {depth}"
-    yield f"{'*' if node in step['path'][1:] else ' '} {before + repr(step['nodes'][node]):<{WIDTH}}  {by}"
+    """The lines of a node and of those under it. before: what its own line begins with; below: what theirs do. A chain
+    of lookup's is one line."""
+    chain, children = [node], children_of(step, node)
+    while step["drafted_by"][chain[-1]] == "lookup" and len(children) == 1:
+        chain, children = [*chain, *children], children_of(step, children[0])
+    accepted = sum(at in step["path"][1:] for at in chain)
+    words = " ".join(repr(step["nodes"][at]) for at in chain)
+    by = step["drafted_by"][node].replace("root", "the newest token")
+    by += f", {accepted} of {len(chain)} accepted" if len(chain) > 1 else ""
+    yield f"{'*' if accepted else ' '} {before + words:<{WIDTH}}  {by}"
+    end, fork, line = ("└─ ", "├─ ", "│  ") if "UTF" in (sys.stdout.encoding or "").upper() else ("`- ", "|- ", "|  ")
     for child in children:
         last = child == children[-1]
-        yield from branch(step, child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
+        yield from branch(step, child, below + (end if last else fork), below + ("   " if last else line))
+
+
+def children_of(step, node):
+    return [child for child, parent in enumerate(step["parents"]) if parent == node]

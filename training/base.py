@@ -55,14 +55,17 @@ def loss_of(model, ids):
 
 
 @torch.no_grad()
-def evaluate(model, args, encoding):
+def evaluate(model, data, encoding):
     """Prints a model's loss on all of the held-out text, in windows of its context that do not overlap."""
-    text = (record.text for _, record in split_records(args.data, ["heldout"], log=lambda line: None))
-    ids, n_bytes = load_tokens(args.data, encoding, "heldout").ids, sum(len(part.encode()) for part in text)
-    T = model.config.block_size
-    starts = range(0, len(ids) - T, T)  # the last few tokens are left out
-    losses = [loss_of(model, torch.from_numpy(ids[i:i + T + 1].astype(int))[None].to(model.device)) for i in starts]
-    loss = sum(loss.item() for loss in losses) / len(losses)
+    ids, T = load_tokens(data, encoding, "heldout").ids, model.config.block_size
+    records = split_records(data, ["heldout"], log=lambda line: None)  # load_tokens says what is skipped
+    n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass")) for _, record in records)
+    if len(ids) <= T:
+        raise InputError(f"expected more than {T} held-out tokens, the model's context, but got {len(ids)}; give more "
+                         "text")
+    windows = (torch.from_numpy(ids[i:i + T + 1].astype(int)) for i in range(0, len(ids) - T, T))
+    losses = [loss_of(model, window[None].to(model.device)).item() for window in windows]
+    loss = sum(losses) / len(losses)
     print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; {n_bytes / 1e6:.2f} MB")
 
 
@@ -140,7 +143,7 @@ def main(argv=None):
     args = parse(argv)
     device, out = pick_device(args.device), Path(args.out)
     if args.evaluate:
-        return evaluate(GPT.from_pretrained(out, torch.float32, device), args, load_encoding(out))
+        return evaluate(GPT.from_pretrained(out, torch.float32, device), args.data, load_encoding(out))
     state = load_state(out, args.resume, ("model", "optimizer", "step"), device)
     if not args.resume:
         pairs = split_records(args.data, SPLITS, log=lambda line: None)  # load_tokens says what is skipped
@@ -154,13 +157,16 @@ def main(argv=None):
     tokens, heldout = (load_tokens(args.data, encoding, split) for split in SPLITS)
     config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
     run = Run(args, config, device, state)
+    if run.step > args.steps:
+        raise InputError(f"{out} holds a run that is at step {run.step} already; choose more --steps")
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
     size = sum(p.numel() for p in run.model.parameters())
     print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "
           f"{len(heldout.ids) / 1e6:.2f}M held out", flush=True)
     run.train(tokens)
-    evaluate(run.model, args, encoding)
-    print(f"\nnext:  python train_heads.py --model {out}")
+    if run.step == args.steps:
+        evaluate(run.model, args.data, encoding)
+        print(f"\nnext:  python train_heads.py --model {out}")
 
 
 if __name__ == "__main__":

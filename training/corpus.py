@@ -46,8 +46,8 @@ def builtin_corpus(split):
     its path inside the library, is in the split "heldout", the others in "train". Left out is what nobody would learn
     to write code from, see `is_code`. InputError where there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root), read_utf8(file))
-             and split_of(file.relative_to(root).as_posix()) == split]
+    files = [file for file in sorted(root.rglob("*.py")) if split_of(file.relative_to(root).as_posix()) == split
+             and is_code(file.relative_to(root), read_utf8(file))]
     if not files:
         raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, but there are none; "
                          "name files of text")
@@ -57,12 +57,12 @@ def builtin_corpus(split):
 def is_code(path, text):
     """False for a file of the library that is no example of good code. path: inside the library. text: None where it is
     not UTF-8. False for other packages' files, tables (encodings, pydoc's topics), the tests' data, and files of which
-    numbers and short strings are more than a quarter."""
+    numbers and strings on one line are more than a quarter."""
     foreign = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
     # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
     if not text or foreign & set(path.parts) or path.stem.startswith("_sysconfigdata"):
         return False
-    if any(re.search(r"data\d*$", folder) for folder in path.parts[:-1]):
+    if any(re.search(r"(?<!meta)data\d*$", folder) for folder in path.parts[:-1]):
         return False
     return 4 * sum(map(len, LITERAL.findall(text))) <= len(text)
 

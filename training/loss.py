@@ -14,7 +14,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-CHUNK = 2**24       # logits at a time, 64 MB in float32; the model's own probabilities take as much again
+CHUNK = 2**22       # logits at a time, 16 MB in float32, as a CPU's cache holds; the model's own take as much again
 CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long to read the LM head as one of many
 
 
