@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import platform
+import sys
 import time
 from bisect import bisect_right
 from dataclasses import asdict
@@ -311,6 +312,8 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
         rate = lambda variant: expected(variant) / times[variant]
         return expected(Variant(MAX_TREE - 1)) / times[tried[-1]] < max(map(rate, tried))
 
+    if file and not known:
+        print("measuring how long steps take on this machine; kept for the next run", file=sys.stderr)
     sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
     tried = measure_steps([Variant(size - 1) for size in sizes], times, measure, rounds, enough)
     trees = some_trees(tried[1:], lambda variant: expected(variant) / times[variant])
