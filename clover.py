@@ -177,13 +177,14 @@ class CloverHeads(nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)  # nn.Module's own setattr would count its weights among ours
         self.config, self.info = config, {}
-        self.embedding_scale = 1 / model.head.weight.float().pow(2).mean().sqrt().item()
+        squares = model.group.sum(model.head.weight.float().pow(2).sum(dtype=torch.float64))
+        self.embedding_scale = (model.config.vocab_size * model.config.n_embd / squares.item()) ** 0.5
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
         self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
-        for block in self.augment_blocks:
+        for block in self.augment_blocks if model.group.size == 1 else ():  # else the last block is divided
             block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
         # the token ids to draft among, int32, most frequent first; None: all
         vocabulary = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
@@ -211,7 +212,7 @@ class CloverHeads(nn.Module):
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all tokens."""
-        return F.embedding(tokens, self.model.head.weight) * self.embedding_scale
+        return self.model.head.embedding(tokens) * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""

@@ -586,10 +586,10 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
     return values, columns
 
 
-@triton.jit(do_not_specialize=["seed_key", "M", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["seed_key", "first", "M", "V", "programs", "k"])
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, sequence_ptr, position_ptr, values_ptr, columns_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, M, V, programs, k,
+    stride_hm, stride_hc, stride_wv, stride_wc, temperature, seed_key, first, M, V, programs, k,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (row tile, p): the k best of vocabulary tiles p, p + programs, ... and, if asked for, their log-sum-exp.
@@ -640,7 +640,7 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :], tl.trans(acc) if VOCABULARY_FIRST else acc, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
-                scores = scores / temperature + _gumbel_kernel(low, high, token.to(tl.uint32))
+                scores = scores / temperature + _gumbel_kernel(low, high, (first + token).to(tl.uint32))
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(scores - new_max[:, None]), 1)
@@ -699,7 +699,7 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _project_triton(hidden, weight, vocab_ids, k, noise=None):
-    """Launches both kernels. noise: None for log-probabilities, or (temperature, seed_key, sequence, position) for
+    """Launches both kernels. noise: None for log-probabilities, or (temperature, seed_key, sequence, position, first) for
     samples, which need k = 1. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
     M, C = hidden.shape
     vocab_ids = None if vocab_ids is None else vocab_ids.contiguous()
@@ -712,19 +712,19 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
     columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
     lse = logprobs = sequence = position = None
-    temperature, seed_key = 0.0, 0
+    temperature, seed_key, first = 0.0, 0, 0
     if noise is None:
         lse = hidden.new_empty((M, programs), dtype=torch.float32)
         logprobs = hidden.new_empty((M, k), dtype=torch.float32)
     elif noise[0] > 0:
-        temperature, seed_key, sequence, position = noise
+        temperature, seed_key, sequence, position, first = noise
         sequence, position = sequence.contiguous(), position.contiguous()
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     with torch.cuda.device_of(hidden):
         _project_kernel[(row_tiles, programs)](
             hidden, weight, vocab_ids, sequence, position, values, columns, lse, *_strides(hidden), *_strides(weight),
-            float(temperature), seed_key, M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
+            float(temperature), seed_key, first, M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
         _merge_lists_kernel[(M,)](
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=min(max(BLOCK_ENTRIES // 512, 1), 16))
@@ -832,21 +832,21 @@ def _xor_shift(x, bits):
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
 
 
-def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None):
+def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first=0):
     """Samples softmax(logits / temperature) of each row: columns int64 [M]. Temperature 0: argmax, the first of equals.
 
     logits [M, V], -inf for excluded tokens; sequence and position int [M]; tokens int [V]: the token ids of the
-    columns, default 0..V - 1. ValueError for shapes, temperature and seed.
+    columns, default first..first + V - 1. ValueError for shapes, temperature and seed.
     """
     M, V = logits.shape
     _check_noise(M, temperature, seed, sequence, position, logits.device)
     if temperature == 0:
         return logits.argmax(-1)
-    noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device) if tokens is None else tokens)
-    return noise.add_(logits.float() / temperature).argmax(-1)
+    tokens = torch.arange(first, first + V, device=logits.device) if tokens is None else tokens
+    return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
 
 
-def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position):
+def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position, first=0):
     """`gumbel_argmax` for hidden [M, C] and weight [V, C] in bfloat16 whose product was rounded to bfloat16 on the way:
     logits float32 [M, V]. Each token that may be the best but for the rounding is scored again, in float64, so that a
     row's result neither ties nor depends on the other rows. Other arguments, results and errors as there."""
@@ -855,14 +855,14 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     largest = torch.maximum(logits.amax(1), -logits.amin(1))
     plain = (largest == 0) | ~largest.isfinite()  # rows where there is nothing to score again, or no way to
     if plain.any():
-        tokens, rest = gumbel_argmax(logits, temperature, seed, sequence, position), ~plain
+        tokens, rest = gumbel_argmax(logits, temperature, seed, sequence, position, first=first), ~plain
         if rest.any():
             tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
-                                           position[rest])
+                                           position[rest], first)
         return tokens
     scores, scale = logits, temperature or 1.0
     if temperature:
-        noise = gumbel(seed, sequence, position, torch.arange(V, device=logits.device))
+        noise = gumbel(seed, sequence, position, torch.arange(first, first + V, device=logits.device))
         scores = logits / temperature + noise
     error = 1.1 / 2**8 * largest / scale  # rounding moves a logit by 2^-8 of itself at most, a float32 sum by far less
     near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
@@ -877,27 +877,30 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # of equals the lowest id
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, first=0):
     """`project_sample` by torch, through the [M, V] logits."""
     _check_project(hidden, weight, vocab_ids)
-    tokens = gumbel_argmax(float_logits(hidden, weight, vocab_ids), temperature, seed, sequence, position, vocab_ids)
+    ids = None if vocab_ids is None else first + vocab_ids
+    tokens = gumbel_argmax(float_logits(hidden, weight, vocab_ids), temperature, seed, sequence, position, ids, first)
     return tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
+def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, first=0):
     """The model's own next token of each row: argmax at temperature 0, else a sample that depends on nothing drafted.
 
     hidden [M, C] and weight [V, C] in one dtype (float32, float16, bfloat16), any strides; temperature float;
     seed int of at most 64 bits; sequence and position int tensors [M]: the token's sequence and its position there.
+    first: the token id of the weight's first row, where it is a part of a larger one; the noise depends on it.
     vocab_ids int32 [n]: only these rows of the weight take part; a token's noise is the same with and without.
     Returns int64 [M]. Of equal logits the lowest token id wins, or the first in vocab_ids. ValueError for shapes,
     dtypes, devices, temperature, seed and, on a CPU, vocab_ids outside the weight.
     """
     if not runs_triton(hidden):
-        return project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids)
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids, first)
     _check_project(hidden, weight, vocab_ids)
     _check_noise(len(hidden), temperature, seed, sequence, position, hidden.device)
-    return _project_triton(hidden, weight, vocab_ids, 1, (temperature, _seed_key(seed), sequence, position))[1][:, 0]
+    noise = temperature, _seed_key(seed), sequence, position, first
+    return _project_triton(hidden, weight, vocab_ids, 1, noise)[1][:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ from kernels import (
     cached_attention,
     float_logits,
     glu,
+    gumbel,
     gumbel_argmax,
     project_sample,
     project_topk,
@@ -80,6 +82,66 @@ class GPTConfig:
     qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
     tied: bool = True          # the LM head is the embedding table
     unit_head: bool = False    # the LM head's rows are scaled to length 1 when they are read, as Baichuan 2 does
+
+
+class Group:
+    """The N processes, or ranks, that decode one model together (tensor parallelism, arXiv 1909.08053, section 3); this
+    one is `rank`. A rank holds whole attention heads with their cache, a part of the MLP and a part of the vocabulary.
+    Group() is one process alone. The others need torch.distributed to be initialised."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    def part(self, n):
+        """This rank's slice of n rows."""
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+
+    def gather(self, x):
+        """[N, *x.shape], the same on all ranks."""
+        if self.size == 1:
+            return x[None]
+        parts = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(parts, x.reshape(-1))
+        return parts.view(self.size, *x.shape)
+
+    def sum(self, x):
+        """The sum over the ranks, in float32 or more and in the order of their numbers: so it has the same bits on all,
+        and a row's do not depend on what stands beside it, as those of an all-reduce may."""
+        if self.size == 1:
+            return x
+        first, *others = self.gather(x)
+        total = first.to(torch.promote_types(x.dtype, torch.float32))
+        for part in others:
+            total = total + part
+        return total.to(x.dtype)
+
+    def share(self, config):
+        """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several ranks hold each.
+        Raises InputError where the ranks do not divide what they share."""
+        N, c = self.size, config
+        if c.n_head % N or c.n_inner % N or c.n_kv_head % N and N % c.n_kv_head or c.vocab_size < N * 64:
+            raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads and an MLP "
+                             f"of {c.n_inner}; take another --nproc-per-node")
+        return replace(c, n_head=c.n_head // N, n_kv_head=max(c.n_kv_head // N, 1), n_inner=c.n_inner // N)
+
+    def held(self, name, config):
+        """What this rank holds of a parameter: (the dimension that is cut, slices of it), or None for all of it."""
+        c, own, D, n = config, self.share(config), config.head_size, self.rank
+        if self.size == 1:
+            return None
+        if ".attn.qkv." in name:
+            kv = n * c.n_kv_head // self.size  # the first of its key/value heads
+            starts = n * own.n_head, c.n_head + kv, c.n_head + c.n_kv_head + kv
+            sizes = own.n_head, own.n_kv_head, own.n_kv_head
+            return 0, [slice(start * D, (start + size) * D) for start, size in zip(starts, sizes)]
+        if ".mlp.up." in name:
+            size, kinds = own.n_inner, range(1 + c.gated)
+            return 0, [slice(i * c.n_inner + n * size, i * c.n_inner + (n + 1) * size) for i in kinds]
+        if name.endswith("attn.proj.weight"):
+            return 1, [slice(n * own.n_head * D, (n + 1) * own.n_head * D)]
+        if name.endswith("mlp.down.weight"):
+            return 1, [slice(n * own.n_inner, (n + 1) * own.n_inner)]
+        return (0, [self.part(c.vocab_size)]) if name == "head.weight" else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,6 +260,7 @@ class Linear(nn.Linear):
     two to three times as fast as from rows, for one token and for many, and a residual or an activation costs nothing
     behind it. `pack` makes the copies."""
     copy = None  # (the weight, its version, the packed copy)
+    group = None  # of a layer whose inputs are divided among ranks, and whose outputs are summed over them
 
     def repack(self):
         """Brings the copy up to date. Only a frozen weight has one, on a CPU, in a dtype that it multiplies."""
@@ -234,6 +297,10 @@ class Linear(nn.Linear):
         """A residual connection: (stream + this layer's output for x, None) where one operation gives the sum, else
         (stream, the output)."""
         packed = self.packed()
+        if self.group and self.group.size > 1:
+            partial = F.linear(x, self.weight) if packed is None else packed_linear(x, packed)
+            total = self.group.sum(partial)
+            return stream, total if self.bias is None else total + self.bias
         if packed is None:
             return stream, self(x).to(stream.dtype)  # autocast changes it
         return packed_linear(x, packed, self.bias, plus=stream), None
@@ -285,12 +352,63 @@ def pad_tokens(x, n):
 
 
 class LMHead(Linear):
-    """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final norm."""
+    """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final norm. With a group a
+    rank holds rows first, first + 1, ... of the weight, and its methods' results are those of the whole."""
     vocab_copy = None  # (vocab_ids, packed copy of the whole weight, packed copy of these rows)
+    held_ids = None    # (vocab_ids, those among this rank's rows, counted from `first`)
+    first = 0
+
+    def __init__(self, config, group):
+        rows = group.part(config.vocab_size)
+        super().__init__(config.n_embd, rows.stop - rows.start, bias=False)
+        self.group, self.first, self.vocab_size = group, rows.start, config.vocab_size
 
     def topk(self, hidden, k, vocab_ids=None):
         """`kernels.project_topk` with this weight -> (logprobs float32 [M, k], tokens int64 [M, k]). For drafting: from
         packed weights in half precision, the logits are rounded."""
+        if self.group.size == 1:
+            return self.own_topk(hidden, k, vocab_ids)
+        if vocab_ids is not None and (self.held_ids is None or self.held_ids[0] is not vocab_ids):
+            own = vocab_ids - self.first
+            self.held_ids = vocab_ids, own[(own >= 0) & (own < len(self.weight))]
+        own_ids = None if vocab_ids is None else self.held_ids[1]
+        M, n = len(hidden), min(k, len(self.weight if own_ids is None else own_ids))
+        lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)  # logits, token ids, log-sum-exp
+        if n:
+            logprobs, tokens = self.own_topk(hidden, n, own_ids)
+            lse = self.scores(hidden, tokens[:, 0]) - logprobs[:, 0]
+            lists[:, :n], lists[:, k:k + n] = logprobs + lse[:, None], tokens + self.first
+            lists[:, -1] = lse
+        logits, tokens, lse = self.group.gather(lists).split((k, k, 1), dim=2)  # (N, M, ...)
+        logits, columns = logits.transpose(0, 1).reshape(M, -1).sort(dim=-1, descending=True, stable=True)
+        tokens = tokens.transpose(0, 1).reshape(M, -1).gather(1, columns[:, :k]).long()
+        return (logits[:, :k] - lse.logsumexp(dim=0)).float(), tokens
+
+    def scores(self, hidden, tokens):
+        """The logits of one of this rank's rows for each hidden state, float64 [M]."""
+        return (hidden.double() * self.weight[tokens].double()).sum(dim=-1)
+
+    def embedding(self, tokens):
+        """The rows of token ids [...], [..., C]."""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        own = tokens - self.first
+        held = (own >= 0) & (own < len(self.weight))
+        return self.group.sum(F.embedding(own.where(held, 0), self.weight) * held[..., None])  # of which one is not 0
+
+    def forward(self, x):
+        """x [..., C] -> logits [..., V]."""
+        logits = super().forward(x)
+        return logits if self.group.size == 1 else self.gathered(logits)
+
+    def gathered(self, logits):
+        """All ranks' logits [..., V] from each one's own; parts may differ by one row."""
+        N, V = self.group.size, self.vocab_size
+        parts = self.group.gather(F.pad(logits, (0, -(-V // N) - logits.shape[-1])))
+        return torch.cat([part[..., :V * (i + 1) // N - V * i // N] for i, part in enumerate(parts)], dim=-1)
+
+    def own_topk(self, hidden, k, vocab_ids):
+        """Among this rank's rows; token ids are counted from `first`."""
         packed = self.packed()
         if packed is None:
             return project_topk(hidden, self.weight, k, vocab_ids)
@@ -304,6 +422,10 @@ class LMHead(Linear):
 
     def logits(self, hidden):
         """float32 [M, V]: rounded to half precision, logits would tie."""
+        logits = self.own_logits(hidden)
+        return logits if self.group.size == 1 else self.gathered(logits)
+
+    def own_logits(self, hidden):
         packed = self.packed()
         if packed is None:
             return float_logits(hidden, self.weight)
@@ -315,13 +437,24 @@ class LMHead(Linear):
 
     def sample(self, hidden, temperature, seed, sequence, position):
         """`kernels.project_sample` with this weight -> tokens int64 [M]."""
+        own = self.own_sample(hidden, temperature, seed, sequence, position)
+        if self.group.size == 1:
+            return own
+        score, tokens = self.scores(hidden, own) / (temperature or 1.0), own + self.first
+        if temperature:
+            score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
+        score, tokens = self.group.gather(torch.stack((score, tokens.double()))).unbind(1)  # (N, M) each
+        return tokens.gather(0, score.argmax(dim=0, keepdim=True))[0].long()  # the first rank's, of equals
+
+    def own_sample(self, hidden, *noise):
+        """Among this rank's rows, counted from `first`."""
         packed = self.packed()
         if packed is None:
-            return project_sample(hidden, self.weight, temperature, seed, sequence, position)
+            return project_sample(hidden, self.weight, *noise, first=self.first)
         logits = packed_linear(pad_tokens(hidden[None], FEWEST_ROWS)[0], packed)[:len(hidden)]
         if logits.dtype == torch.float32:
-            return gumbel_argmax(logits, temperature, seed, sequence, position)
-        return rescored_argmax(logits.float(), hidden, self.weight, temperature, seed, sequence, position)
+            return gumbel_argmax(logits, *noise, first=self.first)
+        return rescored_argmax(logits.float(), hidden, self.weight, *noise, first=self.first)
 
 
 class Norm(nn.Module):
@@ -377,11 +510,12 @@ def rope_table(positions, frequencies, scale, dtype):
 
 class Attention(nn.Module):
 
-    def __init__(self, config):
+    def __init__(self, config, group=None):
         super().__init__()
         c, self.config = config, config
         self.qkv = Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
+        self.proj.group = group
         if c.qk_norm:
             self.q_norm = Norm("rms", c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", c.head_size, c.norm_eps)
@@ -411,11 +545,12 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
 
-    def __init__(self, config):
+    def __init__(self, config, group=None):
         super().__init__()
         c, self.config = config, config
         self.up = Linear(c.n_embd, c.n_inner * (2 if c.gated else 1), bias=c.mlp_bias)  # rows: gate, then up
         self.down = Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
+        self.down.group = group
 
     def forward(self, stream, x):
         """stream, x [B, T, C] -> the stream with the output for x, as in `Linear.add_to`."""
@@ -425,13 +560,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """group: the ranks that share it, of which each holds what the config says; None: one process."""
 
-    def __init__(self, config):
+    def __init__(self, config, group=None):
         super().__init__()
         self.attn_norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config, group)
         self.mlp_norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, group)
 
     def forward(self, x, delta, rope, context, kv=None):
         """The residual stream is x + delta (None: x alone) before the block, and the sum of the two results behind it:
@@ -446,25 +582,28 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A decoder-only transformer. `init_weights` or `from_pretrained` gives it weights. What it calls the hidden state
-    is the last block's output, before the final norm."""
+    is the last block's output, before the final norm. group: the ranks that hold it together; `share` is the config of
+    this one's part."""
 
-    def __init__(self, config):
+    def __init__(self, config, group=None):
         super().__init__()
-        c, self.config = config, config
+        c, self.config, self.group = config, config, group or Group()
+        self.share = self.group.share(c)
         # not nn.Embedding(...), which draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
         self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(self.share, self.group) for _ in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
-        self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
+        self.head = LMHead(c, self.group)
         self.tie_and_place()
 
     def tie_and_place(self):
         """Sets what is derived rather than stored, on the weights' device: the tied head, the tables of positions."""
         c, device = self.config, self.embed.weight.device
         if c.tied:
-            self.head.weight = self.embed.weight
+            rows = self.embed.weight[self.group.part(c.vocab_size)]
+            self.head.weight = self.embed.weight if self.group.size == 1 else nn.Parameter(rows, requires_grad=False)
         if c.positions == "rope":
             with torch.device("cpu"):
                 frequencies, self.rope_scale = rope_frequencies(c)
@@ -501,7 +640,7 @@ class GPT(nn.Module):
         """A `KVCache` for n_layer layers, default the model's. On a CPU, where attention in half precision adds up in
         float64, it is float64 if that takes no more than a quarter of the free memory: cast in each step, it would be
         slower."""
-        c, dtype = self.config, self.dtype
+        c, dtype = self.share if n_layer is None else self.config, self.dtype  # the heads' blocks are not divided
         shape = c.n_layer if n_layer is None else n_layer, batch, c.n_kv_head, capacity, c.head_size
         if dtype.itemsize == 2 and self.device.type == "cpu" and not runs_triton(self.embed.weight):
             dtype = torch.float64 if 16 * math.prod(shape) <= free_memory("cpu") / 4 else dtype
@@ -527,7 +666,8 @@ class GPT(nn.Module):
         if self.head.packed() is not None:
             x = pad_tokens(x, -(-FEWEST_ROWS // B))
         rope = self.rope(positions)
-        context = AttentionContext(positions, cache, ancestors, end, self.slopes, documents)
+        slopes = None if self.slopes is None else self.slopes[self.group.part(self.config.n_head)]
+        context = AttentionContext(positions, cache, ancestors, end, slopes, documents)
         delta = None
         for layer, block in enumerate(self.blocks):
             x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
@@ -547,10 +687,10 @@ class GPT(nn.Module):
         return hidden
 
     @classmethod
-    def from_pretrained(cls, path, dtype=None, device=None):
+    def from_pretrained(cls, path, dtype=None, device=None, group=None):
         """Reads a Hugging Face checkpoint folder of one of hf.checkpoint.FAMILIES, straight to the device.
 
-        dtype: torch dtype, default `default_dtype`. Raises InputError for whatever is amiss.
+        dtype: torch dtype, default `default_dtype`. group: the ranks that hold it together. Raises InputError for whatever is amiss.
         """
         with needs_folder("hf"):
             from hf.checkpoint import check_headers, read_config, read_state, stored_dtype
@@ -558,14 +698,16 @@ class GPT(nn.Module):
         config = read_config(path)
         shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
         dtype = dtype or default_dtype(device, stored_dtype(path))
-        size = dtype.itemsize * sum(map(math.prod, shapes.values()))
+        group = group or Group()
+        group.share(config)  # raises where the ranks do not divide it
+        size = dtype.itemsize * sum(map(math.prod, shapes.values())) // group.size
         advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
         check_memory(f"{path}: its weights take", size, device, advice)
         with torch.device("meta"):
-            model = cls(config)
-        state, model.identity = read_state(path, config, shapes, dtype, device)
+            model = cls(config, group)
+        state, model.identity = read_state(path, config, shapes, dtype, device, group)
         if config.tied:
-            state["head.weight"] = state["embed.weight"]
+            state["head.weight"] = state["embed.weight"][group.part(config.vocab_size)]
         model.load_state_dict(state, assign=True)
         model.requires_grad_(False)
         model.tie_and_place()

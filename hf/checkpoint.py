@@ -457,8 +457,9 @@ def match_tensors(path, config, shapes):
                          "config.json")
 
 
-def read_state(path, config, shapes, dtype, device):
-    """Reads a folder's weights -> (state {name: tensor of `dtype` on `device`}, identity of the model).
+def read_state(path, config, shapes, dtype, device, group):
+    """Reads what a rank of the group holds of a folder's weights -> (state {name: tensor of `dtype` on `device`},
+    identity of the model).
 
     shapes: {name: shape} of all parameters, from check_headers. The identity is of the values in the files, before any
     cast. Takes the memory of the state and of about one tensor. Raises InputError as check_headers does."""
@@ -469,11 +470,12 @@ def read_state(path, config, shapes, dtype, device):
             current = file
             print(f"reading {file.name} ({files.index(file) + 1} of {len(files)}, {total / 1e9:.1f} GB in all)",
                   file=sys.stderr)
+        held = group.held(name, config)
         if name not in state:
-            state[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+            state[name] = torch.empty(held_shape(shapes[name], held), dtype=dtype, device=device)
         value = tensor.load()
         value = value.T if is_transposed(name, config) else value
-        state[name][start:start + size].copy_(value)
+        copy_held(state[name], value, start, held)
         rows, columns = fingerprint_indices(shapes[name], start, size)
         samples.setdefault(name, {})[start] = value[rows, columns] if value.dim() > 1 else value[columns]
     if config.unit_head:
@@ -484,6 +486,28 @@ def read_state(path, config, shapes, dtype, device):
         shapes = shapes | {"head.weight": shapes["embed.weight"]}
     joined = {name: torch.cat([values for _, values in sorted(parts.items())]) for name, parts in samples.items()}
     return state, fingerprint({name: (shapes[name], values) for name, values in joined.items()})
+
+
+def held_shape(shape, held):
+    """The shape of what a rank holds of a parameter. held: as `model.Group.held` gives it."""
+    if held is None:
+        return shape
+    dim, slices = held
+    return *shape[:dim], sum(part.stop - part.start for part in slices), *shape[dim + 1:]
+
+
+def copy_held(target, value, start, held):
+    """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank holds it."""
+    if held is None or held[0] == 1:
+        target[start:start + len(value)].copy_(value if held is None else value[:, held[1][0]])
+        return
+    row = 0  # of the target
+    for part in held[1]:
+        first, last = max(part.start, start), min(part.stop, start + len(value))
+        if first < last:
+            at = row + first - part.start
+            target[at:at + last - first].copy_(value[first - start:last - start])
+        row += part.stop - part.start
 
 
 def describe(path):
