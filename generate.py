@@ -739,9 +739,16 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 # Command line
 
 def main(argv=None):
-    from tools import cli, compare, drafts, repl, tune
+    from tools import cli, ranks
     args = cli.parse(argv)
-    session = cli.Session(args)
+    with ranks.joined(args, argv or sys.argv[1:]) as group:
+        answer(ranks.agree(group, lambda: cli.Session(args, group)))
+
+
+def answer(session):
+    """Prints what the command line was asked for."""
+    from tools import cli, compare, drafts, repl, tune
+    args = session.args
     if not args.prompt:
         return repl.converse(session)
     prompts = [session.encode([dict(role="user", content=text)]) for text in session.texts]

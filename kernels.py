@@ -699,8 +699,8 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _project_triton(hidden, weight, vocab_ids, k, noise=None):
-    """Launches both kernels. noise: None for log-probabilities, or (temperature, seed_key, sequence, position, first) for
-    samples, which need k = 1. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
+    """Launches both kernels. noise: None for log-probabilities, or (temperature, seed_key, sequence, position, first)
+    for samples, which need k = 1. Returns (logprobs float32 [M, k] or None, tokens int64 [M, k])."""
     M, C = hidden.shape
     vocab_ids = None if vocab_ids is None else vocab_ids.contiguous()
     V = len(weight if vocab_ids is None else vocab_ids)

@@ -101,8 +101,12 @@ class Group:
         if self.size == 1:
             return x[None]
         parts = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(parts, x.reshape(-1))
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(parts, x.reshape(-1))  # the older name
         return parts.view(self.size, *x.shape)
+
+    def first(self, number):
+        """Rank 0's number, a float."""
+        return number if self.size == 1 else self.gather(torch.tensor([number], dtype=torch.float64))[0].item()
 
     def sum(self, x):
         """The sum over the ranks, in float32 or more and in the order of their numbers: so it has the same bits on all,
@@ -119,7 +123,7 @@ class Group:
         """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several ranks hold each.
         Raises InputError where the ranks do not divide what they share."""
         N, c = self.size, config
-        if c.n_head % N or c.n_inner % N or c.n_kv_head % N and N % c.n_kv_head or c.vocab_size < N * 64:
+        if c.n_head % N or c.n_inner % N or c.n_kv_head % N and N % c.n_kv_head or c.vocab_size < N:
             raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads and an MLP "
                              f"of {c.n_inner}; take another --nproc-per-node")
         return replace(c, n_head=c.n_head // N, n_kv_head=max(c.n_kv_head // N, 1), n_inner=c.n_inner // N)
@@ -690,7 +694,8 @@ class GPT(nn.Module):
     def from_pretrained(cls, path, dtype=None, device=None, group=None):
         """Reads a Hugging Face checkpoint folder of one of hf.checkpoint.FAMILIES, straight to the device.
 
-        dtype: torch dtype, default `default_dtype`. group: the ranks that hold it together. Raises InputError for whatever is amiss.
+        dtype: torch dtype, default `default_dtype`. group: the ranks that hold it together. Raises InputError for
+        whatever is amiss.
         """
         with needs_folder("hf"):
             from hf.checkpoint import check_headers, read_config, read_state, stored_dtype

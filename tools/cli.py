@@ -14,6 +14,7 @@ from hf import checkpoint
 from hf.chat import load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import GPT, InputError
+from tools import ranks
 from tools.tune import times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -81,14 +82,14 @@ def pick_device(name):
     return device
 
 
-def load_model(args):
-    """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it)."""
+def load_model(args, group=None):
+    """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the ranks that hold it."""
     device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
     vocab_size, encoding = checkpoint.read_config(args.model).vocab_size, load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
                          f"{vocab_size} embeddings; they do not belong together")
-    return GPT.from_pretrained(args.model, dtype=dtype, device=device), encoding
+    return GPT.from_pretrained(args.model, dtype=dtype, device=device, group=group), encoding
 
 
 def load_heads(path, args, model, encoding):
@@ -168,15 +169,15 @@ def tree_size(text):
 class Session:
     """What generate.py's command line was asked for, loaded."""
 
-    def __init__(self, args):
-        self.args, self.texts = args, read_prompts(args.prompt or [])
+    def __init__(self, args, group):
+        self.args, self.texts = args, ranks.shared(group, read_prompts(args.prompt or [], group))
         self.sampling = self.sampling_flags() | dict(seed=args.seed)
         Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
             raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained "
                              "to chat")
-        self.model, self.encoding = load_model(args)
+        self.model, self.encoding = load_model(args, group)
         self.heads, self.lookup = self.drafters()
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
 
@@ -242,11 +243,11 @@ class Session:
                       for variant, (steps, tokens) in output.variants.items()})
 
 
-def read_prompts(texts):
-    """--prompt flags -> texts; "-" is standard input."""
+def read_prompts(texts, group):
+    """--prompt flags -> texts; "-" is standard input, which rank 0 reads."""
     prompts = []
     for text in texts:
-        if text == "-":
+        if text == "-" and not group.rank:
             try:
                 text = sys.stdin.buffer.read().decode("utf-8")
             except UnicodeDecodeError as error:

@@ -26,6 +26,7 @@ from clover import MAX_TREE
 from generate import DEFAULT_TREE, STAGES, Engine, Fixed, Sampling, Variant, capture, check_beams
 from kernels import unchecked
 from model import InputError, atomic_write, pack
+from tools.ranks import shared
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10, 20)  # tokens of lookup
@@ -299,7 +300,10 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
     known = len(times)
-    measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
+    if model.group.size > 1:
+        times = shared(model.group, times)
+    measure = lambda variant: model.group.first(step_time(model, heads, batch_size, variant, sampling, beams, graph,
+                                                          capacity))  # of rank 0: all must take the same variants
     rounds = ROUNDS if model.device.type == "cpu" else 1
 
     def expected(variant):
