@@ -24,11 +24,11 @@ from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, CloverHe
 from generate import check
 from hf.chat import load_chat_template, stop_tokens
 from hf.tokenizer import tokenizer_hash
-from model import InputError, atomic_write
+from model import GPT, InputError, atomic_write
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training.common import Log, Signals, add_flags, add_number, load_state, progress, set_learning_rate
 from training.data import draft_vocabulary, load_tokens, open_tokens, prompts, store_tokens, tokens_key, window_batch
-from training.evaluate import DECODED, head_accuracy, measure, plot, table
+from training.evaluate import DECODED, measure, plot, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
 from training.self_distill import SELF_PROMPTS, SelfDistillation
@@ -232,23 +232,34 @@ def heldout_prompts(heldout, model):
 
 
 def finish(run, heldout):
-    """Measures the trained heads, and prints how to use them. A sharded model cannot decode."""
+    """Measures the trained heads, and prints how to use them. Process 0 does so alone, but a model that was sharded for
+    training is held together by all, which decode it."""
     args, world, model = run.args, run.world, run.heads.model
-    sizes = args.batch_size // world.size, args.block_size
     if args.shard_base:
-        top = head_accuracy(run.heads, heldout, *sizes, run.autocast)
-        run.save(accuracy=top[1], top_accuracy=top)
-        world.print(table(top) + "\nmeasure the rest where the model fits one device: python train_heads.py --evaluate")
-    world.close()
+        world.barrier()  # process 0 has saved
+        dtype, run.heads, run.wrapped, run.optimizer = model.dtype, None, None, None
+        model = None  # its memory is free before the other parts come
+        model = GPT.from_pretrained(args.model, dtype, world.device, world.group)
+    else:
+        world.close()
+    if args.shard_base or not world.rank:
+        heads = CloverHeads.from_pretrained(run.out, model, run.tokenizer)
+        found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size // world.size, args.block_size)
+    if args.shard_base:
+        world.close()
     if world.rank:
         return
-    if not args.shard_base:
-        found = measure(CloverHeads.from_pretrained(run.out, model), heldout, heldout_prompts(heldout, model), *sizes)
-        run.save(**found)
-        print(table(**found))
+    record(heads, run.out, run.tokenizer, found)
     plot(run.out)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     print(f"\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
+
+
+def record(heads, out, tokenizer, found):
+    """Prints what `measure` found, and adds it to the heads.json of heads that are saved."""
+    print(table(**found))
+    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
+    heads.save_record(out, tokenizer, **info | found)
 
 
 def check_lengths(splits, args):
@@ -271,12 +282,9 @@ def evaluate_folder(args):
         ids = load_tokens(args.data, encoding, "train", template).ids
         heads.set_vocabulary(draft_vocabulary(ids, args.draft_vocabulary, model.config.vocab_size))
     found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size, size)
-    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")} | found
-    if args.draft_vocabulary is None:
-        heads.save_record(args.out, tokenizer, **info)
-    else:
-        heads.save_pretrained(args.out, tokenizer, torch.bfloat16, **info)
-    print(table(**found))
+    if args.draft_vocabulary is not None:
+        heads.save_pretrained(args.out, tokenizer, torch.bfloat16)
+    record(heads, args.out, tokenizer, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

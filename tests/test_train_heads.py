@@ -334,7 +334,7 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
              "--smooth-l1", "0.5", "--on-policy-steps", "5"]
     for name, more in (("two", []), ("sharded", ["--shard-base"])):
         done = torchrun(tmp_path, *flags, "--out", str(tmp_path / name), *more)
-        assert done.stdout.count("held-out accuracy") == 1 and ("--evaluate" in done.stdout) == (name == "sharded")
+        assert done.stdout.count("held-out accuracy") == done.stdout.count("tokens per step") == 1
         assert done.stdout.count("draft vocabulary: all 258") == 1
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train_heads.main([*flags, "--out", str(tmp_path / "one")])

@@ -159,17 +159,17 @@ def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None, vocabulary=No
     token is among the head's n likeliest; of equally likely tokens the lower id comes first. vocabulary: the only
     token ids that heads guess, a tensor [n]; None: all. Logits are float32, as in decoding. Other arguments as in
     `head_losses`."""
-    weight, (B, T, _) = model.head.weight, outputs[0].shape
-    drafted = torch.full(weight.shape[:1], vocabulary is None, device=weight.device)  # whether heads guess it
+    V, (B, T, _), device = model.config.vocab_size, outputs[0].shape, hidden.device
+    drafted = torch.full((V,), vocabulary is None, device=device)  # whether heads guess it
     if vocabulary is not None:
         drafted[vocabulary.long()] = True
-    rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // weight.shape[0])
+    rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // V)
 
     def logits_of(states):
         with without_autocast(states.device):
             return model.head.logits(model.norm(states.to(hidden.dtype)))
     best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
-    ids, hits = torch.arange(weight.shape[0], device=weight.device), hidden.new_zeros(len(tops), len(outputs)).float()
+    ids, hits = torch.arange(V, device=device), hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
         parts = (x.split(rows) for x in (out.flatten(0, 1), targets, guess_mask[i].flatten()))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from clover import CloverHeads
 from hf.checkpoint import read_config
-from model import GPT, InputError, free_memory
+from model import GPT, Group, InputError, free_memory
 from tools.cli import load_model, pick_device
 
 
@@ -34,6 +34,11 @@ class World:
                 torch.cuda.set_device(self.device)
                 backend = dict(backend="nccl", device_id=self.device)  # so that a barrier knows its device
             dist.init_process_group(timeout=timedelta(hours=24), **backend)
+
+    @property
+    def group(self):
+        """These processes as ranks that hold a model together for decoding."""
+        return Group(self.rank, self.size)
 
     def print(self, text):
         if self.rank == 0:
@@ -116,6 +121,8 @@ def load_for_training(args, world):
         given.device = "cpu"
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():  # each loads into the host's memory
         model, encoding = load_model(given)
+        if args.shard_base:
+            world.group.share(model.config)  # raises now where the processes could not decode it in the end
         torch.manual_seed(args.seed)
         heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
         if args.shard_base:
