@@ -272,16 +272,20 @@ def check_lengths(splits, args):
                              "--block-size or --batch-size")
 
 
-def evaluate_folder(args):
-    """--evaluate: measures the heads in --out, and writes that into their heads.json."""
-    model, encoding = load_model(args)
+def evaluate_folder(args, world):
+    """--evaluate: measures the heads in --out, and writes that into their heads.json. Several processes hold the model
+    together."""
+    model, encoding = load_model(args, world.group)
     tokenizer, template = tokenizer_hash(encoding), load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
     size, heldout = check_sizes(args, heads), load_tokens(args.data, encoding, "heldout", template)
     if args.draft_vocabulary is not None:
         ids = load_tokens(args.data, encoding, "train", template).ids
-        heads.set_vocabulary(draft_vocabulary(ids, args.draft_vocabulary, model.config.vocab_size))
+        heads.set_vocabulary(draft_vocabulary(ids, args.draft_vocabulary, model.config.vocab_size, world.print))
     found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size, size)
+    world.close()
+    if world.rank:
+        return
     if args.draft_vocabulary is not None:
         heads.save_pretrained(args.out, tokenizer, torch.bfloat16)
     record(heads, args.out, tokenizer, found)
@@ -353,9 +357,7 @@ def main(argv=None):
     args = parse(argv)
     world = World(args)
     if args.evaluate:
-        if world.size > 1:
-            raise InputError("--evaluate is for one process; start it without torchrun")
-        return evaluate_folder(args)
+        return evaluate_folder(args, world)
     run, splits, distillation = prepare(args, world)
     parameters = sum(p.numel() for p in run.heads.parameters())
     world.print(f"{args.preset} heads: {parameters / 1e6:.2f}M parameters; "
