@@ -368,8 +368,14 @@ def open_weights(file):
 def open_safetensors(file):
     opened = safe_open(file, framework="pt")
     slices = {name: opened.get_slice(name) for name in opened.offset_keys()}  # in the order of the file
-    return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(opened.get_tensor, name))
+    return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(read_tensor, file, name))
             for name, part in slices.items()}
+
+
+def read_tensor(file, name):
+    """A tensor of a safetensors file, mapped into memory while it lives: an open file would keep all that was read."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def open_pickle(file):
