@@ -15,7 +15,7 @@
     python -m bench report DIR                                # the tables of the files in DIR, as Markdown
     python -m bench roofline --model 8b --gpu h200            # predicts what speculation gains; needs no GPU
     python -m bench roofline --gpu h200 --check DIR           # the prediction beside the steps that were measured
-    python -m bench draw                                      # the pictures of README.md, from the files above
+    python -m bench draw                                      # the pictures of README.md and docs/, from records
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out FILE heads, decode,
 exact, kernels and tests keep that line in a file as it grows, and a run that was stopped goes on from there.
@@ -127,7 +127,7 @@ def add_others(what):
     add_numbers(slices, slice=None, minutes=9)
     tables = what.add_parser("report", help="Markdown tables of the records in a folder")
     tables.add_argument("folder")
-    drawn = what.add_parser("draw", help="the pictures of README.md, from the records and from a saved run")
+    drawn = what.add_parser("draw", help="the pictures of README.md and docs/, from the records and from a saved run")
     drawn.add_argument("--out", default="docs/img", metavar="DIR", help="for the pictures")
     drawn.add_argument("--results", default="bench/results", metavar="DIR", help="the records")
     drawn.add_argument("--run", default="docs/img/run.json", metavar="FILE",

@@ -1,4 +1,4 @@
-"""`python -m bench draw`: the pictures of README.md, as SVG, from bench/results/*.json and from a saved run.
+"""`python -m bench draw`: the pictures of README.md and docs/, as SVG, from bench/results/*.json and from a saved run.
 
 Text stays text, and the same records give the same bytes. Tokens have the colours that generate.py gives them on a
 terminal. A picture without its record is left out, in one line that says so.

@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
 from model import InputError
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # its keys, and generate.Sampling's fields
 MAX_SECONDS = 5      # that a template may take; milliseconds are usual
 MAX_LENGTH = 10**7   # characters that it may give
 
@@ -41,13 +42,12 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """How generation_config.json says to sample, unchecked: a dict with "temperature", and those of the others that it
+    """How generation_config.json says to sample, unchecked: a dict with "temperature", and what else of SAMPLING it
     holds. Without a do_sample that is true it says nothing: {"temperature": 0.0}. InputError for a broken file."""
     config = optional_json(_folder(path) / "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return dict(temperature=1.0) | {name: config[name] for name in names if config.get(name) is not None}
+    return dict(temperature=1.0) | {name: config[name] for name in SAMPLING if config.get(name) is not None}
 
 
 def load_chat_template(path):

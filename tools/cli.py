@@ -11,7 +11,7 @@ import torch
 from clover import CloverHeads
 from generate import Sampling, TextStream, prepare
 from hf import checkpoint
-from hf.chat import load_chat_template, sampling_defaults, stop_tokens
+from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import GPT, InputError
 from tools import ranks
@@ -20,7 +20,6 @@ from tools.tune import times_file
 DEMO = Path(__file__).parent.parent / "demo"
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Drafts:
         return drafted
 
     def show(self, index, tokens, path, variant):
+        """Adds a sequence's step to `steps`."""
         self.counts[index] += 1
         self.steps.append(self.step(index, tokens, path, variant, *self.pending[index].popleft()))
 
