@@ -7,6 +7,7 @@ Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hi
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,8 +177,6 @@ class CloverHeads(nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)  # nn.Module's own setattr would count its weights among ours
         self.config, self.info = config, {}
-        squares = model.group.sum(model.head.weight.float().pow(2).sum(dtype=torch.float64))
-        self.embedding_scale = (model.config.vocab_size * model.config.n_embd / squares.item()) ** 0.5
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
@@ -208,6 +207,12 @@ class CloverHeads(nn.Module):
     def draft_head(self, i):
         """Head i, counted from 0; with shared weights all but the first are one."""
         return self.heads[min(i, len(self.heads) - 1)]
+
+    @cached_property
+    def embedding_scale(self):
+        """One over the root mean square of the LM head's weights, from the first use on: all ranks must be there."""
+        base, squares = self.model.config, self.model.head.weight.float().pow(2).sum(dtype=torch.float64)
+        return (base.vocab_size * base.n_embd / self.model.group.sum(squares).item()) ** 0.5
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all tokens."""

@@ -426,7 +426,7 @@ def new_slots(model, heads, batch_size, capacity, tree_size, max_path):
         heads_cache.lengths = cache.lengths
         size = batch_size * (capacity + 2 * max_path) * C * model.dtype.itemsize
         check_memory(f"the hidden states of {batch_size} sequences of {capacity} tokens take", size, model.device,
-                     "take a smaller batch size or fewer new tokens")
+                     "take a smaller batch size or fewer new tokens", model.group)
     return Slots(cache, heads_cache, root=zeros(torch.int64), sequence=zeros(torch.int64), active=zeros(torch.int32),
                  state=zeros(model.dtype, C) if heads else None,
                  hidden=zeros(model.dtype, capacity + 2 * max_path, C) if heads else None,
@@ -741,8 +741,8 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 def main(argv=None):
     from tools import cli, ranks
     args = cli.parse(argv)
-    with ranks.joined(args, argv or sys.argv[1:]) as group:
-        answer(ranks.agree(group, lambda: cli.Session(args, group)))
+    with ranks.joined(args, sys.argv[1:] if argv is None else argv) as group:
+        answer(ranks.open_session(args, group))
 
 
 def answer(session):

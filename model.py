@@ -104,9 +104,16 @@ class Group:
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(parts, x.reshape(-1))  # the older name
         return parts.view(self.size, *x.shape)
 
-    def first(self, number):
-        """Rank 0's number, a float."""
-        return number if self.size == 1 else self.gather(torch.tensor([number], dtype=torch.float64))[0].item()
+    def first(self, value):
+        """Rank 0's value, which pickle can write, on all ranks."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def least(self, number):
+        """The least of the ranks' numbers, as a float."""
+        return number if self.size == 1 else self.gather(torch.tensor([number], dtype=torch.float64)).min().item()
 
     def sum(self, x):
         """The sum over the ranks, in float32 or more and in the order of their numbers: so it has the same bits on all,
@@ -152,13 +159,14 @@ class Group:
 # Cache and attention
 
 class KVCache:
-    """Keys and values of B sequences. `kv` is one tensor [L, 2, B, Hkv, S, D]; `lengths` int32 [B]: committed rows."""
+    """Keys and values of B sequences. `kv` is one tensor [L, 2, B, Hkv, S, D]; `lengths` int32 [B]: committed rows.
+    group: the ranks that each make one."""
 
-    def __init__(self, n_layer, batch, n_kv_head, capacity, head_size, dtype=torch.float32, device="cpu"):
+    def __init__(self, n_layer, batch, n_kv_head, capacity, head_size, dtype=torch.float32, device="cpu", group=None):
         shape = n_layer, 2, batch, n_kv_head, capacity, head_size
         size = math.prod(shape) * dtype.itemsize
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, device,
-                     "take a smaller batch size or fewer new tokens")
+                     "take a smaller batch size or fewer new tokens", group)
         # zeros, not empty: rows never written still pass through masked matrix products, where 0 * nan is nan
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -647,8 +655,8 @@ class GPT(nn.Module):
         c, dtype = self.share if n_layer is None else self.config, self.dtype  # the heads' blocks are not divided
         shape = c.n_layer if n_layer is None else n_layer, batch, c.n_kv_head, capacity, c.head_size
         if dtype.itemsize == 2 and self.device.type == "cpu" and not runs_triton(self.embed.weight):
-            dtype = torch.float64 if 16 * math.prod(shape) <= free_memory("cpu") / 4 else dtype
-        return KVCache(*shape, dtype, self.device)
+            dtype = torch.float64 if 16 * math.prod(shape) <= self.group.least(free_memory("cpu")) / 4 else dtype
+        return KVCache(*shape, dtype, self.device, self.group)
 
     def rope(self, positions):
         if self.config.positions == "rope":
@@ -825,9 +833,10 @@ def read_json(path):
     return value
 
 
-def check_memory(what, size, device, advice):
-    """Raises InputError where `size` bytes are more than the device has free. what: such as "the weights take"."""
-    free = free_memory(device)
+def check_memory(what, size, device, advice, group=None):
+    """Raises InputError where `size` bytes are more than the device has free; with a group, on all ranks where one's
+    has not. what: such as "the weights take"."""
+    free = (group or Group()).least(free_memory(device))
     if size > free:
         raise InputError(f"{what} {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free on {device}; {advice}")
 

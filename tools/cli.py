@@ -14,7 +14,6 @@ from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import GPT, InputError
-from tools import ranks
 from tools.tune import times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -168,8 +167,9 @@ def tree_size(text):
 class Session:
     """What generate.py's command line was asked for, loaded."""
 
-    def __init__(self, args, group):
-        self.args, self.texts = args, ranks.shared(group, read_prompts(args.prompt or [], group))
+    def __init__(self, args, texts, group=None):
+        """texts: the prompts, from `read_prompts`."""
+        self.args, self.texts = args, texts
         self.sampling = self.sampling_flags() | dict(seed=args.seed)
         Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
@@ -242,11 +242,11 @@ class Session:
                       for variant, (steps, tokens) in output.variants.items()})
 
 
-def read_prompts(texts, group):
-    """--prompt flags -> texts; "-" is standard input, which rank 0 reads."""
+def read_prompts(texts):
+    """--prompt flags -> texts; "-" is standard input."""
     prompts = []
     for text in texts:
-        if text == "-" and not group.rank:
+        if text == "-":
             try:
                 text = sys.stdin.buffer.read().decode("utf-8")
             except UnicodeDecodeError as error:

@@ -5,7 +5,6 @@ import sys
 
 from generate import Interrupted, check_prompts
 from model import InputError
-from tools import ranks
 from tools.cli import Printer
 
 SPARE = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
@@ -20,7 +19,8 @@ def converse(session):
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = [], None
-    while (line := ranks.shared(session.model.group, read_line(session.model.group))) is not None:
+    group = session.model.group
+    while (line := group.first(None if group.rank else read_line())) is not None:
         if line.strip() == "/clear":
             messages = []
         elif line.strip():
@@ -42,10 +42,8 @@ def converse(session):
                 messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
 
 
-def read_line(group):
-    """The next line of standard input, None at its end. Rank 0 reads it."""
-    if group.rank:
-        return None
+def read_line():
+    """The next line of standard input, None at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

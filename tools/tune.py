@@ -25,8 +25,7 @@ import torch
 from clover import MAX_TREE
 from generate import DEFAULT_TREE, STAGES, Engine, Fixed, Sampling, Variant, capture, check_beams
 from kernels import unchecked
-from model import InputError, atomic_write, pack
-from tools.ranks import shared
+from model import Group, InputError, atomic_write, pack
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10, 20)  # tokens of lookup
@@ -80,20 +79,23 @@ def expected_tokens(tables, tree_size, temperature):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a step takes
 
-def seconds(body, device):
+def seconds(body, device, group=None):
     """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on CUDA the mean of
-    calls back to back, the fastest of some rounds. Takes a tenth of a second, or three rounds of what is slower."""
-    calls, times = 10 if device.type == "cuda" else 1, []
-    body()
-    began = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < 0.1:
+    calls back to back, the fastest of some rounds. Takes about a tenth of a second, or three rounds of what is slower.
+    group: the ranks that run body() together, the result being rank 0's."""
+    group, calls = group or Group(), 10 if device.type == "cuda" else 1
+
+    def once():
         start = time.perf_counter()
         for _ in range(calls):
             body()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+        return (time.perf_counter() - start) / calls
+    body()
+    first = once()
+    rounds = group.first(max(3, math.ceil(0.1 / max(calls * first, 1e-6))))  # all ranks must take as many
+    return group.first(min(first, *(once() for _ in range(rounds - 1))))
 
 
 def copy_bandwidth(device):
@@ -117,7 +119,7 @@ def timing_engine(model, heads, batch_size, variant, sampling, beams=None, graph
 def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=True, capacity=PREFIX + 1):
     """Seconds of one step."""
     return seconds(timing_engine(model, heads, batch_size, variant, sampling, beams, graph, capacity).body(),
-                   model.device)
+                   model.device, model.group)
 
 
 @torch.inference_mode()
@@ -129,7 +131,7 @@ def reading_times(model, heads):
         hidden = torch.zeros(1, n, model.config.n_embd, device=model.device, dtype=model.dtype)
         tokens, positions = hidden[:, :, 0].long(), torch.arange(n, device=model.device)[None]
         cache = heads.new_cache(1, n)
-        return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device)
+        return seconds(lambda: heads.augment(hidden, tokens, positions, cache, end=n), model.device, model.group)
     one, many = read(1), read(64)
     return {READ_SEQUENCE: one, READ_TOKEN: max(many - one, 1e-9) / 63}
 
@@ -152,7 +154,7 @@ def stage_times(model, heads, batch_size, variant, sampling, beams=None, graph=T
     if graph and device.type == "cuda":
         stages = {name: capture(stage, device)[1] for name, stage in stages.items()}
     with unchecked():  # as in all steps but the first
-        return {name: seconds(stages[name], device) if name in stages else 0.0 for name in STAGES}
+        return {name: seconds(stages[name], device, model.group) if name in stages else 0.0 for name in STAGES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,10 +302,8 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
     known = len(times)
-    if model.group.size > 1:
-        times = shared(model.group, times)
-    measure = lambda variant: model.group.first(step_time(model, heads, batch_size, variant, sampling, beams, graph,
-                                                          capacity))  # of rank 0: all must take the same variants
+    times = model.group.first(times)  # what is measured is rank 0's too: all must take the same variants
+    measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
     rounds = ROUNDS if model.device.type == "cpu" else 1
 
     def expected(variant):

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from clover import CloverHeads
 from hf.checkpoint import read_config
-from model import GPT, Group, InputError, free_memory
+from model import GPT, InputError, free_memory
+from tools import ranks
 from tools.cli import load_model, pick_device
 
 
@@ -19,26 +20,12 @@ class World:
     """The processes that torchrun started, or this one alone. Process 0 prints and writes files, which all must see."""
 
     def __init__(self, args):
-        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK") if dist.is_torchelastic_launched() else ()
-        self.size, self.rank, self.local_rank = [int(os.environ[name]) for name in names] or (1, 0, 0)
-        if self.size > 1:
-            if args.batch_size % self.size:
-                raise InputError("the batch size is that of all processes together and must divide by their number, "
-                                 f"but {args.batch_size} does not by {self.size}; take a multiple")
-            if args.device.startswith("cuda:"):
-                raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, "
-                                 f"not {args.device}")
-            args.device = f"cuda:{self.local_rank}" if args.device == "cuda" else args.device
-            self.device, backend = pick_device(args.device), dict(backend="gloo")
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-                backend = dict(backend="nccl", device_id=self.device)  # so that a barrier knows its device
-            dist.init_process_group(timeout=timedelta(hours=24), **backend)
-
-    @property
-    def group(self):
-        """These processes as ranks that hold a model together for decoding."""
-        return Group(self.rank, self.size)
+        self.rank, self.size, self.local_rank = ranks.numbers()
+        if args.batch_size % self.size:
+            raise InputError("the batch size is that of all processes together and must divide by their number, "
+                             f"but {args.batch_size} does not by {self.size}; take a multiple")
+        self.group = ranks.start(args, timedelta(hours=24))  # as which they hold a model together to decode it
+        self.device = pick_device(args.device)
 
     def print(self, text):
         if self.rank == 0:
