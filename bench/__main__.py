@@ -6,6 +6,7 @@
     python -m bench decode                                    # plain, Medusa, Clover, lookup and both, transformers
     python -m bench decode --heads none --text rename         # lookup alone, on texts that an editor repeats
     python -m bench decode --random-weights 360m              # times of a step at a real size, beside llama.cpp's
+    torchrun --nproc-per-node 2 -m bench decode ...           # with the model held by several processes, or GPUs
     python -m bench exact                                     # on a CPU: what bits that never differ cost in bfloat16
     python -m bench kernels                                   # on a GPU: times against the memory's bandwidth
     python -m bench kernels --static                          # anywhere: registers, spills and shared memory
@@ -23,12 +24,14 @@ exact, kernels and tests keep that line in a file as it grows, and a run that wa
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from bench import Record, decoding, draw, exact, gpu, kinds, launches, machine, operations, report, roofline, static
 from clover import MAX_TREE
 from generate import Sampling, check
 from model import InputError
+from tools import ranks
 from tools.cli import DEMO, Parser, add_model_flags, command
 from tools.tune import PREFIX
 from training.common import add_data_flag
@@ -180,16 +183,20 @@ def bench_static(args):
     return record.done()
 
 
+def bench_decode(args, argv):
+    with ranks.joined(args, argv) as group:
+        return (decoding.bench_random if args.random_weights else decoding.bench)(args, group)
+
+
 def main(argv=None):
-    args = parse(sys.argv[1:] if argv is None else argv)
-    commands = dict(decode=decoding.bench, exact=exact.bench, heads=kinds.bench, kernels=operations.bench,
-                    tests=gpu.bench_tests, gpu=gpu.bench, launches=launches.bench, report=report.bench,
-                    roofline=roofline.bench, draw=draw.bench)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    commands = dict(decode=partial(bench_decode, argv=argv), exact=exact.bench, heads=kinds.bench,
+                    kernels=operations.bench, tests=gpu.bench_tests, gpu=gpu.bench, launches=launches.bench,
+                    report=report.bench, roofline=roofline.bench, draw=draw.bench)
     bench = commands[args.what]
     if args.what == "kernels" and args.static:
         bench = bench_static
-    elif args.what == "decode" and args.random_weights:
-        bench = decoding.bench_random
     result = bench(args)
     if args.what not in ("report", "draw"):
         print(json.dumps(dict(result) | dict(machine=machine())))

@@ -16,7 +16,7 @@ import torch
 
 from bench import Record, Table, peers
 from clover import CloverHeads, preset
-from generate import DEFAULT_TREE, STAGES, Fixed, Sampling, Variant, prepare
+from generate import DEFAULT_TREE, STAGES, Fixed, Sampling, Variant, capture, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory, default_dtype
@@ -57,6 +57,8 @@ FEW_TOKENS = 8192  # of a vocabulary of twice as many or more, the random heads 
 STEPS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "ms per step": "step_ms {:.2f}",
          "floor, ms": "floor_ms {:.2f}", "share of the floor": "share {:.0%}",
          **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
+GATHERS = {"gathers from the ranks, ms": "gathers_ms {:.2f}"}  # by themselves
+RANKS = "left out, with several ranks"
 LAUNCHES = {"batch size": "batch_size {}", "tree size": "tree_size {}", "launches": "launches {}",
             "in kernels, ms": "kernels_ms {:.2f}"}
 
@@ -64,9 +66,9 @@ LAUNCHES = {"batch size": "batch_size {}", "tree size": "tree_size {}", "launche
 # ---------------------------------------------------------------------------------------------------------------------
 # What heads' measurements share
 
-def load(args, folders):
+def load(args, folders, group=None):
     """The model of --model, {folder name: heads}, the held-out tokens of --data and the tokenizer."""
-    model, encoding = load_model(args)
+    model, encoding = load_model(args, group)
     heads = {Path(path).name: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding)) for path in folders}
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model)), encoding
 
@@ -148,10 +150,10 @@ def parameter_bytes(module):
 
 
 def step_bytes(model, batch_size):
-    """What one step must read: all weights, but for an embedding table that is not the LM head as well, and the keys
-    and values of PREFIX tokens of each sequence."""
-    c = model.config
-    weights = parameter_bytes(model) - (0 if c.tied else model.embed.weight.nbytes)
+    """What one step must read, on each rank: all weights that it holds, but for an embedding table that is not the LM
+    head as well, and the keys and values of PREFIX tokens of each sequence."""
+    c = model.share
+    weights = parameter_bytes(model) - (0 if model.head.weight is model.embed.weight else model.embed.weight.nbytes)
     return weights + batch_size * PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
 
 
@@ -205,7 +207,8 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
     fitted = lambda kind, lookup: fit(model, kind, lookup, batch_size, capacity, sampling, graph=graph)
     ways, times = ways_to_draft(heads, fitted, args.tree_size)
-    others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
+    alone = model.group.size == 1
+    others, words = peers.generating(model, args.model, args.temperature, batch_size, given) if alone else ({}, RANKS)
     rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, batch_size=batch_size, graph=graph,
                                     temperature=args.temperature)
     for name, row in rows.items():
@@ -241,13 +244,25 @@ def measure_trees(model, given, heads, args):
     return dict(zip(drafters, table))
 
 
-def bench(args):
+def open_record(args, group, **settings):
+    """The Record of `bench decode`: of the ranks of a group the first keeps it, and all go on from it."""
+    ranks = dict(ranks=group.size) if group.size > 1 else {}
+    record = Record(None if group.rank else args.out, temperature=args.temperature, runs=args.runs, **ranks, **settings)
+    record.update(group.first(dict(record)))
+    return record
+
+
+def measure_bandwidth(record, device, group):
+    """Bytes per second of a copy, by `copy_bandwidth`; of ranks that copy at the same time, the first's."""
+    return GB * record.once("copy_gb_per_s", lambda: group.first(copy_bandwidth(device) / GB))
+
+
+def bench(args, group):
     """`python -m bench decode` on a checkpoint: prints the tables, returns the Record."""
     names = [Path(path).name for path in args.heads]
-    model, heads, heldout, encoding = load(args, [path for path in args.heads if path != "none"])
-    record = Record(args.out, bench="decode", **settings(args, model), heads=names, text=args.text,
-                    temperature=args.temperature, runs=args.runs)
-    bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(model.device) / GB)
+    model, heads, heldout, encoding = load(args, [path for path in args.heads if path != "none"], group)
+    record = open_record(args, group, bench="decode", **settings(args, model), heads=names, text=args.text)
+    bandwidth = measure_bandwidth(record, model.device, group)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth {bandwidth / GB:.1f} "
           "GB/s (bytes read and written)")
     table = record.table("decoding", DECODING)
@@ -271,13 +286,13 @@ def size_config(name):
     return GPTConfig(**dict(tied=False) | SIZES[name][0], block_size=4096, rope_theta=500000.0)
 
 
-def random_model(name, device, dtype):
+def random_model(name, device, dtype, group=None):
     """A GPT of a real model's sizes with random weights. Raises InputError where it does not fit the memory."""
     with torch.device("meta"):
-        model = GPT(size_config(name)).to(dtype)
+        model = GPT(size_config(name), group).to(dtype)
     size = parameter_bytes(model)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take", size, device,
-                 "take another size or --dtype bfloat16")
+                 "take another size or --dtype bfloat16", group)
     model = model.to_empty(device=device)
     model.tie_and_place()
     for parameter_name, p in model.named_parameters():
@@ -318,22 +333,38 @@ def peak_memory(body):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GB
 
 
-def in_turns(bodies, runs, device):
+def in_turns(bodies, runs, device, group=None):
     """{name: the times of its body() in seconds, one of each round}. In a round all take turns, so that what else the
-    machine does meets them alike."""
+    machine does meets them alike. group: see `tools.tune.seconds`."""
     times = {name: [] for name in bodies}
     for _ in range(runs):
         for name, body in bodies.items():
-            times[name].append(seconds(body, device))
+            times[name].append(seconds(body, device, group))
     return times
 
 
 def step_times(model, heads, batch_size, tree_size, sampling, graph, runs, others):
-    """{"step": seconds of our step, one of each round, and the name of each other program: those of its step}."""
+    """{"step": seconds of our step, one of each round; of ranks also "gathers"; and the name of each other program:
+    those of its step}."""
     engine = timing_engine(model, heads, batch_size, Variant(tree_size - 1), sampling, graph=graph)
     bodies = dict(step=engine.body())
+    if model.group.size > 1:
+        bodies["gathers"] = gathers(engine, graph)
     bodies |= {name: program.body(tree_size) for name, program in others.items()}
-    return in_turns({name: body for name, body in bodies.items() if body}, runs, model.device)
+    return in_turns({name: body for name, body in bodies.items() if body}, runs, model.device, model.group)
+
+
+def gathers(engine, graph):
+    """A function that does nothing of an engine's step but to gather from all ranks what it gathers."""
+    group, device, gathered = engine.model.group, engine.model.device, []
+    gather = group.gather
+    group.gather = lambda x: gathered.append(x.clone()) or gather(x)
+    try:
+        engine.step(engine.variants[0])
+    finally:
+        del group.gather
+    body = lambda: [group.gather(x) for x in gathered]
+    return capture(body, device)[1] if graph and device.type == "cuda" else body
 
 
 @torch.inference_mode()
@@ -379,7 +410,8 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
     """Adds the rows of one batch size that are missing. Other programs run beside a batch of one."""
     missing = [size for size in args.tree_sizes if not table.has(batch_size=batch_size, tree_size=size)]
     floor, sampling = step_bytes(model, batch_size) / bandwidth, Sampling(args.temperature)
-    rivals = peers.running(model) if missing and batch_size == 1 else contextlib.nullcontext(({}, {}))
+    compared = missing and batch_size == 1 and model.group.size == 1
+    rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
     with rivals as (others, words):
         record.update(dict(peers=words) if words else {})
         for tree_size in missing:
@@ -391,23 +423,25 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
                 table.show(label | dict(step_ms="does not fit the memory"))
 
 
-def bench_random(args):
+def bench_random(args, group):
     """`python -m bench decode --random-weights`: the time of one step for each batch and tree size."""
     device, vocabulary = pick_device(args.device), draft_vocabulary(args)
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device, torch.bfloat16)
-    record = Record(args.out, bench="decode-random", model=args.random_weights, device=str(device), dtype=str(dtype),
-                    prefix=PREFIX, temperature=args.temperature, runs=args.runs, draft_vocabulary=vocabulary)
-    model = random_model(args.random_weights, device, dtype)
+    record = open_record(args, group, bench="decode-random", model=args.random_weights, device=str(device),
+                         dtype=str(dtype), prefix=PREFIX, draft_vocabulary=vocabulary)
+    model = random_model(args.random_weights, device, dtype, group)
     heads = random_heads(model, vocabulary)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
         step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes) - 1), Sampling(args.temperature))
         record.once("peak_rss_gb", partial(peak_memory, step))
-    bandwidth = GB * record.once("copy_gb_per_s", lambda: copy_bandwidth(device) / GB)
+    bandwidth = measure_bandwidth(record, device, group)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters; "
+    held = "" if group.size == 1 else f" on each of {group.size} ranks"
+    print(f"{SIZES[args.random_weights][1]}, {parameters / 1e9:.2f}B random parameters{held}; "
           f"copy bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
-    table = record.table("steps", STEPS | (peers.COLUMNS if device.type == "cpu" else {}))
+    columns = GATHERS if group.size > 1 else peers.COLUMNS if device.type == "cpu" else {}
+    table = record.table("steps", STEPS | columns)
     for batch_size in args.batch_sizes:
         measure_steps(model, heads, batch_size, bandwidth, args, record, table)
     if device.type == "cuda":

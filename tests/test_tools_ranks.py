@@ -52,7 +52,8 @@ def finish(processes, given=""):
     for process in processes:
         process.stdin.close()
         process.stdin = None
-    return [(process.returncode, out, errors) for process in processes for out, errors in [process.communicate(timeout=120)]]
+    said = [process.communicate(timeout=120) for process in processes]
+    return [(process.returncode, out, errors) for process, (out, errors) in zip(processes, said)]
 
 
 def test_ranks_print_what_one_process_prints(folder):
