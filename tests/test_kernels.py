@@ -546,6 +546,9 @@ def test_project_sample_picks_the_best(V, dtype, temperature, device):
         got = kernels.project_sample(*args, None if rows is None else rows.to(device)).cpu()
         best = (scores if rows is None else scores[:, rows]).max(1).values
         assert torch.allclose(scores.gather(1, got[:, None])[:, 0], best, atol=1e-4)
+    if dtype == FP32:  # of a part of the rows, the noise is that of the whole
+        got = kernels.project_sample(args[0], args[1][200:], *args[2:], first=200).cpu()
+        assert torch.equal(got, scores[:, 200:].argmax(1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from generate import generate
 from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
+from tools import ranks
 from training import data, evaluate, parallel
 from training.common import Log
 from training.data import load_tokens, open_tokens
@@ -344,6 +345,17 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     for name in ("one", "sharded"):
         for a, b in zip(trained(tmp_path / "two").values(), trained(tmp_path / name).values()):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+    record = lambda: json.loads((tmp_path / "sharded" / "heads.json").read_text())
+    together = record()["acceptance"]  # by two processes that hold the model together
+    monkeypatch.setattr(train_heads, "measure", evaluate.measure)
+    monkeypatch.setattr(train_heads, "PROMPTS", 2)
+    monkeypatch.setattr(evaluate, "DECODED", 16)
+    train_heads.main([*flags, "--out", str(tmp_path / "sharded"), "--evaluate"])
+    alone = record()["acceptance"]
+    assert sum(map(sum, alone["0"])) > 0 and alone.keys() == together.keys()
+    for temperature in alone:
+        for a, b in zip(together[temperature], alone[temperature]):
+            assert a == pytest.approx(b, abs=0.01)
 
 
 def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, tmp_path):
@@ -362,14 +374,18 @@ def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
         parallel.World(train_heads.parse(["--batch-size", "7"]))
 
 
-@pytest.mark.parametrize("device, want", [("cuda", ("nccl", torch.device("cuda:1"))), ("cpu", ("gloo", None))])
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("device, want", [("cuda", (NCCL, torch.device("cuda:1"))), ("cpu", ("gloo", None))])
 def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
     """Catches a barrier that has to guess its GPU, and a device given to gloo, which takes none."""
     started, current = [], []
     start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
     monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(parallel.dist, "init_process_group", start)
-    monkeypatch.setattr(parallel, "pick_device", torch.device)
+    for module in (parallel, ranks):
+        monkeypatch.setattr(module, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
