@@ -2,12 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_heads
 from bench import __main__ as bench
+from bench.decoding import size_config
+from clover import PRESETS, Head
+from model import GPT, Block, Group
 from tools import cli
 from training import base
 
@@ -58,6 +63,22 @@ def test_figures_in_the_sentences_of_the_readme_are_those_of_the_records():
     assert f"batches of 8 it has {loses:.2f} times the speed of plain decoding" in text
     sizes = (file.stat().st_size for file in (ROOT / "demo").glob("*.safetensors"))  # bfloat16: 2 bytes a parameter
     assert f"a model of {sum(sizes) / 2e6:.0f} million parameters" in text
+
+
+def test_what_fits_several_gpus():
+    """Bug: a table of sizes that no model has. The heads are Clover's, the cache is of 8 texts of 4,096 tokens."""
+    large = dict(n_layer=126, n_head=128, n_embd=16384, n_inner=53248)
+    models = {"Llama 3 8B": size_config("8b"), "Llama 3 70B": size_config("70b"),
+              "Llama 3.1 405B": replace(size_config("70b"), **large)}
+    page, clover = (ROOT / "docs" / "models.md").read_text(), PRESETS["clover"]
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    for name, config in models.items():
+        with torch.device("meta"):
+            ranks = [GPT(config, Group(0, size)) for size in (1, 2, 4, 8)]
+            heads = count(Block(config)) + clover.n_draft * count(Head(clover, config))
+        cached = [2 * c.n_layer * c.n_kv_head * c.head_size * 8 * 4096 for c in (model.share for model in ranks)]
+        cells = [f"{2 * (count(model) + heads + cache) / 1e9:.0f}" for model, cache in zip(ranks, cached)]
+        assert f"| {name} | {' | '.join(cells)} |" in page
 
 
 def flags(capsys, parse, *command):
