@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -182,8 +183,9 @@ class CloverHeads(nn.Module):
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
         self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
-        for block in self.augment_blocks if model.group.size == 1 else ():  # else the last block is divided
-            block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
+        if model.group.size == 1:  # else the last block is divided
+            for block in self.augment_blocks:
+                block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
         # the token ids to draft among, int32, most frequent first; None: all
         vocabulary = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", vocabulary)
@@ -211,12 +213,15 @@ class CloverHeads(nn.Module):
     @cached_property
     def embedding_scale(self):
         """One over the root mean square of the LM head's weights, from the first use on: all ranks must be there."""
-        base, squares = self.model.config, self.model.head.weight.float().pow(2).sum(dtype=torch.float64)
+        base, rows = self.model.config, self.model.head.weight.split(4096)  # a few: in float32 all would take twice
+        squares = sum(part.float().pow(2).sum(dtype=torch.float64) for part in rows)
         return (base.vocab_size * base.n_embd / self.model.group.sum(squares).item()) ** 0.5
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all tokens."""
-        return self.model.head.embedding(tokens) * self.embedding_scale
+        base = self.model
+        rows = F.embedding(tokens, base.embed.weight) if base.config.tied else base.head.embedding(tokens)
+        return rows * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""

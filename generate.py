@@ -85,7 +85,7 @@ class Engine:
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         warn_of_emulation(model.dtype, model.device)
         for module in (model, heads) if heads else (model,):
-            pack(module)
+            pack(module, model.group)
         device, P = model.device, max(map(self.max_path, self.variants))
         self.offsets = torch.arange(P, device=device)
         self.chain = (2 << self.offsets) - 1  # ancestors in a path, a tree without branches: node j sees nodes 0..j
@@ -742,7 +742,7 @@ def main(argv=None):
     from tools import cli, ranks
     args = cli.parse(argv)
     with ranks.joined(args, sys.argv[1:] if argv is None else argv) as group:
-        answer(ranks.open_session(args, group))
+        answer(cli.open_session(args, group))
 
 
 def answer(session):

@@ -101,7 +101,8 @@ class Group:
         if self.size == 1:
             return x[None]
         parts = x.new_empty(self.size * x.numel())
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(parts, x.reshape(-1))  # the older name
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        gather(parts, x.reshape(-1))
         return parts.view(self.size, *x.shape)
 
     def first(self, value):
@@ -115,14 +116,12 @@ class Group:
         """The least of the ranks' numbers, as a float."""
         return number if self.size == 1 else self.gather(torch.tensor([number], dtype=torch.float64)).min().item()
 
-    def sum(self, x):
-        """The sum over the ranks, in float32 or more and in the order of their numbers: so it has the same bits on all,
-        and a row's do not depend on what stands beside it, as those of an all-reduce may."""
-        if self.size == 1:
-            return x
-        first, *others = self.gather(x)
-        total = first.to(torch.promote_types(x.dtype, torch.float32))
-        for part in others:
+    def sum(self, x, bias=None):
+        """The sum over the ranks, and a bias, in float32 or more and in the order of their numbers: so it has the same
+        bits on all, and a row's do not depend on what stands beside it, as those of an all-reduce may."""
+        parts = self.gather(x) if self.size > 1 else x[None]
+        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
+        for part in (*parts[1:], *(() if bias is None else (bias,))):
             total = total + part
         return total.to(x.dtype)
 
@@ -131,8 +130,8 @@ class Group:
         Raises InputError where the ranks do not divide what they share."""
         N, c = self.size, config
         if c.n_head % N or c.n_inner % N or c.n_kv_head % N and N % c.n_kv_head or c.vocab_size < N:
-            raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads and an MLP "
-                             f"of {c.n_inner}; take another --nproc-per-node")
+            raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads, an MLP of "
+                             f"{c.n_inner} and {c.vocab_size} tokens; take another --nproc-per-node")
         return replace(c, n_head=c.n_head // N, n_kv_head=max(c.n_kv_head // N, 1), n_inner=c.n_inner // N)
 
     def held(self, name, config):
@@ -272,7 +271,7 @@ class Linear(nn.Linear):
     two to three times as fast as from rows, for one token and for many, and a residual or an activation costs nothing
     behind it. `pack` makes the copies."""
     copy = None  # (the weight, its version, the packed copy)
-    group = None  # of a layer whose inputs are divided among ranks, and whose outputs are summed over them
+    group = None  # the ranks that each hold a part; where that is of the inputs, `add_to` sums over them
 
     def repack(self):
         """Brings the copy up to date. Only a frozen weight has one, on a CPU, in a dtype that it multiplies."""
@@ -310,9 +309,8 @@ class Linear(nn.Linear):
         (stream, the output)."""
         packed = self.packed()
         if self.group and self.group.size > 1:
-            partial = F.linear(x, self.weight) if packed is None else packed_linear(x, packed)
-            total = self.group.sum(partial)
-            return stream, total if self.bias is None else total + self.bias
+            own = F.linear(x, self.weight) if packed is None else packed_linear(x, packed)
+            return stream, self.group.sum(own, self.bias)
         if packed is None:
             return stream, self(x).to(stream.dtype)  # autocast changes it
         return packed_linear(x, packed, self.bias, plus=stream), None
@@ -346,11 +344,12 @@ def check_rows(n, size):
                  "the model's best two tokens nearly tie")
 
 
-def pack(module):
-    """Gives the frozen `Linear` layers of a module packed copies, where memory has room for twice what they take."""
+def pack(module, group=None):
+    """Gives the frozen `Linear` layers of a module packed copies, where memory has room for twice what they take; with
+    a group, on all ranks or none, since with them activations have other shapes."""
     layers = [m for m in module.modules() if isinstance(m, Linear)]
     missing = [m.weight for m in layers if m.copy is None and m.weight.is_cpu]
-    if 2 * sum(w.nbytes for w in missing) <= free_memory("cpu"):
+    if 2 * sum(w.nbytes for w in missing) <= (group or Group()).least(free_memory("cpu")):
         for layer in layers:
             layer.repack()
     elif any(packs(w.dtype) and not w.requires_grad for w in missing):
@@ -367,23 +366,23 @@ class LMHead(Linear):
     """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final norm. With a group a
     rank holds rows first, first + 1, ... of the weight, and its methods' results are those of the whole."""
     vocab_copy = None  # (vocab_ids, packed copy of the whole weight, packed copy of these rows)
-    held_ids = None    # (vocab_ids, those among this rank's rows, counted from `first`)
-    first = 0
 
     def __init__(self, config, group):
         rows = group.part(config.vocab_size)
         super().__init__(config.n_embd, rows.stop - rows.start, bias=False)
         self.group, self.first, self.vocab_size = group, rows.start, config.vocab_size
+        self.held_ids = {}  # {vocab_ids: those among this rank's rows, counted from `first`}
 
     def topk(self, hidden, k, vocab_ids=None):
         """`kernels.project_topk` with this weight -> (logprobs float32 [M, k], tokens int64 [M, k]). For drafting: from
-        packed weights in half precision, the logits are rounded."""
+        packed weights in half precision, the logits are rounded; and of equal ones on two ranks, either may come
+        first."""
         if self.group.size == 1:
             return self.own_topk(hidden, k, vocab_ids)
-        if vocab_ids is not None and (self.held_ids is None or self.held_ids[0] is not vocab_ids):
+        if vocab_ids is not None and vocab_ids not in self.held_ids:
             own = vocab_ids - self.first
-            self.held_ids = vocab_ids, own[(own >= 0) & (own < len(self.weight))]
-        own_ids = None if vocab_ids is None else self.held_ids[1]
+            self.held_ids[vocab_ids] = own[(own >= 0) & (own < len(self.weight))]
+        own_ids = None if vocab_ids is None else self.held_ids[vocab_ids]
         M, n = len(hidden), min(k, len(self.weight if own_ids is None else own_ids))
         lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)  # logits, token ids, log-sum-exp
         if n:
@@ -706,14 +705,15 @@ class GPT(nn.Module):
         whatever is amiss.
         """
         with needs_folder("hf"):
-            from hf.checkpoint import check_headers, read_config, read_state, stored_dtype
+            from hf.checkpoint import check_headers, held_shape, read_config, read_state, stored_dtype
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         config = read_config(path)
         shapes = check_headers(path, config)  # {parameter name: shape}; nothing is built before the files agree
         dtype = dtype or default_dtype(device, stored_dtype(path))
         group = group or Group()
         group.share(config)  # raises where the ranks do not divide it
-        size = dtype.itemsize * sum(map(math.prod, shapes.values())) // group.size
+        size = dtype.itemsize * sum(math.prod(held_shape(shape, group.held(name, config)))
+                                    for name, shape in shapes.items())
         advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
         check_memory(f"{path}: its weights take", size, device, advice)
         with torch.device("meta"):
@@ -728,9 +728,12 @@ class GPT(nn.Module):
 
     def save_pretrained(self, path, dtype=None):
         """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for transformers to read.
-        Raises InputError for a config that the family's format cannot express."""
+        Raises InputError for a config that the family's format cannot express, and on a rank, which holds a part."""
         with needs_folder("hf"):
             from hf.checkpoint import hf_config, parse_config, split_weight
+        if self.group.size > 1:
+            raise InputError(f"{path}: one of {self.group.size} ranks holds a part of the model; save it from one "
+                             "process")
         path, raw = Path(path), hf_config(self.config, dtype or self.dtype)
         if parse_config(raw, path) != self.config:
             raise InputError(f"{path}: the {self.config.family} format has no way to write this config: {self.config}")

@@ -13,6 +13,7 @@ attention's backward pass adds in no fixed order. log.jsonl has a line for each 
 """
 
 import argparse
+import gc
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from model import GPT, InputError, atomic_write
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training.common import Log, Signals, add_flags, add_number, load_state, progress, set_learning_rate
 from training.data import draft_vocabulary, load_tokens, open_tokens, prompts, store_tokens, tokens_key, window_batch
-from training.evaluate import DECODED, measure, plot, table
+from training.evaluate import DECODED, head_accuracy, measure, plot, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
 from training.self_distill import SELF_PROMPTS, SelfDistillation
@@ -233,33 +234,48 @@ def heldout_prompts(heldout, model):
 
 def finish(run, heldout):
     """Measures the trained heads, and prints how to use them. Process 0 does so alone, but a model that was sharded for
-    training is held together by all, which decode it."""
+    training is held together by all, which decode it; where they do not divide its heads, nothing is decoded."""
     args, world, model = run.args, run.world, run.heads.model
-    if args.shard_base:
-        world.barrier()  # process 0 has saved
-        dtype, run.heads, run.wrapped, run.optimizer = model.dtype, None, None, None
-        model = None  # its memory is free before the other parts come
-        model = GPT.from_pretrained(args.model, dtype, world.device, world.group)
-    else:
+    sizes = args.batch_size // world.size, args.block_size
+    if not args.shard_base:
         world.close()
-    if args.shard_base or not world.rank:
+    elif world.divides(model.config):
+        model = None  # the last reference but for run's
+        model = hold_together(run)
+    else:
+        top, model = head_accuracy(run.heads, heldout, *sizes, run.autocast), None
+        run.save(accuracy=top[1], top_accuracy=top)
+        world.print(table(top) + "\nmeasure the rest where it can be decoded: python train_heads.py --evaluate")
+    if model and (args.shard_base or not world.rank):
         heads = CloverHeads.from_pretrained(run.out, model, run.tokenizer)
-        found = measure(heads, heldout, heldout_prompts(heldout, model), args.batch_size // world.size, args.block_size)
+        found = measure(heads, heldout, heldout_prompts(heldout, model), *sizes)
     if args.shard_base:
         world.close()
     if world.rank:
         return
-    record(heads, run.out, run.tokenizer, found)
+    if model:
+        record(heads, run.out, run.tokenizer, found)
     plot(run.out)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     print(f"\nuse them:  python generate.py {flag}--heads {run.out} --prompt \"def fibonacci(n):\"")
 
 
-def record(heads, out, tokenizer, found):
-    """Prints what `measure` found, and adds it to the heads.json of heads that are saved."""
+def hold_together(run):
+    """The model of a sharded run, divided for decoding; the run's own goes first."""
+    dtype, run.heads, run.wrapped, run.optimizer = run.heads.model.dtype, None, None, None
+    run.world.barrier()  # process 0 has saved
+    gc.collect()  # FSDP's parts refer to each other
+    return GPT.from_pretrained(run.args.model, dtype, run.world.device, run.world.group)
+
+
+def record(heads, out, tokenizer, found, weights=False):
+    """Prints what `measure` found, and adds it to the heads.json of heads that are saved; weights: writes them too."""
     print(table(**found))
-    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
-    heads.save_record(out, tokenizer, **info | found)
+    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")} | found
+    if weights:
+        heads.save_pretrained(out, tokenizer, torch.bfloat16, **info)
+    else:
+        heads.save_record(out, tokenizer, **info)
 
 
 def check_lengths(splits, args):
@@ -286,9 +302,7 @@ def evaluate_folder(args, world):
     world.close()
     if world.rank:
         return
-    if args.draft_vocabulary is not None:
-        heads.save_pretrained(args.out, tokenizer, torch.bfloat16)
-    record(heads, args.out, tokenizer, found)
+    record(heads, args.out, tokenizer, found, weights=args.draft_vocabulary is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from model import GPT, GPTConfig, InputError, check_memory, default_dtype
 from tools.cli import load_model, pick_device
-from tools.tune import PREFIX, copy_bandwidth, fit, seconds, stage_times, step_time, timing_engine
+from tools.tune import PREFIX, copy_bandwidth, fit, no_room, seconds, stage_times, step_time, timing_engine
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -419,7 +419,7 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
             try:
                 table.add(label | measure_step(model, heads, batch_size, tree_size, floor, sampling, not args.no_graph,
                                                args.runs, others))
-            except (InputError, torch.OutOfMemoryError):
+            except no_room(model.group):
                 table.show(label | dict(step_ms="does not fit the memory"))
 
 

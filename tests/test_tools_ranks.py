@@ -1,11 +1,13 @@
 """generate.py in several processes, as torchrun starts them: they say what one says, and end together."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def start(folders, *flags, seeds=(0, 0)):
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     shared = os.environ | dict(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                               WORLD_SIZE=str(len(folders)), OMP_NUM_THREADS="1")
+                               WORLD_SIZE=str(len(folders)), LOCAL_WORLD_SIZE=str(len(folders)), OMP_NUM_THREADS="1")
     return [subprocess.Popen([sys.executable, str(GENERATE), *FLAGS, *flags, "--seed", str(seed)], cwd=folder,
                              text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              env=shared | dict(RANK=str(i), LOCAL_RANK=str(i)))
@@ -58,12 +60,12 @@ def finish(processes, given=""):
 
 def test_ranks_print_what_one_process_prints(folder):
     """Catches two ranks that read standard input or print, and step times that ranks do not share."""
-    flags = "--prompt", "-", "--prompt", "a b c", "--temperature", "0.8"
+    flags = "--prompt", "-", "--prompt", "a b c", "--temperature", "0.8", "--json"
     (code, out, errors), second = finish(start([folder / "a", folder / "b"], *flags), "once upon")
     assert (code, second) == (0, (0, "", "")), errors
     (_, alone, _), = finish(start([folder / "a"], *flags), "once upon")
-    texts = lambda out: out.rsplit("\n", 2)[0]  # before the statistics
-    assert texts(out) == texts(alone) and "once upon" in texts(out) and "tokens per step" in out
+    together, alone = json.loads(out), json.loads(alone)
+    assert together["tokens"] == alone["tokens"] and together["prompts"] == ["once upon", "a b c"]
 
 
 def test_ranks_that_differ_are_refused(folder):
@@ -90,9 +92,26 @@ def test_a_rank_that_dies_ends_the_others(folder):
     assert code == 2 and "generate.py: another process has ended" in errors and "Traceback" not in errors
 
 
-def test_a_missing_variable_is_named(monkeypatch):
-    for name, value in dict(TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="2").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(InputError, match="LOCAL_RANK is missing; start this with torchrun"):
-        ranks.numbers()
+def test_what_all_find_is_told_once(folder):
+    """Catches a line from every rank that torchrun started."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(GENERATE), *FLAGS, "--prompt", "a", "--temperature", "-1"], cwd=folder / "a",
+                          capture_output=True, text=True, timeout=120, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert done.stderr.count("generate.py: ") == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr and done.returncode
+
+
+def test_what_torchrun_leaves_out_is_named(monkeypatch):
+    given = dict(TORCHELASTIC_RUN_ID="x", **dict.fromkeys(ranks.NUMBERS, "2"), MASTER_ADDR="localhost")
+    for name in given:
+        monkeypatch.setenv(name, given[name])
+    assert ranks.numbers() == (2, 2, 2)
+    args = SimpleNamespace(device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="2 processes on this machine need as many GPUs, but it has 1"):
+        ranks.start(args)
+    for name in (*ranks.NUMBERS, "MASTER_ADDR"):
+        with monkeypatch.context() as patched:
+            patched.delenv(name)
+            with pytest.raises(InputError, match=f"torchrun sets {name}, but it is missing; start this with"):
+                ranks.numbers()

@@ -23,7 +23,7 @@ from generate import generate
 from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import ranks
+from tools import cli
 from training import data, evaluate, parallel
 from training.common import Log
 from training.data import load_tokens, open_tokens
@@ -366,10 +366,15 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, tm
     assert "process 1 ends: the first process cannot go on" in done.stderr and "Traceback" not in done.stderr
 
 
+def torchrun_sets(monkeypatch, rank, size, local_rank):
+    for name, value in dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=1,
+                            MASTER_ADDR="localhost").items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
     monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+    torchrun_sets(monkeypatch, rank=0, size=2, local_rank=0)
     with pytest.raises(InputError, match="must divide by their number, but 7 does not by 2; take"):
         parallel.World(train_heads.parse(["--batch-size", "7"]))
 
@@ -384,11 +389,11 @@ def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
     start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
     monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(parallel.dist, "init_process_group", start)
-    for module in (parallel, ranks):
+    for module in (parallel, cli):
         monkeypatch.setattr(module, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
+    torchrun_sets(monkeypatch, rank=3, size=4, local_rank=1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     parallel.World(train_heads.parse(["--device", device]))
     assert started == [want] and current == [want[1]] * (device == "cuda")
 

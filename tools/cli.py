@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from clover import CloverHeads
 from generate import Sampling, TextStream, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
-from model import GPT, InputError
+from model import GPT, InputError, identity
+from tools import ranks
 from tools.tune import times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -43,22 +45,24 @@ def command(main):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    tell = ranks.voice()
     try:
         main()
     except InputError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        tell(f"{name}: {error}")
+        ranks.end(2)
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:  # torch's, on a CPU
             raise
-        print(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts",
-              file=sys.stderr)
-        sys.exit(2)
+        tell(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts")
+        ranks.end(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if dist.is_available() and dist.is_initialized():  # others may be waiting
+        ranks.end(1)
 
 
 def add_model_flags(parser):
@@ -212,7 +216,11 @@ class Session:
         return heads, lookup and not (heads and args.tree_size == 2)  # which has room for one guess
 
     def encode(self, messages):
-        """Token ids of a conversation after the system message; without a chat template, of its last message alone."""
+        """Token ids of a conversation after the system message; without a chat template, of its last message alone. On
+        rank 0, since a template may look at the clock."""
+        return ranks.on_first(self.model.group, lambda: self.encode_here(messages))
+
+    def encode_here(self, messages):
         if not self.template:
             return encode_prompt(self.encoding, messages[-1]["content"])
         system = [] if self.args.system is None else [dict(role="system", content=self.args.system)]
@@ -240,6 +248,17 @@ class Session:
             step_lengths=dict(sorted(output.step_lengths.items())),
             variants={str(variant): dict(steps=steps, tokens=tokens)
                       for variant, (steps, tokens) in output.variants.items()})
+
+
+def open_session(args, group):
+    """The `Session` of a rank, which has read what the others have."""
+    texts = ranks.on_first(group, lambda: read_prompts(args.prompt or []))
+    session = ranks.agree(group, lambda: Session(args, texts, group))
+    if group.size > 1:
+        model, heads = session.model, session.heads and (identity(session.heads.state_dict()), session.heads.info)
+        files = model.identity, model.dtype, heads, tokenizer_hash(session.encoding), session.sampling, session.stop
+        ranks.check_same(group, files, "have read different files")
+    return session
 
 
 def read_prompts(texts):

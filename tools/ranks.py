@@ -1,5 +1,5 @@
-"""Several processes, or ranks, that torchrun started. Under it generate.py's hold one model together, and rank 0 alone
-reads prompts and prints.
+"""Several processes, or ranks, that torchrun started. generate.py's hold one model together; rank 0 alone reads prompts
+and prints.
 
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
@@ -10,102 +10,140 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hf.tokenizer import tokenizer_hash
-from model import Group, InputError, identity
-from tools.cli import Session, pick_device, read_prompts
+from model import Group, InputError
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what torchrun sets
-PATIENCE = timedelta(minutes=10)  # for another rank: it may be reading a large checkpoint
-GRACE = 2.0  # seconds that rank 0 has before another rank speaks or ends
+NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"  # what torchrun sets, and MASTER_ADDR
+PATIENCE = timedelta(hours=24)  # of a rank that waits for another, such as for a prompt; one that has ended is noticed
+GRACE = 2.0  # seconds in which rank 0 speaks before another rank does, and in which a rank that was told to end may end
+
+
+def launched():
+    return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def numbers():
     """This process's rank, the number of ranks, and its number on this machine, as torchrun says; without it 0, 1, 0.
     Raises InputError where torchrun's variables are incomplete."""
-    if not dist.is_torchelastic_launched():
+    if not launched():
         return 0, 1, 0
-    missing = [name for name in NAMES if not os.environ.get(name, "").isdigit()]
+    missing = [name for name in NUMBERS if not os.environ.get(name, "").isdigit()]
+    missing += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
     if missing:
-        raise InputError(f"torchrun sets {', '.join(NAMES)}, but {missing[0]} is missing; start this with torchrun")
-    return tuple(int(os.environ[name]) for name in NAMES)
+        raise InputError(f"torchrun sets {missing[0]}, but it is missing; start this with torchrun")
+    return tuple(int(os.environ[name]) for name in NUMBERS[:3])
 
 
-def start(args, patience=PATIENCE):
-    """The `Group` of the ranks that torchrun started. Gives args.device its number. patience: a timedelta, after which
-    a rank waits no longer for another."""
+def start(args):
+    """The `Group` of the ranks that torchrun started. Gives args.device its number."""
+    from tools.cli import pick_device  # not above: tools/cli.py reads this file
     rank, size, local_rank = numbers()
     if size > 1:
         if args.device.startswith("cuda:"):
             raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, not "
                              f"{args.device}")
+        gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+        if args.device == "cuda" and gpus < wanted:
+            raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has {gpus}; take another "
+                             "--nproc-per-node")
         args.device = f"cuda:{local_rank}" if args.device == "cuda" else args.device
         device, backend = pick_device(args.device), dict(backend="gloo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # so that a barrier knows its device
-        dist.init_process_group(timeout=patience, **backend)
+        dist.init_process_group(timeout=PATIENCE, **backend)
     return Group(rank, size)
 
 
 @contextlib.contextmanager
 def joined(args, argv):
-    """`start`, for a command line that all ranks were given: only rank 0 is heard, and errors end all ranks."""
-    rank, size, _ = numbers()
-    if size == 1:
+    """`start`, for a command line that all ranks were given. Where one of them ends early, all do."""
+    if numbers()[1] == 1:
         yield Group()
         return
-    errors, told = sys.stderr, []
-    if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *at: told.append(at) or (leave() if rank else signal.default_int_handler(*at)))
     try:
         group = start(args)
+        watch_signals(group.rank)
         check_same(group, argv, "were started with different flags")
         yield group
-        if not told:  # else the others stand elsewhere
-            dist.barrier()
-    except InputError as error:
-        if rank:  # what all ranks find, rank 0 tells; torchrun ends the others when one has ended
-            time.sleep(GRACE)
-            print(f"rank {rank}: {error}", file=errors)
-        raise
+        if not told.is_set():  # else the others stand elsewhere
+            every(group, None)
+            dist.destroy_process_group()
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         reason = str(error).split("\n")[0]
         raise InputError(f"another process has ended, or cannot be reached ({reason})") from None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
-def open_session(args, group):
-    """The `Session` of a rank, which has read what the others have."""
-    texts = group.first(agree(group, lambda: [] if group.rank else read_prompts(args.prompt or [])))
-    session = agree(group, lambda: Session(args, texts, group))
-    if group.size > 1:
-        heads = session.heads and identity(session.heads.state_dict())
-        files = session.model.identity, heads, tokenizer_hash(session.encoding), session.sampling, session.stop
-        check_same(group, files, "have read different files")
-    return session
+# ---------------------------------------------------------------------------------------------------------------------
+# How ranks speak and end
+
+told = threading.Event()  # whether Ctrl-C or SIGTERM has come to a rank
 
 
-def leave():
-    """Ends this process a little later: until then rank 0, which prints what there is, does not wait for it in vain."""
-    threading.Timer(GRACE, os._exit, [0]).start()
+def voice():
+    """Silences all ranks but 0 -> a function that prints a line on standard error from any. What all ranks find, rank 0
+    tells: another one waits, and where that ends it, says nothing."""
+    rank, errors = os.environ.get("RANK", "0") if launched() else "0", sys.stderr
+    if rank == "0":
+        return lambda line: print(line, file=errors)
+    sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
 
+    def tell(line):
+        if not told.wait(GRACE):
+            print(f"rank {rank}: {line}", file=errors, flush=True)
+    sys.excepthook = lambda _, error, __: tell("".join(traceback.format_exception(error)).rstrip())
+    return tell
+
+
+def end(code):
+    """Ends this process. One of several does so at once: what libraries do at a process's end may wait for the others,
+    which stand elsewhere."""
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def watch_signals(rank):
+    """Lets Ctrl-C and SIGTERM end this rank: rank 0 as they end a process alone, after it has printed what there is;
+    the others a little later, so that it need not wait for them in vain. A thread sees to that, since Python's own
+    handlers have to wait for whatever waits for another rank."""
+    def handle(*at):
+        told.set()
+        if not rank:
+            signal.default_int_handler(*at)
+
+    def watch():
+        while os.read(arrived, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        told.set()
+        time.sleep(GRACE * (1 if rank else 2))
+        if not rank:
+            print("ended while waiting for another process", file=sys.stderr, flush=True)
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How ranks agree
 
 def every(group, value):
     """The values of all ranks."""
-    values = [value]
+    values = [value] * group.size
     if group.size > 1:
-        values *= group.size
         dist.all_gather_object(values, value)
     return values
 
@@ -127,3 +165,8 @@ def agree(group, action):
         if failure is not None:
             raise failed if rank == group.rank else InputError(f"rank {rank}: {failure}" if rank else failure)
     return result
+
+
+def on_first(group, action):
+    """What action() returns on rank 0, on all ranks; or the InputError that it raises."""
+    return group.first(agree(group, lambda: None if group.rank else action()))

@@ -5,6 +5,7 @@ import sys
 
 from generate import Interrupted, check_prompts
 from model import InputError
+from tools import ranks
 from tools.cli import Printer
 
 SPARE = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
@@ -19,8 +20,7 @@ def converse(session):
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = [], None
-    group = session.model.group
-    while (line := group.first(None if group.rank else read_line())) is not None:
+    while (line := ranks.on_first(session.model.group, read_line)) is not None:
         if line.strip() == "/clear":
             messages = []
         elif line.strip():
@@ -38,6 +38,8 @@ def converse(session):
             output = reply(session, engine, prompt)
             print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]",
                   file=sys.stderr)
+            if ranks.told.is_set():  # with several processes, Ctrl-C ends more than a reply
+                return
             if session.template:
                 messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
 

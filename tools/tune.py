@@ -93,9 +93,9 @@ def seconds(body, device, group=None):
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) / calls
     body()
-    first = once()
-    rounds = group.first(max(3, math.ceil(0.1 / max(calls * first, 1e-6))))  # all ranks must take as many
-    return group.first(min(first, *(once() for _ in range(rounds - 1))))
+    times = [once() for _ in range(3)]
+    more = group.first(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # all ranks must take as many
+    return group.first(min(times + [once() for _ in range(more)]))
 
 
 def copy_bandwidth(device):
@@ -125,7 +125,7 @@ def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=Tru
 @torch.inference_mode()
 def reading_times(model, heads):
     """Seconds per sequence, and per token, in which the heads read what steps without them emitted."""
-    pack(heads)
+    pack(heads, model.group)
 
     def read(n):
         hidden = torch.zeros(1, n, model.config.n_embd, device=model.device, dtype=model.dtype)
@@ -169,7 +169,7 @@ def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
     what = ("guesses", asdict(model.config), str(model.dtype), heads and asdict(heads.config), batch_size,
             min(capacity, PREFIX + 1), beams, graph, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
-            torch.get_num_threads(), torch.__version__)
+            torch.get_num_threads(), torch.__version__, model.group.size)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
@@ -301,10 +301,10 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
         check_beams(model, heads, beams)  # not below, where a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
-    known = len(times)
     times = model.group.first(times)  # what is measured is rank 0's too: all must take the same variants
+    known = len(times)
     measure = lambda variant: step_time(model, heads, batch_size, variant, sampling, beams, graph, capacity)
-    rounds = ROUNDS if model.device.type == "cpu" else 1
+    rounds, errors = ROUNDS if model.device.type == "cpu" else 1, no_room(model.group)
 
     def expected(variant):
         tree_size = variant.heads + 1
@@ -319,15 +319,15 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     if file and not known:
         print("measuring how long steps take on this machine; kept for the next run", file=sys.stderr)
     sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
-    tried = measure_steps([Variant(size - 1) for size in sizes], times, measure, rounds, enough)
+    tried = measure_steps([Variant(size - 1) for size in sizes], times, measure, rounds, errors, enough)
     trees = some_trees(tried[1:], lambda variant: expected(variant) / times[variant])
-    chains = measure_steps(some_chains(trees), times, measure, rounds) if lookup else []
+    chains = measure_steps(some_chains(trees), times, measure, rounds, errors) if lookup else []
     if trees and READ_TOKEN not in times:
-        with contextlib.suppress(InputError, torch.OutOfMemoryError):
+        with contextlib.suppress(*errors):
             times |= reading_times(model, heads)
     if len(times) > known:
         MEASURED[key] = times
-        if file:
+        if file and not model.group.rank:
             write_times(file, key, times)
     variants = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [Variant()]  # the Engine says what has no room
     return Choice({variant: at_most(variant, times) for variant in variants},
@@ -349,15 +349,21 @@ def some_chains(trees):
     return alone + [Variant(min(tree.heads, MAX_TREE - 1 - n), n) for tree, n in beside]
 
 
-def measure_steps(variants, times, measure, rounds, enough=lambda tried: False):
+def no_room(group):
+    """What says that the memory has no room. Ranks do not run out of it alike: where that was not foreseen, all end."""
+    return (InputError,) if group.size > 1 else (InputError, torch.OutOfMemoryError)
+
+
+def measure_steps(variants, times, measure, rounds, errors, enough=lambda tried: False):
     """Adds to `times` what measure(variant) gives, where it is not known: the least of so many rounds, in turns.
-    -> [the variants] before the first that the memory has no room for, and up to where it is `enough`."""
+    -> [the variants] before the first that the memory has no room for, by `no_room`'s errors, and up to where it is
+    `enough`."""
     tried, new = [], []
     for variant in variants:
         if variant not in times:
             try:
                 times[variant] = measure(variant)
-            except (InputError, torch.OutOfMemoryError):
+            except errors:
                 break
             new.append(variant)
         tried.append(variant)
@@ -365,7 +371,7 @@ def measure_steps(variants, times, measure, rounds, enough=lambda tried: False):
             break
     for _ in range(rounds - 1):
         for variant in new:
-            with contextlib.suppress(InputError, torch.OutOfMemoryError):  # what else runs may have taken the memory
+            with contextlib.suppress(*errors):  # what else runs may have taken the memory
                 times[variant] = min(times[variant], measure(variant))
     return tried
 

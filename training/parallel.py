@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,18 @@ class World:
 
     def __init__(self, args):
         self.rank, self.size, self.local_rank = ranks.numbers()
-        if args.batch_size % self.size:
+        if args.batch_size % self.size and not args.evaluate:
             raise InputError("the batch size is that of all processes together and must divide by their number, "
                              f"but {args.batch_size} does not by {self.size}; take a multiple")
-        self.group = ranks.start(args, timedelta(hours=24))  # as which they hold a model together to decode it
+        self.group = ranks.start(args)  # as which they hold a model together to decode it
         self.device = pick_device(args.device)
+
+    def divides(self, config):
+        """Whether these processes could hold a model of this GPTConfig together."""
+        try:
+            return bool(self.group.share(config))
+        except InputError:
+            return False
 
     def print(self, text):
         if self.rank == 0:
@@ -108,8 +114,6 @@ def load_for_training(args, world):
         given.device = "cpu"
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():  # each loads into the host's memory
         model, encoding = load_model(given)
-        if args.shard_base:
-            world.group.share(model.config)  # raises now where the processes could not decode it in the end
         torch.manual_seed(args.seed)
         heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
         if args.shard_base:
