@@ -186,6 +186,7 @@ class CloverHeads(nn.Module):
         if model.group.size == 1:  # else the last block is divided
             for block in self.augment_blocks:
                 block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
+            _ = self.embedding_scale  # now: a step that is counted or compiled has no numbers
         # the token ids to draft among, int32, most frequent first; None: all
         vocabulary = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", vocabulary)

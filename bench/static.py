@@ -81,7 +81,7 @@ def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True
     weight = torch.empty(V, C, dtype=dtype) if aligned else torch.empty(C, V + 1, dtype=dtype).T
     vocab_ids = torch.zeros(V, dtype=torch.int32) if gathered else None
     hidden, zeros = torch.empty(M, C, dtype=dtype), torch.zeros(M, dtype=torch.int64)
-    noise = None if temperature is None else (temperature, 2**40, zeros, zeros)
+    noise = None if temperature is None else (temperature, 2**40, zeros, zeros, 0)
     return record(kernels._project_triton, hidden, weight, vocab_ids, k, noise, multiprocessors=multiprocessors)
 
 

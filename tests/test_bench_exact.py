@@ -19,7 +19,7 @@ def test_three_ways_are_timed_in_turns(monkeypatch, capsys):
     monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
     original, seen = kernels.cached_attention, []
 
-    def clock(verify, device):
+    def clock(verify, device, group):
         dtypes = []
         spy = lambda q, k, *a, **options: dtypes.append((k.dtype, k.shape[2])) or sdpa(q, k, *a, **options)
         monkeypatch.setattr(F, "scaled_dot_product_attention", spy)

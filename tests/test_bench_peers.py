@@ -104,7 +104,7 @@ def test_times_are_taken_in_turns_and_ratios_round_by_round(run, monkeypatch):
     times = iter([1, 2, 4, 10, 40, 10, 3, 3, 30] + [1, 2, 8, 4, 6, 3] + [7, 9, 8])
     order = []
 
-    def seconds(body, device):
+    def seconds(body, device, group):
         order.append(getattr(body(), "__name__", "ours"))
         return next(times) / 1000
     monkeypatch.setattr(decoding, "seconds", seconds)

@@ -354,7 +354,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(toy, monkeypatch, name,
     monkeypatch.setattr(models.Linear, "packed", lambda self: None)
     monkeypatch.setattr(models, "rope_cache", lambda qkv, rope, kv, *a: qkv[:, :, :qkv.shape[2] - 2 * kv.shape[2]])
     monkeypatch.setattr(models, "tree_attention", lambda q, *a, **k: torch.zeros_like(q))
-    monkeypatch.setattr(models, "project_sample", lambda hidden, *a: torch.zeros(len(hidden), dtype=torch.int64))
+    monkeypatch.setattr(models, "project_sample", lambda hidden, *_, **__: torch.zeros(len(hidden), dtype=torch.int64))
     monkeypatch.setattr(models, "project_topk", lambda hidden, weight, k, rows: (
         torch.zeros(len(hidden), k) - 1, torch.arange(k).expand(len(hidden), k)))
     monkeypatch.setattr(module, "commit_path", lambda kv, lengths, path, count: None)

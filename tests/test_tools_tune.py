@@ -15,7 +15,7 @@ from test_clover import random_heads
 from clover import CloverHeads
 from generate import DEFAULT_TREE, Engine, Fixed, Sampling, Variant, generate
 from hf.tokenizer import load_encoding
-from model import GPT, InputError
+from model import GPT, Group, InputError
 from tools import tune
 from tools.cli import DEMO
 from tools.tune import (
@@ -346,8 +346,8 @@ def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     made, captured = tune.timing_engine(toy, random_heads(toy), 2, Variant(tree_size - 1), Sampling()), []
     monkeypatch.setattr(tune, "timing_engine", lambda *_, **__: made)
     monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or (None, stage))
-    monkeypatch.setattr(tune, "seconds", lambda body, device: 1.0)
-    times = stage_times(SimpleNamespace(device=torch.device("cuda")), None, 2, Variant(tree_size - 1), Sampling())
+    monkeypatch.setattr(tune, "seconds", lambda body, device, group: 1.0)
+    times = stage_times(SimpleNamespace(device=torch.device("cuda"), group=Group()), None, 2, Variant(tree_size - 1), Sampling())
     assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
     assert len(captured) == sum(times.values())
 
