@@ -96,8 +96,9 @@ def voice():
     sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
 
     def tell(line):
-        if not told.wait(GRACE):
-            print(f"rank {rank}: {line}", file=errors, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # as SIGTERM ends a rank before `watch_signals`
+            if not told.wait(GRACE):
+                print(f"rank {rank}: {line}", file=errors, flush=True)
     sys.excepthook = lambda _, error, __: tell("".join(traceback.format_exception(error)).rstrip())
     return tell
 
