@@ -92,10 +92,11 @@ def test_a_rank_that_dies_ends_the_others(folder):
     assert code == 2 and "generate.py: another process has ended" in errors and "Traceback" not in errors
 
 
-def test_what_all_find_is_told_once(folder):
+@pytest.mark.parametrize("flags", [("--prompt", "a", "--temperature", "-1"), ("--json",)], ids=lambda flags: flags[-1])
+def test_what_all_find_is_told_once(folder, flags):
     """Catches a line from every rank that torchrun started."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(GENERATE), *FLAGS, "--prompt", "a", "--temperature", "-1"], cwd=folder / "a",
+                           str(GENERATE), *FLAGS, *flags], cwd=folder / "a",
                           capture_output=True, text=True, timeout=120, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert done.stderr.count("generate.py: ") == 1 and "rank 1:" not in done.stderr, done.stderr
     assert "exitcode  : 2" in done.stderr and done.returncode

@@ -347,7 +347,8 @@ def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     monkeypatch.setattr(tune, "timing_engine", lambda *_, **__: made)
     monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or (None, stage))
     monkeypatch.setattr(tune, "seconds", lambda body, device, group: 1.0)
-    times = stage_times(SimpleNamespace(device=torch.device("cuda"), group=Group()), None, 2, Variant(tree_size - 1), Sampling())
+    model = SimpleNamespace(device=torch.device("cuda"), group=Group())
+    times = stage_times(model, None, 2, Variant(tree_size - 1), Sampling())
     assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
     assert len(captured) == sum(times.values())
 
