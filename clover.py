@@ -271,7 +271,8 @@ class CloverHeads(nn.Module):
         _, tokens, parents = lists  # the n best of each depth; the first W are the beams that the next one goes on from
         states, guessed = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         for depth in range(K):
-            states, out = self.draft_head(depth)(states, self.embedding(guessed))
+            embedding = self.embedding(guessed) if self.reads_tokens else None
+            states, out = self.draft_head(depth)(states, embedding)
             logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
             best_guesses(logprobs.view(B, -1, W), guesses.view(B, -1, W), *lists, depth)
             guessed = tokens[:, depth, :W]

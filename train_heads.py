@@ -26,6 +26,7 @@ from generate import check
 from hf.chat import load_chat_template, stop_tokens
 from hf.tokenizer import tokenizer_hash
 from model import GPT, InputError, atomic_write
+from tools import ranks
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training.common import Log, Signals, add_flags, add_number, load_state, progress, set_learning_rate
 from training.data import draft_vocabulary, load_tokens, open_tokens, prompts, store_tokens, tokens_key, window_batch
@@ -241,6 +242,7 @@ def finish(run, heldout):
         world.close()
     elif world.divides(model.config):
         model = None  # the last reference but for run's
+        ranks.watch_signals(world.rank)
         model = hold_together(run)
     else:
         top, model = head_accuracy(run.heads, heldout, *sizes, run.autocast), None
@@ -291,6 +293,8 @@ def check_lengths(splits, args):
 def evaluate_folder(args, world):
     """--evaluate: measures the heads in --out, and writes that into their heads.json. Several processes hold the model
     together."""
+    if world.size > 1:
+        ranks.watch_signals(world.rank)
     model, encoding = load_model(args, world.group)
     tokenizer, template = tokenizer_hash(encoding), load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)

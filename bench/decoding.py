@@ -364,7 +364,10 @@ def gathers(engine, graph):
     finally:
         del group.gather
     body = lambda: [group.gather(x) for x in gathered]
-    return capture(body, device)[1] if graph and device.type == "cuda" else body
+    if graph and device.type == "cuda":
+        replay = capture(body, device)[1]
+        return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
+    return body
 
 
 @torch.inference_mode()

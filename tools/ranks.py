@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,8 @@ def start(args):
             raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, not "
                              f"{args.device}")
         gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-        if args.device == "cuda" and gpus < wanted:
+        alone = gpus == 1 and not local_rank  # torchrun --virtual-local-rank shows each process one GPU
+        if args.device == "cuda" and gpus < wanted and not alone:
             raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has {gpus}; take another "
                              "--nproc-per-node")
         args.device = f"cuda:{local_rank}" if args.device == "cuda" else args.device
@@ -68,17 +70,20 @@ def joined(args, argv):
         return
     try:
         group = start(args)
+        group.gather(torch.zeros(2**18, device=args.device))  # NCCL takes its buffers before memory is counted
         watch_signals(group.rank)
         check_same(group, argv, "were started with different flags")
         yield group
         if not told.is_set():  # else the others stand elsewhere
             every(group, None)
-            dist.destroy_process_group()
+            end(0)  # NCCL's own end would wait for the graphs that hold its calls
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).split("\n")[0]
-        raise InputError(f"another process has ended, or cannot be reached ({reason})") from None
+        first, *_, last = *str(error).splitlines(), ""  # NCCL's reason is in the last line
+        what = f"NCCL failed, or another process has ended ({first} {last})" if "NCCL" in first else (
+            f"another process has ended, or cannot be reached ({first})")
+        raise InputError(what) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,16 +95,24 @@ told = threading.Event()  # whether Ctrl-C or SIGTERM has come to a rank
 def voice():
     """Silences all ranks but 0 -> a function that prints a line on standard error from any. What all ranks find, rank 0
     tells: another one waits, and where that ends it, says nothing."""
-    rank, errors = os.environ.get("RANK", "0") if launched() else "0", sys.stderr
-    if rank == "0":
-        return lambda line: print(line, file=errors)
-    sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
+    if not launched():
+        return partial(print, file=sys.stderr)
+    rank, errors = os.environ.get("RANK", "0"), sys.stderr
+    if rank != "0":
+        sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
 
     def tell(line):
         with contextlib.suppress(KeyboardInterrupt):  # as SIGTERM ends a rank before `watch_signals`
-            if not told.wait(GRACE):
+            if rank == "0":
+                print(line, file=errors, flush=True)
+            elif not told.wait(GRACE):
                 print(f"rank {rank}: {line}", file=errors, flush=True)
-    sys.excepthook = lambda _, error, __: tell("".join(traceback.format_exception(error)).rstrip())
+
+    def fail(_, error, __):
+        tell("".join(traceback.format_exception(error)).rstrip())
+        if dist.is_available() and dist.is_initialized():
+            end(1)
+    sys.excepthook = fail
     return tell
 
 

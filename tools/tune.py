@@ -118,8 +118,8 @@ def timing_engine(model, heads, batch_size, variant, sampling, beams=None, graph
 @torch.inference_mode()
 def step_time(model, heads, batch_size, variant, sampling, beams=None, graph=True, capacity=PREFIX + 1):
     """Seconds of one step."""
-    return seconds(timing_engine(model, heads, batch_size, variant, sampling, beams, graph, capacity).body(),
-                   model.device, model.group)
+    engine = timing_engine(model, heads, batch_size, variant, sampling, beams, graph, capacity)  # graphs keep no tensor
+    return seconds(engine.body(), model.device, model.group)
 
 
 @torch.inference_mode()
