@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from hf.tokenizer import load_encoding
+from hf.tokenizer import encode_prompt, end_of_text, load_encoding
 from model import GPT, InputError
 from training import base
 
@@ -36,7 +36,8 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
     report = capsys.readouterr().out
     loss = float(report.split("held-out loss ")[1].split()[0])
     assert loss < math.log(300) - 1.5 and "tokens/s" in report and "left" in report
-    assert load_encoding(tmp_path / "whole").n_vocab == 300
+    encoding = load_encoding(tmp_path / "whole")
+    assert encoding.n_vocab == 300 and encode_prompt(encoding, "def")[0] == end_of_text(encoding)
     base.main([*TINY, "--data", str(texts), "--out", str(tmp_path / "whole"), "--evaluate"])
     again, per_byte = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) per byte", capsys.readouterr().out).groups()
     assert float(again) == pytest.approx(loss, abs=0.02)  # the folder is bfloat16
@@ -90,7 +91,7 @@ def test_transformers_reads_what_was_trained(texts, tmp_path):
     run(texts, tmp_path, "--steps", "2")
     text = "def function_1(x):\n    return  x + 12345  # é 😀 <|endoftext|>"
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
-    assert ids == load_encoding(tmp_path).encode(text, allowed_special="all")
+    assert ids == encode_prompt(load_encoding(tmp_path), text)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = GPT.from_pretrained(tmp_path, torch.float32, "cpu")
     tokens = torch.tensor([ids])

@@ -313,6 +313,8 @@ def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_wh
     assert counts.tolist() == [False] * 3 + [True] * 3
     ids, counts, _ = data.encode_record(corpus.Record((("he", False), (EOT, True)), "chat"), tiny)
     assert ids.tolist() == [256, 300] and counts.tolist() == [False, True]
+    tiny.prefix = [300]  # the end of the document before
+    assert data.encode_record(corpus.Record((("he", True),), "text"), tiny).ids.tolist() == [*plain("he"), 300]
 
 
 @pytest.fixture

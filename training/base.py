@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf.tokenizer import CODE_PATTERN, load_encoding
@@ -31,7 +31,9 @@ SHOW_EVERY, SAVE_EVERY = 20, 250  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
-    """Learns a byte-level BPE of vocab_size tokens, the last being END_OF_TEXT, and writes it as transformers does."""
+    """Learns a byte-level BPE of vocab_size tokens, and writes it as transformers does.
+
+    The last is END_OF_TEXT, which ends the documents of training; before a prompt it says that a document begins."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
@@ -41,7 +43,10 @@ def train_tokenizer(documents, vocab_size, out):
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))])
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+                  clean_up_tokenization_spaces=False)
     atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(json.dumps(config, indent=2) + "\n"))
     atomic_write(out / "tokenizer.json", lambda tmp: tokenizer.save(tmp, pretty=False))
 

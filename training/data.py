@@ -47,14 +47,16 @@ def document(ids, loss_mask, dtype):
 def encode_record(record, encoding):
     """A Record as Tokens.
 
-    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it; a chat
-    template writes both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
+    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it, which is
+    also the prefix of the next where they are one token; a chat template writes both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
     separately, as in decoding. InputError as in `end_of_text`.
     """
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss) for text, in_loss in record.parts]
     if record.kind != "chat":
-        parts = [(encoding.prefix, False), *parts, ([end_of_text(encoding)], True)]
+        end = [end_of_text(encoding)]
+        prefix = [] if encoding.prefix == end else encoding.prefix
+        parts = [(prefix, False), *parts, (end, True)]
     loss_mask = np.repeat([in_loss for _, in_loss in parts], [len(ids) for ids, _ in parts])
     dtype = np.uint16 if encoding.max_token_value < 2**16 else np.uint32
     return document([token for ids, _ in parts for token in ids], loss_mask, dtype)
