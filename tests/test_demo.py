@@ -1,5 +1,8 @@
-"""demo/: what is bundled loads everywhere, drafts well, and says what the model says."""
+"""demo/: what is bundled loads everywhere, drafts well, says what the model says, and writes what looks like Python."""
 
+import ast
+import itertools
+import warnings
 from pathlib import Path
 
 import pytest
@@ -7,10 +10,24 @@ import torch
 
 from clover import CloverHeads
 from generate import generate
-from hf.tokenizer import load_encoding, tokenizer_hash
+from hf.chat import sampling_defaults, stop_tokens
+from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import GPT, NATIVE_BFLOAT16
 from tools.cli import DEMO
 from training.data import load_tokens, prompts
+
+STARTS = [  # the README's, and 20 others; each begins a file
+    "def fibonacci(n):", "class TestRead(unittest.TestCase):", "class Stack:", "import os\n", "def is_prime(n):",
+    'if __name__ == "__main__":', "try:\n    import json\n", "from collections import", "with open(path) as f:",
+    "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_empty(self):", "def main():",
+    'class Account:\n    """A bank account."""\n\n    def __init__(self, name):', "class ParseError(Exception):",
+    "import asyncio\n\n\nasync def fetch(url):", 'import sys\n\n\ndef main():\n    """Read the arguments and run."""',
+    'def read_file(path):\n    """Return the lines of a file."""', "def sort(items, key=None):",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass Point:",
+    '"""A queue of jobs, run by threads."""\n\nimport threading\n', "# Count words in a file.\nimport collections\n",
+    "class Node:\n    def __init__(self, value, next=None):\n        self.value = value\n        self.next = next\n\n"
+    "    def __repr__(self):"]
 
 
 @pytest.fixture(scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(
@@ -33,7 +50,7 @@ def test_transformers_reads_demo(demo):
         pytest.skip("rounded to bfloat16, logits are not comparable")
     text = Path(__file__).read_text() + "\tdéjà vu 😀 <|endoftext|> 12345\r\n"
     ids = transformers.AutoTokenizer.from_pretrained(DEMO)(text).input_ids
-    assert ids == encoding.encode(text, allowed_special="all")
+    assert ids == encode_prompt(encoding, text)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     tokens = torch.tensor([ids[:400]])
     with torch.no_grad():
@@ -51,3 +68,25 @@ def test_demo_heads_are_lossless_and_guess_well(demo, options):
     medusa = generate(model, given, 48, heads["medusa"], tree_size=17, batch_size=3, **options)
     assert clover.tokens == plain.tokens == medusa.tokens
     assert clover.tokens_per_step > 1.7 and clover.tokens_per_step > medusa.tokens_per_step
+
+
+def parses(start, new):
+    """Whether a text up to its last full line is Python, of which the model wrote two lines or more."""
+    text = start + new[:new.rfind("\n") + 1]
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as of an escape that means nothing
+            ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return new.count("\n") >= 2
+
+
+def test_demo_writes_python(demo):
+    """The texts that a first visitor sees. Catches a model that was hardly trained, or that says one line for ever."""
+    model, encoding, _ = demo
+    starts = (STARTS * 3)[:50]
+    given = [encode_prompt(encoding, text) for text in starts]
+    out = generate(model, given, 64, stop=stop_tokens(DEMO, encoding), batch_size=50, **sampling_defaults(DEMO))
+    texts = list(map(encoding.decode, out.tokens))
+    repeated = [max(len(list(same)) for _, same in itertools.groupby(filter(None, text.split("\n")))) for text in texts]
+    assert sum(map(parses, starts, texts)) >= 25 and sum(count > 4 for count in repeated) <= 6

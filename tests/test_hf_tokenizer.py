@@ -105,7 +105,7 @@ def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
 def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(tmp_path, tiny):
     """Catches a hash that moves with a run, a machine or an edit, which would orphan every saved set of heads."""
     assert tokenizer_hash(tiny) == "8ce07d26c422038c"
-    assert tokenizer_hash(load_encoding("demo")) == "41d28a5a8610714c"
+    assert tokenizer_hash(load_encoding("demo")) == "cfd34feb29790f88"
     changed = [tiny_spec() for _ in range(3)]
     changed[0]["model"]["vocab"]["ĠĠ"] = 261
     changed[1]["pre_tokenizer"] = split_form(LLAMA3_PATTERN)

@@ -48,8 +48,9 @@ def encode_record(record, encoding):
     """A Record as Tokens.
 
     A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it, which is
-    also the prefix of the next where they are one token; a chat template writes both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
-    separately, as in decoding. InputError as in `end_of_text`.
+    also the prefix of the next where they are one token; a chat template writes both itself. Special tokens are
+    recognised except in plain texts. Prompt and answer are encoded separately, as in decoding. InputError as in
+    `end_of_text`.
     """
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss) for text, in_loss in record.parts]
