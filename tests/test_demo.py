@@ -82,7 +82,10 @@ def parses(start, new):
 
 
 def test_demo_writes_python(demo):
-    """The texts that a first visitor sees. Catches a model that was hardly trained, or that says one line for ever."""
+    """The texts that a first visitor sees. Catches a model that was hardly trained, or that says one line for ever.
+
+    The seed is 0. Ten runs over six seeds gave 21 to 30 texts that parse, 26.2 in the mean: a model that is made anew
+    may need another bound to be told from chance."""
     model, encoding, _ = demo
     starts = (STARTS * 3)[:50]
     given = [encode_prompt(encoding, text) for text in starts]
