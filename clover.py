@@ -1,9 +1,10 @@
-"""Draft heads and token trees. Four presets of one class: medusa (arXiv 2401.10774), hydra (arXiv 2402.05109),
-clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
+"""Draft heads and token trees. Four presets of one class: medusa (arXiv 2401.10774), hydra (arXiv
+2402.05109), clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 
-Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hidden size, V vocabulary.
-"""
+Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hidden size, V
+vocabulary. """
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,17 +18,16 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kernels import add_norm, best_guesses, best_tree, cosine_mix
+from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
 from model import (
-    AttentionContext,
     Block,
     InputError,
-    Linear,
     Norm,
+    alibi_slopes,
     atomic_write,
-    document_positions,
-    identity,
     read_json,
+    run_blocks,
+    token_positions,
 )
 
 MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
@@ -61,21 +61,21 @@ def preset(name, **switches):
     return replace(PRESETS[name], **switches)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules. z is a state [..., C]; e is the embedding of a token, its row of the LM head, [..., C].
 
 class AttentionDecoder(nn.Module):
-    """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e), per attention head.
-    With a single key a softmax would always be 1, hence the cosine. Wv starts near 0, so that z hardly changes at
-    first, Wq and Wk near the identity, as in the paper."""
+    """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e),
+    per attention head. With a single key a softmax would always be 1, hence the cosine. Wv starts
+    near 0, so that z hardly changes at first, Wq and Wk near the identity, as in the paper."""
 
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
         self.n_head = math.gcd(config.n_head, C)  # the model's, where that divides C
         self.norm = Norm(config.norm, C, config.norm_eps)
-        self.query = Linear(C, C)
-        self.key_value = Linear(C, 2 * C)
+        self.query = nn.Linear(C, C)
+        self.key_value = nn.Linear(C, 2 * C)
         with torch.no_grad():
             self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
             self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
@@ -83,17 +83,19 @@ class AttentionDecoder(nn.Module):
             self.key_value.bias.zero_()
 
     def forward(self, z, e):
-        q, kv = self.query(self.norm(z)), self.key_value(e)
+        q = self.query(self.norm(z))
+        kv = self.key_value(e)
         return cosine_mix(z, q.to(z.dtype), kv.to(z.dtype), self.n_head)  # autocast changes it
 
 
 class Concat(nn.Module):
-    """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b, zero at the start."""
+    """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b,
+    zero at the start."""
 
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.linear = Linear(2 * config.n_embd, config.n_embd)
+        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -106,12 +108,12 @@ class ResBlock(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.linear = Linear(config.n_embd, config.n_embd)
+        self.linear = nn.Linear(config.n_embd, config.n_embd)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, z, e):
-        return z + self.linear(z, "silu")
+        return z + F.silu(self.linear(z))
 
 
 class Projector(nn.Module):
@@ -120,7 +122,7 @@ class Projector(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.linear = Linear(2 * C, C)
+        self.linear = nn.Linear(2 * C, C)
         with torch.no_grad():
             self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
             self.linear.bias.zero_()
@@ -134,7 +136,8 @@ PROJECTORS = {"res": ResBlock, "linear": Projector}
 
 
 class Head(nn.Module):
-    """One draft head. It reads the token guessed before it, and gives the next state and what the LM head reads."""
+    """One draft head. It reads the token guessed before it, and gives the next state and what the
+    LM head reads."""
 
     def __init__(self, config, base):
         super().__init__()
@@ -147,13 +150,13 @@ class Head(nn.Module):
         return state, self.project(state, e)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The tree and the heads
 
 class Tree(NamedTuple):
-    """Token trees of B sequences: parents before children, node 0 the root, no token twice under one parent.
-    tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a spare node, which pads a tree of
-    fewer than T nodes."""
+    """Token trees of B sequences: parents before children, node 0 the root, no token twice under
+    one parent. tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a
+    spare node, which pads a tree of fewer than T nodes."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
@@ -169,10 +172,9 @@ def root_tree(root):
 class CloverHeads(nn.Module):
     """K draft heads on a frozen model, a `GPT` whose weights are not part of this module's own.
 
-    States and embeddings are scaled to a root mean square of 1 before the heads read them. Otherwise a token's
-    embedding would be lost beside the hidden states of a model where these are large. The norm before the LM head
-    undoes the scale.
-    """
+    States and embeddings are scaled to a root mean square of 1 before the heads read them.
+    Otherwise a token's embedding would be lost beside the hidden states of a model where these are
+    large. The norm before the LM head undoes the scale. """
 
     def __init__(self, config, model):
         super().__init__()
@@ -183,7 +185,7 @@ class CloverHeads(nn.Module):
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
         self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
-        if model.group.size == 1:  # else the last block is divided
+        if model.blocks[-1].attn.config == base:  # else it is a rank's part of a block
             for block in self.augment_blocks:
                 block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
             _ = self.embedding_scale  # now: a step that is counted or compiled has no numbers
@@ -192,8 +194,8 @@ class CloverHeads(nn.Module):
         self.register_buffer("vocabulary", vocabulary)
 
     def set_vocabulary(self, tokens):
-        """Drafts among these token ids [n] only, most frequent first; an empty list: among all. Raises InputError for
-        ids that the model does not have."""
+        """Drafts among these token ids [n] only, most frequent first; an empty list: among all.
+        Raises InputError for ids that the model does not have."""
         tokens, V = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device), self.model.config.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
             raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
@@ -204,7 +206,8 @@ class CloverHeads(nn.Module):
 
     @property
     def reads_tokens(self):
-        """Whether a guess depends on the token before it. Medusa's do not: its heads run once for all beams."""
+        """Whether a guess depends on the token before it. Medusa's do not: its heads run once for
+        all beams."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
     def draft_head(self, i):
@@ -213,42 +216,49 @@ class CloverHeads(nn.Module):
 
     @cached_property
     def embedding_scale(self):
-        """One over the root mean square of the LM head's weights, from the first use on: all ranks must be there."""
-        base, rows = self.model.config, self.model.head.weight.split(4096)  # a few: in float32 all would take twice
-        squares = sum(part.float().pow(2).sum(dtype=torch.float64) for part in rows)
-        return (base.vocab_size * base.n_embd / self.model.group.sum(squares).item()) ** 0.5
+        """One over the root mean square of the LM head's weights, from the first use on."""
+        base = self.model.config
+        return (base.vocab_size * base.n_embd / self.model.head.sum_of_squares().item()) ** 0.5
+
+    @cached_property
+    def slopes(self):
+        """ALiBi's, of the augmenting blocks."""
+        base = self.model.config
+        return alibi_slopes(base.n_head).to(self.model.device) if base.positions == "alibi" else None
 
     def embedding(self, tokens):
-        """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all tokens."""
+        """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all
+        tokens."""
         base = self.model
         rows = F.embedding(tokens, base.embed.weight) if base.config.tied else base.head.embedding(tokens)
         return rows * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
-        return self.model.new_cache(batch, capacity, self.config.augment_layers)
+        return self.model.new_cache(batch, capacity, self.augment_blocks)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens [B, T] that follow ->
-        the states [B, T, C] that heads start from, at a root mean square of 1. The rest as in `GPT.forward`."""
+        """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
+        [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
+        1. The rest as in `GPT.forward`."""
         if positions is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
-            positions = positions if documents is None else document_positions(documents)
-        x = hidden if self.mix_in is None else self.mix_in(hidden, self.embedding(tokens))
+            positions = token_positions(hidden, documents)
+        if self.mix_in is not None:
+            hidden = self.mix_in(hidden, self.embedding(tokens))
+        residual = None
         if self.augment_blocks:
-            rope = self.model.rope(positions)
-            context = AttentionContext(positions, cache, ancestors, end, self.model.slopes, documents)
-        delta = None
-        for layer, block in enumerate(self.augment_blocks):
-            x, delta = block(x, delta, rope, context, None if cache is None else cache.kv[layer])
-        return add_norm(x, delta, None, eps=torch.finfo(torch.float32).eps)[1]  # F.rms_norm's own default
+            context = self.model.attention_context(positions, cache, ancestors, end, documents, self.slopes)
+            hidden, residual = run_blocks(self.augment_blocks, hidden, self.model.rope(positions), context, cache)
+        stream, delta = (hidden, None) if residual is None else (residual, hidden)
+        return add_norm(stream, delta, None, eps=torch.finfo(torch.float32).eps)[0]  # F.rms_norm's own default
 
     def forward(self, hidden, tokens, documents=None):
-        """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions 1..T+K, documents [B,
-        T] as in `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0) at position t guesses the token at t + 2 +
-        i."""
+        """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions
+        1..T+K, documents [B, T] as in `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0)
+        at position t guesses the token at t + 2 + i."""
         T = hidden.shape[1]
-        state, outputs = self.augment(hidden, tokens[:, :T], documents=documents), []
+        state = self.augment(hidden, tokens[:, :T], documents=documents)
+        outputs = []
         for i in range(self.config.n_draft):
             state, out = self.draft_head(i)(state, self.embedding(tokens[:, i:i + T]))
             outputs.append(out)
@@ -256,36 +266,39 @@ class CloverHeads(nn.Module):
 
     @torch.no_grad()
     def draft(self, state, root, tree_size, beams):
-        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the likeliest first.
+        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the
+        likeliest first.
 
-        At each depth the W beams of highest joint log-probability propose their W best tokens, and of all proposals the
-        best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's joint probability is never above its
-        parent's and ties go to the shallower node. So what is kept is a tree, parents stand before children, and a
-        smaller tree is the front of a larger one with as many beams. Nothing is read back to the host.
-        """
+        At each depth the W beams of highest joint log-probability propose their W best tokens, and
+        of all proposals the best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's
+        joint probability is never above its parent's and ties go to the shallower node. So what is
+        kept is a tree, parents stand before children, and a smaller tree is the front of a larger
+        one with as many beams. Nothing is read back to the host. """
         if tree_size == 1:
             return root_tree(root)
-        (B, C), W = state.shape, min(beams, tree_size - 1)
-        K, n = min(self.config.n_draft, tree_size - 1), min(W * W, tree_size - 1)  # no more can be in the tree
-        lists = [root.new_empty(B, K, n, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.int64)]
-        _, tokens, parents = lists  # the n best of each depth; the first W are the beams that the next one goes on from
+        B, C = state.shape
+        W = min(beams, tree_size - 1)
+        K = min(self.config.n_draft, tree_size - 1)
+        # the n best of each depth: no more can be in the tree; the first W are the beams that go on
+        candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
         states, guessed = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
         for depth in range(K):
             embedding = self.embedding(guessed) if self.reads_tokens else None
             states, out = self.draft_head(depth)(states, embedding)
-            logprobs, guesses = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
-            best_guesses(logprobs.view(B, -1, W), guesses.view(B, -1, W), *lists, depth)
-            guessed = tokens[:, depth, :W]
+            logprobs, tokens = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
+            select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
+            guessed = candidates.tokens[:, depth, :W]
             if self.reads_tokens and depth < K - 1:
-                states = states.gather(1, parents[:, depth, :W, None].expand(B, W, C))
-        return Tree(*best_tree(root, *lists, tree_size))
+                beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
+                states = states.gather(1, beam)
+        return Tree(*best_tree(root, candidates, tree_size))
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the base model's
-        identity and `info` (training, accuracy)."""
+        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the
+        base model's identity and `info` (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         cast = lambda value: value.to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
         tensors = {name: cast(value.detach()) for name, value in self.state_dict().items()}
@@ -294,19 +307,20 @@ class CloverHeads(nn.Module):
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json alone, beside weights that are there."""
-        base = dict(weights=model_identity(self.model), tokenizer=tokenizer)
+        base = dict(weights=model_hash(self.model), tokenizer=tokenizer)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
-        """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the folder is missing or
-        broken, and when the heads were trained on another model or with another tokenizer, where one is given."""
+        """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the
+        folder is missing or broken, and when the heads were trained on another model or with
+        another tokenizer, where one is given."""
         path = Path(path)
         if not path.is_dir():
             raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py writes them")
         config, record = read_record(path / "heads.json")
-        theirs, ours = record["base"], model_identity(model)
+        theirs, ours = record["base"], model_hash(model)
         if theirs["weights"] != ours:
             raise InputError(f"{path}: these heads belong to another model (theirs {theirs['weights']}, this one "
                              f"{ours}); train heads for this one with train_heads.py")
@@ -328,28 +342,53 @@ class CloverHeads(nn.Module):
 
 
 def read_record(path):
-    """heads.json -> (its CloverConfig, the whole record). Raises InputError unless every key is there with its type."""
+    """heads.json -> (its CloverConfig, the whole record). Raises InputError unless every key is
+    there with its type."""
     record = read_json(path)
     base, config = record.get("base"), record.get("config")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    config = dict(vocabulary=0) | config if isinstance(config, dict) else {}  # older records have no such key
-    config = {"n_draft" if key == "heads" else key: value for key, value in config.items()}  # older records say heads
-    if not ({name: type(value) for name, value in config.items()} == types
+    if not (isinstance(config, dict) and {name: type(value) for name, value in config.items()} == types
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
             and 1 <= config["n_draft"] <= MAX_DRAFT and 0 <= config["augment_layers"] <= MAX_AUGMENT
-            and config["vocabulary"] >= 0 and config["mix"] in (*MIXERS, "none") and config["projector"] in PROJECTORS):
+            and config["vocabulary"] >= 0 and config["mix"] in (*MIXERS, "none")
+            and config["projector"] in PROJECTORS):
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
-    try:
-        valid = all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
-                    for t, table in record.get("acceptance", {}).items())
-    except (AttributeError, TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise InputError(f"{path}: its acceptance is no table of shares by temperature, depth and node; "
+    if not is_acceptance(record.get("acceptance", {})):
+        raise InputError(f"{path}: its acceptance is not a table of shares by temperature, depth and node; "
                          "train_heads.py --evaluate writes it anew")
     return CloverConfig(**config), record
 
 
-def model_identity(model):
-    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its weights."""
-    return getattr(model, "identity", None) or identity(model.state_dict())
+def is_acceptance(tables):
+    """Whether this is {temperature: [[share]]}, as `tools.tune.acceptance` counts it."""
+    try:
+        return all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
+                   for t, table in tables.items())
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Heads know the model they were trained on, by a hash over one in every numel // 64 of a
+# parameter's values
+
+def model_hash(model):
+    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its
+    weights."""
+    return model.hash or state_hash(model.state_dict())
+
+
+def state_hash(state):
+    """16 hex digits for tensors by name."""
+    sample = lambda value: value.detach().flatten()[::max(1, value.numel() // 64)]
+    return samples_hash({name: (value.shape, sample(value)) for name, value in state.items()})
+
+
+def samples_hash(samples):
+    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so
+    that a float32 model and its bfloat16 checkpoint are the same model."""
+    sha = hashlib.sha256()
+    for name, (shape, values) in sorted(samples.items()):
+        bits = values.to("cpu", torch.bfloat16).view(torch.int16)
+        sha.update(f"{name}{tuple(shape)}".encode() + bits.numpy().tobytes())
+    return sha.hexdigest()[:16]

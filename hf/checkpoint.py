@@ -5,6 +5,7 @@ folder in words. Writes config.json. A further family of models is a further ent
 """
 
 import itertools
+import json
 import math
 import pickle
 import re
@@ -19,8 +20,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from model import GPT, GPTConfig, InputError, fingerprint, fingerprint_indices, read_json
+from backends.cpu import default_dtype
+from clover import samples_hash
+from model import GPT, GPTConfig, InputError, atomic_write, check_memory, free_memory, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 
@@ -463,26 +467,51 @@ def match_tensors(path, config, shapes):
                          "config.json")
 
 
-def read_state(path, config, shapes, dtype, device, group):
-    """Reads what a rank of the group holds of a folder's weights -> (state {name: tensor of `dtype` on `device`},
-    identity of the model).
+def load(path, dtype=None, device=None, group=None):
+    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
 
-    shapes: {name: shape} of all parameters, from check_headers. The identity is of the values in the files, before any
-    cast. Takes the memory of the state and of about one tensor. Raises InputError as check_headers does."""
-    files, current, state, samples = weight_files(path), None, {}, {}
-    total = sum(file.stat().st_size for file in files)
+    dtype: torch dtype, default `backends.cpu.default_dtype`; device: default CUDA where there is a GPU. group: the ranks
+    that hold it together, a `backends.tensor_parallel.Group`: only this rank's part is read. Raises InputError if the
+    checkpoint is invalid, or the device has no room for it."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = read_config(path)
+    shapes = check_headers(path, config)  # nothing is built before the files agree
+    dtype = dtype or default_dtype(device, stored_dtype(path))
+    slices = {name: group.shard_slices(name, config) if group else None for name in shapes}
+    size = dtype.itemsize * sum(math.prod(shard_shape(shapes[name], slices[name])) for name in shapes)
+    advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
+    check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
+    with torch.device("meta"):
+        model = GPT(config)
+        if group:
+            group.divide(model)
+    state, model.hash = read_state(path, config, shapes, dtype, device, slices)
+    if config.tied:
+        state["head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False)
+    model.tie_and_place()
+    if group:
+        group.connect(model)
+    return model.eval()
+
+
+def read_state(path, config, shapes, dtype, device, slices):
+    """Reads a folder's weights -> (state {name: tensor of `dtype` on `device`}, hash of the model).
+
+    shapes: {name: shape} of all parameters, from check_headers. slices: {name: what to read of it}, as
+    `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes the memory of the state
+    and of about one tensor. Raises InputError as check_headers does."""
+    state, samples = {}, {}
+    progress = FileProgress(path)
     for file, tensor, name, start, size in match_tensors(path, config, shapes):
-        if file != current and total >= LARGE:
-            current = file
-            print(f"reading {file.name} ({files.index(file) + 1} of {len(files)}, {total / 1e9:.1f} GB in all)",
-                  file=sys.stderr)
-        held = group.held(name, config)
+        progress.show(file)
         if name not in state:
-            state[name] = torch.empty(held_shape(shapes[name], held), dtype=dtype, device=device)
+            state[name] = torch.empty(shard_shape(shapes[name], slices[name]), dtype=dtype, device=device)
         value = tensor.load()
         value = value.T if is_transposed(name, config) else value
-        copy_held(state[name], value, start, held)
-        rows, columns = fingerprint_indices(shapes[name], start, size)
+        copy_shard(state[name], value, start, slices[name])
+        rows, columns = sample_for_hash(shapes[name], start, size)
         samples.setdefault(name, {})[start] = value[rows, columns] if value.dim() > 1 else value[columns]
     if config.unit_head:
         for rows in state["head.weight"].split(4096):  # in float32, a few at a time
@@ -491,29 +520,70 @@ def read_state(path, config, shapes, dtype, device, group):
         samples["head.weight"] = samples["embed.weight"]
         shapes = shapes | {"head.weight": shapes["embed.weight"]}
     joined = {name: torch.cat([values for _, values in sorted(parts.items())]) for name, parts in samples.items()}
-    return state, fingerprint({name: (shapes[name], values) for name, values in joined.items()})
+    return state, samples_hash({name: (shapes[name], values) for name, values in joined.items()})
 
 
-def held_shape(shape, held):
-    """The shape of what a rank holds of a parameter. held: as `model.Group.held` gives it."""
-    if held is None:
+class FileProgress:
+    """A line on standard error for each file of a large checkpoint."""
+
+    def __init__(self, path):
+        self.files, self.current = weight_files(path), None
+        self.total = sum(file.stat().st_size for file in self.files)
+
+    def show(self, file):
+        if file != self.current and self.total >= LARGE:
+            self.current = file
+            print(f"reading {file.name} ({self.files.index(file) + 1} of {len(self.files)}, {self.total / 1e9:.1f} GB in "
+                  "all)", file=sys.stderr)
+
+
+def sample_for_hash(shape, start, size):
+    """(rows, columns) of the values of a parameter that `clover.state_hash` samples, one in every numel // 64, within
+    `size` rows from `start`, counted from there."""
+    width, stride = math.prod(shape[1:]), max(1, math.prod(shape) // 64)
+    first = -(-start * width // stride) * stride
+    flat = torch.arange(first, (start + size) * width, stride) - start * width
+    return (flat // width, flat % width) if len(shape) > 1 else (torch.zeros_like(flat), flat)
+
+
+def shard_shape(shape, slices):
+    """The shape of what a rank holds of a parameter. slices: as `Group.shard_slices` gives them."""
+    if slices is None:
         return shape
-    dim, slices = held
-    return *shape[:dim], sum(part.stop - part.start for part in slices), *shape[dim + 1:]
+    dim, parts = slices
+    return *shape[:dim], sum(part.stop - part.start for part in parts), *shape[dim + 1:]
 
 
-def copy_held(target, value, start, held):
+def copy_shard(target, value, start, slices):
     """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank holds it."""
-    if held is None or held[0] == 1:
-        target[start:start + len(value)].copy_(value if held is None else value[:, held[1][0]])
+    dim, parts = slices or (0, [slice(0, start + len(value))])
+    if dim == 1:
+        target[start:start + len(value)].copy_(value[:, parts[0]])
         return
     row = 0  # of the target
-    for part in held[1]:
+    for part in parts:
         first, last = max(part.start, start), min(part.stop, start + len(value))
         if first < last:
             at = row + first - part.start
             target[at:at + last - first].copy_(value[first - start:last - start])
         row += part.stop - part.start
+
+
+def save(model, path, dtype=None):
+    """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for transformers to read.
+    Raises InputError for a config that the family's format cannot express."""
+    path, dtype = Path(path), dtype or model.dtype
+    raw = hf_config(model.config, dtype)
+    if parse_config(raw, path) != model.config:
+        raise InputError(f"{path}: the {model.config.family} format has no way to write this config: {model.config}")
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if not (name == "head.weight" and model.config.tied):
+            tensors.update(split_weight(name, value.detach().to("cpu", dtype), model.config))
+    atomic_write(path / "model.safetensors", lambda tmp: save_file(tensors, tmp, metadata={"format": "pt"}))
+    text = json.dumps(raw, indent=2) + "\n"
+    atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
 def describe(path):

@@ -1,6 +1,8 @@
-"""What the command lines share: flags, loading, errors in one line; and what generate.py's prints."""
+"""What the command lines share: flags, loading, errors in one line; and what generate.py's
+prints."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -9,21 +11,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from clover import CloverHeads
-from generate import Sampling, TextStream, prepare
+from backends import tensor_parallel
+from clover import CloverHeads, state_hash
+from generate import Interrupted, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
-from model import GPT, InputError, identity
-from tools import ranks
-from tools.tune import times_file
+from model import InputError, pick_device
+from tools.compare import against_plain
+from tools.drafts import Drafts
+from tools.printer import Printer, statistics
+from tools.repl import converse
+from tools.tune import explain, times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
-HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
-LOOKUP_COLOUR = 33
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # For every command line
 
 class Parser(argparse.ArgumentParser):
@@ -38,31 +42,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(main):
-    """Runs a command line. Bad input and a lack of memory are one line on standard error and exit code 2. SIGTERM acts
-    as Ctrl-C."""
+    """Runs a command line. Bad input and a lack of memory are one line on standard error and exit
+    code 2. SIGTERM acts as Ctrl-C."""
     spec = sys.modules["__main__"].__spec__
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    tell = ranks.voice()
+    print_error = tensor_parallel.error_printer()
     try:
         main()
     except InputError as error:
-        tell(f"{name}: {error}")
-        ranks.end(2)
+        print_error(f"{name}: {error}")
+        tensor_parallel.end(2)
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:  # torch's, on a CPU
             raise
-        tell(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts")
-        ranks.end(2)
+        print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts")
+        tensor_parallel.end(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_available() and dist.is_initialized():  # others may be waiting
-        ranks.end(1)
+        tensor_parallel.end(1)
 
 
 def add_model_flags(parser):
@@ -73,29 +77,20 @@ def add_model_flags(parser):
                         "instructions for it, else float32")
 
 
-def pick_device(name):
-    """A torch.device that exists here, or InputError."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"device {name!r} is not available here ({reason}); try --device cpu") from None
-    return device
-
-
 def load_model(args, group=None):
-    """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the ranks that hold it."""
+    """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the
+    ranks that hold it."""
     device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
     vocab_size, encoding = checkpoint.read_config(args.model).vocab_size, load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
                          f"{vocab_size} embeddings; they do not belong together")
-    return GPT.from_pretrained(args.model, dtype=dtype, device=device, group=group), encoding
+    return checkpoint.load(args.model, dtype, device, group), encoding
 
 
 def load_heads(path, args, model, encoding):
-    """A heads folder, or the model folder's own `clover`. None for "none" and where a model has no heads beside it."""
+    """A heads folder, or the model folder's own `clover`. None for "none" and where a model has no
+    heads beside it."""
     path = path or (Path(args.model) / "clover" if (Path(args.model) / "clover").is_dir() else "none")
     return None if str(path) == "none" else CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
 
@@ -107,8 +102,46 @@ def describe():
     print(checkpoint.describe(parser.parse_args().folder))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # For generate.py
+
+def generate_main(argv=None):
+    """generate.py's command line."""
+    args = parse(argv)
+    with tensor_parallel.joined(args, sys.argv[1:] if argv is None else argv) as group:
+        answer(open_session(args, group))
+
+
+def answer(session):
+    """Prints what the command line was asked for."""
+    args = session.args
+    if not args.prompt:
+        return converse(session)
+    prompts = [session.encode([dict(role="user", content=text)]) for text in session.texts]
+    engine = session.engine(prompts, fresh=args.explain)
+    if args.compare:
+        engine.generate(prompts[:1], min(4, args.max_new_tokens))  # what is compiled or loaded, before it is timed
+    trees = Drafts(engine, session) if args.show_tree else None
+    printer, interrupted = Printer(session, trees), False
+    try:
+        output = engine.generate(prompts, args.max_new_tokens, session.stop, printer.show, session.encoding)
+    except Interrupted as interrupt:
+        output, interrupted = interrupt.output, True
+    result, say = session.report(output), (lambda text: None) if args.json else print
+    printer.finish(output)
+    say(f"\n{statistics(output)}")
+    if trees:
+        result["drafts"] = trees.steps
+        say("\n".join(trees.lines()))
+    if args.explain and not interrupted:
+        result["explained"] = explain(engine, session.heads, output, not (args.no_graph or trees))
+        say("\n" + "\n".join(result["explained"]))
+    if args.compare and not interrupted:
+        engine = None  # frees its memory for the next one
+        result |= against_plain(session, prompts, output, say)
+    if args.json:
+        print(json.dumps(result))
+
 
 def parse(argv):
     """generate.py's flags."""
@@ -185,7 +218,8 @@ class Session:
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
 
     def sampling_flags(self):
-        """The flags that say how to sample; those not given are as the folder says, which one line tells."""
+        """The flags that say how to sample; those not given are as the folder says, which one line
+        tells."""
         given = {name: getattr(self.args, name) for name in SAMPLING if getattr(self.args, name) is not None}
         folder = sampling_defaults(self.args.model)
         if given.get("temperature", folder["temperature"]) == 0:
@@ -216,9 +250,9 @@ class Session:
         return heads, lookup and not (heads and args.tree_size == 2)  # which has room for one guess
 
     def encode(self, messages):
-        """Token ids of a conversation after the system message; without a chat template, of its last message alone. On
-        rank 0, since a template may look at the clock."""
-        return ranks.on_first(self.model.group, lambda: self.encode_here(messages))
+        """Token ids of a conversation after the system message; without a chat template, of its
+        last message alone. On rank 0, since a template may look at the clock."""
+        return tensor_parallel.on_first(tensor_parallel.group_of(self.model), lambda: self.encode_here(messages))
 
     def encode_here(self, messages):
         if not self.template:
@@ -228,8 +262,11 @@ class Session:
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
-        stream = TextStream(self.encoding, [s for s in self.stop if isinstance(s, str)])
+        stream = self.text_stream()
         return stream.feed([token for token in tokens if token not in self.stop]) + stream.finish()
+
+    def text_stream(self):
+        return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
 
     def engine(self, prompts, max_new_tokens=None, **options):
         """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
@@ -246,18 +283,17 @@ class Session:
             model=Path(self.args.model).resolve().name, sampling=self.sampling, prompts=self.texts,
             texts=list(map(self.decode, output.tokens)),
             step_lengths=dict(sorted(output.step_lengths.items())),
-            variants={str(variant): dict(steps=steps, tokens=tokens)
-                      for variant, (steps, tokens) in output.variants.items()})
+            plans={str(plan): dict(steps=steps, tokens=tokens) for plan, (steps, tokens) in output.plans.items()})
 
 
 def open_session(args, group):
     """The `Session` of a rank, which has read what the others have."""
-    texts = ranks.on_first(group, lambda: read_prompts(args.prompt or []))
-    session = ranks.agree(group, lambda: Session(args, texts, group))
+    texts = tensor_parallel.on_first(group, lambda: read_prompts(args.prompt or []))
+    session = tensor_parallel.raise_together(group, lambda: Session(args, texts, group))
     if group.size > 1:
-        model, heads = session.model, session.heads and (identity(session.heads.state_dict()), session.heads.info)
-        files = model.identity, model.dtype, heads, tokenizer_hash(session.encoding), session.sampling, session.stop
-        ranks.check_same(group, files, "have read different files")
+        model, heads = session.model, session.heads and (state_hash(session.heads.state_dict()), session.heads.info)
+        files = model.hash, model.dtype, heads, tokenizer_hash(session.encoding), session.sampling, session.stop
+        tensor_parallel.check_same(group, files, "have read different files")
     return session
 
 
@@ -274,46 +310,3 @@ def read_prompts(texts):
             raise InputError("a prompt is empty; give it at least one character")
         prompts.append(text)
     return prompts
-
-
-class Printer:
-    """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of the head that
-    guessed it, or of lookup. Several texts are printed at the end, and with --json none is. trees: a `Drafts`."""
-
-    def __init__(self, session, trees=None):
-        self.session, self.stop, self.trees = session, session.stop, trees
-        self.streams = len(session.texts) <= 1 and not session.args.json
-        self.stream = TextStream(session.encoding, [s for s in self.stop if isinstance(s, str)])
-        self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.shown = ["" if session.template else text for text in session.texts]
-        if self.streams:
-            print("".join(self.shown), end="", flush=True)
-
-    def show(self, index, tokens, path, variant):
-        """What `on_step` calls."""
-        if self.trees:
-            self.trees.show(index, tokens, path, variant)
-        for i, token in enumerate(tokens if self.streams else []):
-            text = self.stream.feed([token]) if token not in self.stop else ""
-            if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
-                head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
-                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] > variant.heads else head}m{text}\x1b[0m"
-            print(text, end="", flush=True)
-
-    def finish(self, output):
-        if self.streams:
-            print(self.stream.finish(), flush=True)
-        elif not self.session.args.json:
-            for text, tokens in zip(self.shown, output.tokens):
-                print(f"{text}{self.session.decode(tokens)}\n{'-' * 40}")
-
-
-def statistics(output):
-    """The lines that end a run."""
-    share = lambda n, of: f"{n / max(of, 1):.0%}"
-    variants = sorted(output.variants.items(), key=lambda item: -item[1][0])
-    lengths = "  ".join(f"{n}: {share(output.step_lengths[n], output.steps)}" for n in sorted(output.step_lengths))
-    guessed = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(output.accepted.items()))
-    return (f"drafted by: {', '.join(f'{variant} {share(steps, output.steps)}' for variant, (steps, _) in variants)}\n"
-            f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
-            f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second")

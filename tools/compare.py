@@ -1,10 +1,13 @@
-"""--compare: the same prompts by plain decoding, which must give the same text; and how fast that is."""
+"""--compare: the same prompts by plain decoding, which must give the same text; and how fast that
+is."""
 
 import sys
 
 import torch
 
-from generate import Sampling, keep_likely
+from backends import cpu
+from backends.tensor_parallel import group_of
+from generate import Sampling, filter_logits
 from kernels import gumbel
 
 # what two orders of summing may differ by, in units of the dtype's eps times the largest logit
@@ -12,7 +15,8 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
 def against_plain(session, prompts, output, say):
-    """Decodes the prompts plainly and says how `output` compares -> what --json adds, nothing after Ctrl-C."""
+    """Decodes the prompts plainly and says how `output` compares -> what --json adds, nothing after
+    Ctrl-C."""
     new = session.args.max_new_tokens
     try:
         engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
@@ -37,11 +41,11 @@ def against_plain(session, prompts, output, say):
 def first_difference(model, prompts, ours, plain, **sampling):
     """The first token where two outputs differ: None, or (prompt, position, gap, kind).
 
-    gap: how far the worse of the two tokens is below the best score there (logit, or logit / temperature + noise). kind
-    is "tie" when the gap is within rounding of the model's dtype, so that the order of summation may decide, else
-    "bug"; in bfloat16 from packed weights, where the order decides nothing, always "bug". Where one text just ends
-    earlier, gap is None and kind is "bug".
-    """
+    gap: how far the worse of the two tokens is below the best score there (logit, or logit /
+    temperature + noise). kind is "tie" when the gap is within rounding of the model's dtype, so
+    that the order of summation may decide, else "bug"; in bfloat16 from packed weights, where the
+    order decides nothing, always "bug". Where one text just ends earlier, gap is None and kind is
+    "bug". """
     s = Sampling(**sampling)
     for i, (a, b) in enumerate(zip(ours, plain)):
         first = next((j for j in range(max(len(a), len(b))) if a[j:j + 1] != b[j:j + 1]), None)
@@ -57,8 +61,8 @@ def first_difference(model, prompts, ours, plain, **sampling):
             tokens = torch.arange(scores.shape[-1], device=model.device)
             sequence, position = (torch.tensor([x], device=model.device) for x in (i, context.shape[1]))
             noise = gumbel(s.seed, sequence, position, tokens)
-            scores = keep_likely(scores / scale, s.top_k, s.top_p, s.min_p) + noise
+            scores = filter_logits(scores / scale, s.top_k, s.top_p, s.min_p) + noise
         gap = (scores.max() - scores[0, [a[first], b[first]]].min()).item()
-        fixed = model.dtype == torch.bfloat16 and model.head.packed() is not None and model.group.size == 1
-        return i, first, gap, "tie" if gap <= rounding and not fixed else "bug"
+        exact = cpu.is_exact(model) and group_of(model).size == 1
+        return i, first, gap, "tie" if gap <= rounding and not exact else "bug"
     return None

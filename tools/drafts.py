@@ -3,45 +3,45 @@
 import sys
 from collections import Counter, defaultdict, deque
 
-from generate import TextStream
-
 SHOWN = 4   # trees that are printed
 WIDTH = 44  # of a node with its branches
 
 
 class Drafts:
-    """Records the tree of every step of an engine that has no graph. `show` takes what its `on_step` gives."""
+    """Records the tree of every step of an engine that has no graph. `show` takes what its
+    `on_step` gives."""
 
     def __init__(self, engine, session):
-        self.engine, self.decode = engine, session.encoding.decode
-        self.streams = [TextStream(session.encoding) for _ in session.texts]
+        self.decoder, self.decode = engine.decoder, session.encoding.decode
+        self.streams = [session.encoding.stream() for _ in session.texts]
         self.pending = defaultdict(deque)  # index of the prompt -> its trees that were drafted and not yet accepted
         self.steps, self.counts = [], Counter()
-        self.draft, engine.draft = engine.draft, self.record
+        self.draft = self.decoder.draft
+        self.decoder.draft = self.record
 
-    def record(self, variant):
-        """Takes the place of Engine.draft."""
-        drafted, slots = self.draft(variant), self.engine.slots
+    def record(self, plan):
+        """Takes the place of Decoder.draft."""
+        drafted, slots = self.draft(plan), self.decoder.slots
         for index, active, tokens, parents, ancestors in zip(*(x.tolist() for x in (
                 slots.sequence, slots.active, drafted[0].tokens, drafted[0].parents, drafted[0].ancestors))):
             if active:
                 self.pending[index].append((tokens, parents, [node for node, seen in enumerate(ancestors) if seen]))
         return drafted
 
-    def show(self, index, tokens, path, variant):
+    def show(self, index, tokens, path, plan):
         """Adds a sequence's step to `steps`."""
         self.counts[index] += 1
-        self.steps.append(self.step(index, tokens, path, variant, *self.pending[index].popleft()))
+        self.steps.append(self.step(index, tokens, path, plan, *self.pending[index].popleft()))
 
-    def step(self, index, tokens, path, variant, nodes, parents, used):
-        """One step as a dict for --json. used: the nodes that are not spare; the dict numbers only these. The last
-        emitted token is the model's own, unless the text ended before it."""
+    def step(self, index, tokens, path, plan, nodes, parents, used):
+        """One step as a dict for --json. used: the nodes that are not spare; the dict numbers only
+        these. The last emitted token is the model's own, unless the text ended before it."""
         number, depths = {node: i for i, node in enumerate(used)}, {0: 0}
         for node in used[1:]:
             depths[node] = depths[parents[node]] + 1
-        by = lambda node: "lookup" if node > variant.heads else f"head {depths[node]}" if node else "root"
+        by = lambda node: "lookup" if node > plan.head_nodes else f"head {depths[node]}" if node else "root"
         path = path[:len(tokens) + 1]  # a text may end inside it
-        return dict(prompt=index, step=self.counts[index], variant=str(variant),
+        return dict(prompt=index, step=self.counts[index], plan=str(plan),
                     emitted=[self.streams[index].feed([token]) for token in tokens],
                     guessed_by=[*map(by, path[1:]), "model"][:len(tokens)],
                     nodes=[self.decode([nodes[node]]) for node in used], drafted_by=list(map(by, used)),
@@ -53,7 +53,7 @@ class Drafts:
         trees = [step for step in self.steps if len(step["nodes"]) > 1]
         for step in trees[:SHOWN]:
             prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
-            yield f"\n{prompt}step {step['step']}, {step['variant']}; * accepted, + added by the model itself"
+            yield f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model itself"
             yield from branch(step, 0, "", "")
             if step["guessed_by"][-1:] == ["model"]:
                 yield f"+ {step['emitted'][-1]!r}"
@@ -62,8 +62,8 @@ class Drafts:
 
 
 def branch(step, node, before, below):
-    """The lines of a node and of those under it. before: what its own line begins with; below: what theirs do. A chain
-    of lookup's is one line."""
+    """The lines of a node and of those under it. before: what its own line begins with; below: what
+    theirs do. A chain of lookup's is one line."""
     chain, children = [node], children_of(step, node)
     while step["drafted_by"][chain[-1]] == "lookup" and len(children) == 1:
         chain, children = [*chain, *children], children_of(step, children[0])

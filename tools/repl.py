@@ -3,24 +3,24 @@
 import contextlib
 import sys
 
+from backends import tensor_parallel
 from generate import Interrupted, check_prompts
 from model import InputError
-from tools import ranks
-from tools.cli import Printer
+from tools.printer import Printer
 
 SPARE = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
 
 
 def converse(session):
-    """Reads a line, prints the model's text, and so on to the end of the input. With a chat template the lines are
-    turns of a conversation, else each is a prompt by itself. The engine keeps its cache: what turns have in common is
-    computed once."""
+    """Reads a line, prints the model's text, and so on to the end of the input. With a chat
+    template the lines are turns of a conversation, else each is a prompt by itself. The engine
+    keeps its cache: what turns have in common is computed once."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    messages, engine = [], None
-    while (line := ranks.on_first(session.model.group, read_line)) is not None:
+    messages, engine, group = [], None, tensor_parallel.group_of(session.model)
+    while (line := tensor_parallel.on_first(group, read_line)) is not None:
         if line.strip() == "/clear":
             messages = []
         elif line.strip():
@@ -32,13 +32,13 @@ def converse(session):
                 print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
                 continue
             needed = min(len(prompt) + session.args.max_new_tokens, session.model.config.block_size)
-            if engine is None or needed > engine.capacity:
+            if engine is None or needed > engine.decoder.capacity:
                 engine = None  # frees its memory for the next one
                 engine = roomy_engine(session, prompt)
             output = reply(session, engine, prompt)
             print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]",
                   file=sys.stderr)
-            if ranks.told.is_set():  # with several processes, Ctrl-C ends more than a reply
+            if tensor_parallel.stopping.is_set():  # with several processes, Ctrl-C ends more than a reply
                 return
             if session.template:
                 messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
@@ -66,8 +66,8 @@ def reply(session, engine, prompt):
     """Prints what follows a prompt, as it comes -> Output."""
     printer = Printer(session)
     try:
-        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, encoding=session.encoding,
-                                 keep=True, on_step=printer.show)
+        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show,
+                                 session.encoding, keep=True)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish(output)

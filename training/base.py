@@ -19,8 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf.tokenizer import CODE_PATTERN, load_encoding
-from model import GPT, GPTConfig, InputError, atomic_write
-from tools.cli import Parser, command, pick_device
+from model import GPT, GPTConfig, InputError, atomic_write, pick_device
+from tools.cli import Parser, command
 from training.common import Signals, add_flags, add_number, load_state, progress, set_learning_rate
 from training.corpus import SPLITS, split_records
 from training.data import load_tokens, window_batch

@@ -8,28 +8,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from backends import tensor_parallel
 from clover import CloverHeads
 from hf.checkpoint import read_config
-from model import GPT, InputError, free_memory
-from tools import ranks
-from tools.cli import load_model, pick_device
+from model import GPT, InputError, free_memory, pick_device
+from tools.cli import load_model
 
 
 class World:
     """The processes that torchrun started, or this one alone. Process 0 prints and writes files, which all must see."""
 
     def __init__(self, args):
-        self.rank, self.size, self.local_rank = ranks.numbers()
+        self.rank, self.size, self.local_rank = tensor_parallel.numbers()
         if args.batch_size % self.size and not args.evaluate:
             raise InputError("the batch size is that of all processes together and must divide by their number, "
                              f"but {args.batch_size} does not by {self.size}; take a multiple")
-        self.group = ranks.start(args)  # as which they hold a model together to decode it
+        self.group = tensor_parallel.start(args)  # as which they hold a model together to decode it
         self.device = pick_device(args.device)
 
     def divides(self, config):
         """Whether these processes could hold a model of this GPTConfig together."""
         try:
-            return bool(self.group.share(config))
+            return bool(self.group.shard_config(config))
         except InputError:
             return False
 

@@ -1,0 +1,422 @@
+"""A model on a CPU: products from packed weights at the memory's speed, and bfloat16 whose bits
+never differ.
+
+`apply(model, heads)` turns layers into their packed subclasses, in place: parameters keep their
+names, and a layer whose weight has changed, or that needs a gradient, computes as before.
+
+oneDNN multiplies a weight in its own blocked layout two to three times as fast as from rows, for
+one token and for many, and adds a residual or an activation for nothing. In bfloat16 a text must
+not depend on what is decoded beside it. So products always have FEWEST_ROWS rows or more, below
+which oneDNN adds in another order; attention adds in float64, whose rounding to bfloat16 hides the
+order; and tokens whose logits nearly tie are scored again in float64. """
+
+import math
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from clover import ResBlock
+from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton
+from model import ACTIVATIONS, GPT, AttentionContext, Block, LMHead, alibi_mask, causal_mask, warn
+
+# oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
+ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if HAS_ONEDNN else None
+ONEDNN_NAMES = {None: ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
+# whether the CPU has instructions that multiply bfloat16; those with AMX have these too
+BFLOAT16_SUPPORTED = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and BFLOAT16_SUPPORTED()
+FEWEST_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors take more time
+
+
+def apply(model, heads=None):
+    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. It may be called again, after
+    weights have changed."""
+    if model.device.type != "cpu" or runs_triton(model.embed.weight):
+        return
+    warn_of_emulation(model.dtype)
+    pack(model, model)
+    if heads is not None:
+        pack(heads, model, min_rows=1)  # what they guess may depend on what is decoded beside it
+    if model.blocks and isinstance(model.blocks[-1], PackedBlock):
+        model.blocks[-1].is_last = True
+    model.context_type = CPUContext
+    model.new_cache = partial(new_cache, model)
+
+
+def default_dtype(device, stored):
+    """bfloat16 on a GPU, and on a CPU that has instructions for it where a checkpoint is stored so;
+    else float32."""
+    native = device.type == "cuda" or NATIVE_BFLOAT16 and stored == torch.bfloat16
+    return torch.bfloat16 if native else torch.float32
+
+
+def warn_of_emulation(dtype):
+    """A line on standard error for a dtype that this CPU has no instructions for."""
+    if dtype.itemsize == 2 and not packs(dtype):
+        name = str(dtype).removeprefix("torch.")
+        faster = "bfloat16" if NATIVE_BFLOAT16 else "float32"
+        warn(f"{name} is slow on this CPU, which has no instructions for it; --dtype {faster} is faster")
+
+
+def is_exact(model):
+    """Whether two ways to decode give the same bits: bfloat16 from packed weights, in one
+    process."""
+    return (model.dtype == torch.bfloat16 and isinstance(model.head, PackedLMHead)
+            and model.head.packed() is not None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Products
+
+def packs(dtype):
+    """Whether products of a dtype are taken from packed weights on this CPU."""
+    return ONEDNN_LINEAR is not None and (dtype == torch.float32 or dtype == torch.bfloat16 and NATIVE_BFLOAT16)
+
+
+def pack(module, model, min_rows=FEWEST_ROWS):
+    """Makes the layers of a module packed ones, where memory has room for twice what their copies
+    take."""
+    linears = [m for m in module.modules() if type(m) in (nn.Linear, LMHead, PackedLinear, PackedLMHead)]
+    missing = [m.weight for m in linears if getattr(m, "packed_weight", None) is None and m.weight.is_cpu]
+    if 2 * sum(w.nbytes for w in missing) > model.free_memory():
+        if any(packs(w.dtype) and not w.requires_grad for w in missing):
+            warn("the memory has no room for packed copies of the weights, so decoding is slower, and in bfloat16 "
+                 "texts may differ where the model's best two tokens nearly tie; take a smaller model")
+        return
+    packed_types = {nn.Linear: PackedLinear, LMHead: PackedLMHead, ResBlock: PackedResBlock, Block: PackedBlock}
+    for layer in module.modules():
+        layer.__class__ = packed_types.get(type(layer), type(layer))
+    for linear in linears:
+        linear.min_rows = min_rows
+        linear.repack()
+
+
+class PackedLinear(nn.Linear):
+    """nn.Linear that, in inference, multiplies by a copy of its weight in oneDNN's layout."""
+    packed_weight = None  # (the weight, its version, the packed copy)
+    min_rows = FEWEST_ROWS
+
+    def repack(self):
+        """Brings the copy up to date. Only a frozen weight has one, in a dtype that this CPU
+        multiplies."""
+        w = self.weight
+        if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
+            self.packed_weight = None
+        elif self.packed_weight is None or not self.is_current():
+            if w.dtype == torch.bfloat16:
+                check_rows(min(w.shape[0], 4096), w.shape[1])
+            self.packed_weight = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
+
+    def is_current(self):
+        weight, version, _ = self.packed_weight
+        return weight is self.weight and weight._version == version
+
+    def packed(self):
+        """The copy; None where there is none, the weight has changed since, or a gradient may be
+        wanted."""
+        if self.packed_weight is None or not torch.is_inference_mode_enabled() or not self.is_current():
+            return None
+        return self.packed_weight[2]
+
+    def __getstate__(self):  # deepcopy and pickle leave the packed copies out: they are oneDNN's own
+        return {name: x for name, x in self.__dict__.items() if name not in ("packed_weight", "packed_vocab")}
+
+    def _apply(self, fn, *args, **kwargs):
+        self.packed_weight = None  # the weight goes to another device or dtype
+        return super()._apply(fn, *args, **kwargs)
+
+    def forward(self, x):
+        """x [..., in] -> [..., out]"""
+        return self.product(x)
+
+    def product(self, x, activation=None, residual=None):
+        """x [..., in] -> [..., out]. Before the result is rounded, it goes through a key of
+        ACTIVATIONS, or a residual [..., out] is added."""
+        packed = self.packed()
+        if packed is None:
+            out = F.linear(x, self.weight, self.bias)
+            out = out if activation is None else ACTIVATIONS[activation](out)
+            return out if residual is None else residual + out
+        rows = x.numel() // x.shape[-1]
+        if rows >= self.min_rows:
+            return packed_linear(x, packed, self.bias, activation, residual)
+        padded = lambda y: y if y is None else F.pad(y.reshape(rows, -1), (0, 0, 0, self.min_rows - rows))
+        out = packed_linear(padded(x), packed, self.bias, activation, padded(residual))
+        return out[:rows].view(*x.shape[:-1], -1)
+
+
+def packed_linear(x, packed, bias=None, activation=None, residual=None):
+    """x [..., in] times a packed weight, plus bias -> [..., out], with an activation or plus a
+    residual."""
+    if residual is not None:
+        return ONEDNN_LINEAR.binary(x, residual, packed, bias, "add")
+    return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[activation])
+
+
+@lru_cache
+def check_rows(n, size):
+    """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for
+    another m, with as many threads as there are now. A text could then depend on what is decoded
+    beside it."""
+    x, w = (torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
+    x = F.pad(torch.cat((x, x), dim=1), (0, size % 2))
+    w = F.pad(torch.cat((w, -w), dim=1), (0, size % 2))
+    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 256), 1)[:n], None)
+    with torch.inference_mode():
+        together = packed_linear(x, packed)
+        same = all(torch.equal(packed_linear(x[:m], packed), together[:m]) for m in (FEWEST_ROWS, 5, 16, 64))
+    if not same:
+        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts may differ where the "
+             "model's best two tokens nearly tie")
+
+
+class PackedResBlock(ResBlock):
+
+    def forward(self, z, e):
+        return z + self.linear.product(z, "silu")
+
+
+class PackedBlock(Block):
+    """A block whose products add to the residual stream, which is padded to FEWEST_ROWS rows from
+    the first block to the last. Gives (the stream, None)."""
+    is_last = False
+
+    def forward(self, hidden, residual, rope, context, kv=None):
+        attn, mlp = self.attn, self.mlp
+        if kv is None or not isinstance(attn.proj, PackedLinear) or attn.proj.packed() is None:
+            return super().forward(hidden, residual, rope, context, kv)
+        stream = hidden if residual is None else residual + hidden
+        B, T = context.cache_rows.shape
+        rows = max(stream.shape[1], -(-FEWEST_ROWS // B))  # of each sequence
+        stream = pad_tokens(stream, rows)
+        qkv = attn.qkv.product(self.attn_norm.add(stream, None)[0])
+        attended = attn.attend(qkv if rows == T else qkv[:, :T], rope, context, kv)
+        stream = attn.proj.product(pad_tokens(attended, rows), residual=stream)
+        normed = self.mlp_norm.add(stream, None)[0]
+        activation = mlp.config.activation
+        if mlp.config.gated:
+            x = glu(mlp.up.product(normed), activation)
+        else:
+            x = mlp.up.product(normed, activation)
+        stream = mlp.down.product(x, residual=stream)
+        return stream[:, :T] if self.is_last else stream, None
+
+
+def pad_tokens(x, n):
+    """x [B, T, C] with zeros after it up to n tokens: [B, max(T, n), C]."""
+    return F.pad(x, (0, 0, 0, n - x.shape[1])) if x.shape[1] < n else x
+
+
+# --------------------------------------------------------------------------------------------------
+# The LM head
+
+class PackedLMHead(PackedLinear, LMHead):
+    packed_vocab = None  # (vocab_ids, packed copy of the whole weight, packed copy of these rows)
+
+    def topk(self, hidden, k, vocab_ids=None):
+        """For drafting: in half precision the logits are rounded."""
+        packed = self.packed()
+        if packed is None:
+            logits = float_logits(hidden, self.weight, vocab_ids)
+        elif vocab_ids is None:
+            logits = self(hidden)
+        else:
+            if self.packed_vocab is None or self.packed_vocab[0] is not vocab_ids or self.packed_vocab[1] is not packed:
+                rows = torch.ops.mkldnn._reorder_linear_weight(self.weight[vocab_ids], None)
+                self.packed_vocab = vocab_ids, packed, rows
+            logits = packed_linear(hidden, self.packed_vocab[2])
+        logprobs, columns = topk_logprobs(logits, k)
+        return logprobs, columns if vocab_ids is None else vocab_ids[columns].long()
+
+    def logits(self, hidden):
+        if self.packed() is None:
+            return super().logits(hidden)
+        logits = self(hidden)
+        if logits.dtype != torch.float32:  # what rounding took away is the product again, less what it left
+            logits = logits.float() + self.product(hidden, residual=-logits).float()
+        return logits
+
+    def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
+        if self.packed() is None:
+            return super().sample(hidden, temperature, seed, sequence, position, first_token)
+        logits = self(hidden)
+        noise = temperature, seed, sequence, position
+        if logits.dtype == torch.float32:
+            return gumbel_argmax(logits, *noise, first_token=first_token)
+        return rescored_argmax(logits.float(), hidden, self.weight, *noise, first_token)
+
+
+def topk_logprobs(logits, k):
+    """`kernels.project_topk` of given logits [M, V]: (logprobs float32 [M, k], columns int64 [M,
+    k]). In half precision, where equals are many, they come in any order."""
+    values, columns = logits.topk(min(k + 1, logits.shape[1]))
+    # topk promises no order among equals; the (k + 1)st value shows whether one equal to the k-th
+    # was left out
+    if logits.dtype == torch.float32 and (values[:, 1:] == values[:, :-1]).any():
+        columns = logits.sort(dim=-1, descending=True, stable=True).indices
+    columns = columns[:, :k]
+    logprobs = logits.float().log_softmax(-1)  # takes a quarter of the time of logsumexp
+    return logprobs.gather(1, columns), columns
+
+
+def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position, first_token=0):
+    """`kernels.gumbel_argmax` for hidden [M, C] and weight [V, C] in bfloat16 whose product was
+    rounded to bfloat16 on the way: logits float32 [M, V]. Each token that may be the best but for
+    the rounding is scored again, in float64, so that a row's result neither ties nor depends on the
+    other rows. Other arguments and results as there."""
+    M, V = logits.shape
+    largest = torch.maximum(logits.amax(1), -logits.amin(1))
+    plain = (largest == 0) | ~largest.isfinite()  # rows where there is nothing to score again, or no way to
+    if plain.any():
+        tokens = gumbel_argmax(logits, temperature, seed, sequence, position, first_token=first_token)
+        rest = ~plain
+        if rest.any():
+            tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
+                                           position[rest], first_token)
+        return tokens
+    scores, scale = logits, temperature or 1.0
+    if temperature:
+        noise = gumbel(seed, sequence, position, torch.arange(first_token, first_token + V, device=logits.device))
+        scores = logits / temperature + noise
+    error = 1.1 / 2**8 * largest / scale  # rounding moves a logit by 2^-8 of itself at most, a float32 sum far less
+    near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
+    rows, tokens = near.unbind(1)
+    if len(near) == M:
+        return tokens
+    exact = torch.cat([(hidden[r].double() * weight[t].double()).sum(1)
+                       for r, t in zip(rows.split(4096), tokens.split(4096))])  # a few at a time: all may be near
+    exact = exact / scale + noise[rows, tokens] if temperature else exact
+    best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
+    rows, tokens = near[exact == best[rows]].unbind(1)
+    return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # of equals the lowest id
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+def new_cache(model, batch, capacity, blocks=None):
+    """`GPT.new_cache`, in float64 where attention adds in float64 and that takes no more than a
+    quarter of the free memory: cast in each step, it would be slower."""
+    dtype = model.dtype
+    if dtype.itemsize == 2 and 8 * math.prod(model.cache_shape(batch, capacity, blocks)) <= model.free_memory() / 4:
+        dtype = torch.float64
+    return GPT.new_cache(model, batch, capacity, blocks, dtype)
+
+
+class CPUContext(AttentionContext):
+    """In half precision attention adds in float64, see `cached_attention`."""
+
+    @classmethod
+    def cached(cls, positions, end, cache, slopes=None):
+        B, T = positions.shape
+        mask = None
+        if slopes is not None:
+            mask = alibi_mask(positions, end, slopes.to(sum_dtype(cache)))
+        elif B > 1 or end > T:
+            mask = causal_mask(positions, end)
+        return cls(mask, end, positions, slopes=slopes)
+
+    @classmethod
+    def tree(cls, ancestors, cache, slopes=None):
+        context = super().tree(ancestors, cache, slopes)
+        context.end = int(cache.lengths.max()) + ancestors.shape[1]
+        context.mask = tree_mask(cache.lengths, ancestors, context.end, slopes, sum_dtype(cache))
+        return context
+
+    def attend(self, q, k, v):
+        if self.cache_rows is None:
+            return super().attend(q, k, v)
+        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        if self.ancestors is None:
+            return cached_attention(q, k, v, self.mask, is_causal=self.mask is None)
+        if self.mask.unseen is not None:
+            k, v = without_unseen(k, v, self.lengths, self.mask.unseen)
+        return cached_attention(q, k, v, self.mask.bias)
+
+
+def sum_dtype(cache):
+    """The dtype in which attention over a cache adds."""
+    return torch.float32 if cache.kv.dtype == torch.float32 else torch.float64
+
+
+def without_unseen(k, v, lengths, unseen):
+    """k and v [B, Hkv, S, D] with zeros in the rows that no node sees, if any of them holds NaN or
+    infinity.
+
+    A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only rows after the
+    shortest sequence can hold what must not reach the output. Testing their sum costs far less than
+    cleaning V in each layer."""
+    first = int(lengths.min())
+    if math.isfinite(k[:, :, first:].sum() + v[:, :, first:].sum()):
+        return k, v
+    return tuple(x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
+
+
+class TreeMask(NamedTuple):
+    """visible bool [B, T, end]: which cache rows a node sees. unseen bool [B, end]: rows that no
+    node sees, None if there are none. bias, to be added to the scores: [B, 1, T, end] of 0 and
+    -inf, None if every node sees every row; with slopes [B, Hq, T, end] of the ALiBi bias and -inf,
+    never None."""
+    visible: torch.Tensor
+    unseen: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
+    """What each node sees of the first `end` cache rows, as a `TreeMask`. Made once per step,
+    shared by all layers.
+
+    lengths int32 [B], ancestors int64 [B, T]; end >= max(lengths) + T. slopes float32 [Hq], as in
+    `kernels.tree_attention`. dtype: of the bias, best that of the attention."""
+    B, T = ancestors.shape
+    node = torch.arange(end, device=lengths.device) - lengths[:, None]  # (B, end), negative: committed
+    ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, end)
+    visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
+    if slopes is None and visible.all():
+        return TreeMask(visible, None, None)
+    unseen = ~visible.any(1)
+    if slopes is None:
+        bias = torch.zeros_like(visible, dtype=dtype)[:, None]
+    else:
+        depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(-1) - 1  # (B, T)
+        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, end), root at 0
+        distance = positions[:, None] - depth[:, :, None]  # (B, T, end)
+        bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, end)
+    bias.masked_fill_(~visible[:, None], -math.inf)
+    return TreeMask(visible, unseen if unseen.any() else None, bias)
+
+
+def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
+    """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
+    dtype.
+
+    k and v may be float64 where q is not. With q in half precision the sums are always in float64,
+    so that rounding hides in which order they were taken: the same tokens are elsewhere in the
+    cache of another tree, and one flipped bit in one layer is enough to change a text. Caches in
+    half precision are then cast a head at a time. """
+    B, T, Hq, D = q.shape
+    Hkv = k.shape[1]
+    G = Hq // Hkv
+    dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
+    bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
+    all_heads = bias is None or bias.shape[1] == 1
+    if k.dtype != dtype:
+        groups = [(slice(h * G, h * G + G), slice(h, h + 1)) for h in range(Hkv)]
+        return torch.cat([cached_attention(q[:, :, mine], k[:, h].to(dtype), v[:, h].to(dtype),
+                                           bias if all_heads else bias[:, mine], scale, is_causal)
+                          for mine, h in groups], dim=2)
+    if dtype == torch.float64 and all_heads and G > 1 and 1 < T <= 64 and not is_causal:
+        # query heads that share keys become rows of one product, which in float64 is quicker than
+        # one for each
+        q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
+        bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
+        out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)
+        return out.transpose(1, 2).to(q.dtype).reshape(B, T, Hq, D)
+    out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
+                                         enable_gqa=G > 1)
+    return out.transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)

@@ -1,0 +1,398 @@
+"""N processes, or ranks, that torchrun started and that hold one model together (tensor
+parallelism, arXiv 1909.08053, section 3). A rank holds whole attention heads with their cache, a
+part of the MLP and of the vocabulary. Rank 0 alone reads prompts and prints.
+
+    torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import gumbel
+from model import Block, InputError, LMHead, free_memory, pick_device
+
+VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"  # torchrun's, and MASTER_ADDR
+TIMEOUT = timedelta(hours=24)  # of a rank that waits for another, such as for a prompt; one that ended is noticed
+GRACE = 2.0  # seconds in which rank 0 speaks before another rank does, and in which a rank told to end may end
+
+
+# --------------------------------------------------------------------------------------------------
+# The group, and a model divided among it
+
+class Group:
+    """The N ranks, of which this process is `rank`. Group() is one process alone. The others need
+    torch.distributed to be initialised."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    def rows(self, n):
+        """This rank's slice of n rows."""
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+
+    def all_gather(self, x):
+        """[N, *x.shape], the same on all ranks."""
+        if self.size == 1:
+            return x[None]
+        gathered = x.new_empty(self.size * x.numel())
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        gather(gathered, x.reshape(-1))
+        return gathered.view(self.size, *x.shape)
+
+    def broadcast(self, value):
+        """Rank 0's value, which pickle can write, on all ranks."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def min(self, number):
+        """The smallest of the ranks' numbers, as a float."""
+        return number if self.size == 1 else self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
+
+    def sum(self, x, bias=None):
+        """The sum over the ranks, and a bias, in float32 or more and in the order of their numbers:
+        so it has the same bits on all, and a row's do not depend on the other rows, as those of an
+        all-reduce may."""
+        terms = [*self.all_gather(x), *([] if bias is None else [bias])]
+        total = terms[0].to(torch.promote_types(x.dtype, torch.float32))
+        for term in terms[1:]:
+            total = total + term
+        return total.to(x.dtype)
+
+    def shard_config(self, config):
+        """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
+        ranks hold each. Raises InputError where the ranks do not divide what they share."""
+        c, N = config, self.size
+        if c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head) or N > c.vocab_size:
+            raise InputError(
+                f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads, an MLP of {c.n_inner} and "
+                f"{c.vocab_size} tokens; take another --nproc-per-node")
+        return replace(c, n_head=c.n_head // N, n_kv_head=max(c.n_kv_head // N, 1), n_inner=c.n_inner // N)
+
+    def shard_slices(self, name, config):
+        """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
+        its slices)."""
+        c, own, D, n = config, self.shard_config(config), config.head_size, self.rank
+        if self.size == 1:
+            return None
+        if ".attn.qkv." in name:
+            kv = n * c.n_kv_head // self.size  # the first of its key/value heads
+            starts = n * own.n_head, c.n_head + kv, c.n_head + c.n_kv_head + kv
+            sizes = own.n_head, own.n_kv_head, own.n_kv_head
+            return 0, [slice(start * D, (start + size) * D) for start, size in zip(starts, sizes)]
+        if ".mlp.up." in name:
+            parts = range(1 + c.gated)
+            return 0, [slice(i * c.n_inner + n * own.n_inner, i * c.n_inner + (n + 1) * own.n_inner) for i in parts]
+        if name.endswith("attn.proj.weight"):
+            return 1, [slice(n * own.n_head * D, (n + 1) * own.n_head * D)]
+        if name.endswith("mlp.down.weight"):
+            return 1, [slice(n * own.n_inner, (n + 1) * own.n_inner)]
+        return (0, [self.rows(c.vocab_size)]) if name == "head.weight" else None
+
+    def divide(self, model):
+        """Gives a `GPT` without weights the layers of this rank's sizes. Raises as `shard_config`
+        does."""
+        own = self.shard_config(model.config)
+        if self.size == 1:
+            return
+        model.blocks = nn.ModuleList(Block(own) for _ in model.blocks)
+        if not model.config.tied:
+            rows = self.rows(model.config.vocab_size)
+            model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
+
+    def connect(self, model):
+        """Lets the layers of such a model, whose weights are there, work together."""
+        model.group = self
+        if self.size == 1:
+            return
+        config, rows = model.config, self.rows(model.config.vocab_size)
+        for block in model.blocks:
+            block.attn.proj = RowParallelLinear(block.attn.proj, self)
+            block.mlp.down = RowParallelLinear(block.mlp.down, self)
+        if config.tied:
+            with torch.device("meta"):
+                model.head = LMHead(config.n_embd, rows.stop - rows.start, bias=False)
+            model.head.weight = nn.Parameter(model.embed.weight[rows], requires_grad=False)
+        model.head = VocabParallelHead(model.head, self, config.vocab_size)
+        if model.slopes is not None:
+            model.slopes = model.slopes[self.rows(config.n_head)]
+        model.free_memory = lambda: self.min(free_memory(model.device))
+        model.save_pretrained = partial(refuse_to_save, self)
+
+
+def group_of(model):
+    """The ranks that hold a model; Group() for one of this process alone."""
+    return getattr(model, "group", Group())
+
+
+def refuse_to_save(group, path, dtype=None):
+    raise InputError(f"{path}: one of {group.size} ranks holds a part of the model; save it from one process")
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank holds the columns for its part of the inputs: the ranks'
+    results are added."""
+
+    def __init__(self, linear, group):
+        super().__init__()
+        self.local = nn.Linear(1, 1, bias=False, device="meta")
+        self.local.weight = linear.weight
+        self.bias, self.group = linear.bias, group
+
+    def forward(self, x):
+        return self.group.sum(self.local(x), self.bias)
+
+
+class VocabParallelHead(nn.Module):
+    """An LM head of which each rank holds rows first, first + 1, ... The results are those of the
+    whole."""
+
+    def __init__(self, local, group, vocab_size):
+        super().__init__()
+        self.local, self.group, self.vocab_size = local, group, vocab_size
+        self.first = group.rows(vocab_size).start
+        self.local_ids = {}  # {vocab_ids: those among this rank's rows, counted from `first`}
+
+    def row_logits(self, hidden, tokens):
+        """The logits of one of this rank's rows for each hidden state, float64 [M]."""
+        return (hidden.double() * self.local.weight[tokens].double()).sum(dim=-1)
+
+    def topk(self, hidden, k, vocab_ids=None):
+        """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
+        rows = self.local_rows(vocab_ids)
+        M, n = len(hidden), min(k, len(self.local.weight if rows is None else rows))
+        lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)  # logits, token ids, log-sum-exp
+        if n:
+            logprobs, tokens = self.local.topk(hidden, n, rows)
+            lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
+            lists[:, :n] = logprobs + lse[:, None]
+            lists[:, k:k + n] = tokens + self.first
+            lists[:, -1] = lse
+        logits, tokens, lse = self.group.all_gather(lists).split((k, k, 1), dim=2)  # (N, M, ...)
+        logits, columns = logits.transpose(0, 1).reshape(M, -1).sort(dim=-1, descending=True, stable=True)
+        tokens = tokens.transpose(0, 1).reshape(M, -1).gather(1, columns[:, :k]).long()
+        return (logits[:, :k] - lse.logsumexp(dim=0)).float(), tokens
+
+    def local_rows(self, vocab_ids):
+        """Those of vocab_ids that are this rank's, counted from `first`; None for all."""
+        if vocab_ids is None:
+            return None
+        if vocab_ids not in self.local_ids:
+            own = vocab_ids - self.first
+            self.local_ids[vocab_ids] = own[(own >= 0) & (own < len(self.local.weight))]
+        return self.local_ids[vocab_ids]
+
+    def sample(self, hidden, temperature, seed, sequence, position):
+        """As `LMHead.sample`."""
+        own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
+        score, tokens = self.row_logits(hidden, own) / (temperature or 1.0), own + self.first
+        if temperature:
+            score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
+        score, tokens = self.group.all_gather(torch.stack((score, tokens.double()))).unbind(1)  # (N, M) each
+        return tokens.gather(0, score.argmax(dim=0, keepdim=True))[0].long()  # the first rank's, of equals
+
+    def logits(self, hidden):
+        """float32 [M, V]."""
+        return self.all_columns(self.local.logits(hidden))
+
+    def forward(self, x):
+        """x [..., C] -> logits [..., V]."""
+        return self.all_columns(self.local(x))
+
+    def all_columns(self, logits):
+        """All ranks' logits [..., V] from each one's own; their numbers may differ by one."""
+        N, V = self.group.size, self.vocab_size
+        parts = self.group.all_gather(F.pad(logits, (0, -(-V // N) - logits.shape[-1])))
+        return torch.cat([part[..., :V * (i + 1) // N - V * i // N] for i, part in enumerate(parts)], dim=-1)
+
+    def embedding(self, tokens):
+        """As `LMHead.embedding`."""
+        own = tokens - self.first
+        here = (own >= 0) & (own < len(self.local.weight))
+        return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])  # one term is not 0
+
+    def sum_of_squares(self):
+        """As `LMHead.sum_of_squares`."""
+        return self.group.sum(self.local.sum_of_squares())
+
+
+# --------------------------------------------------------------------------------------------------
+# How ranks start
+
+def launched():
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def numbers():
+    """This process's rank, the number of ranks, and its number on this machine, as torchrun says;
+    without it 0, 1, 0. Raises InputError where torchrun's variables are incomplete."""
+    if not launched():
+        return 0, 1, 0
+    missing = [name for name in VARIABLES if not os.environ.get(name, "").isdigit()]
+    missing += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if missing:
+        raise InputError(f"torchrun sets {missing[0]}, but it is missing; start this with torchrun")
+    return tuple(int(os.environ[name]) for name in VARIABLES[:3])
+
+
+def start(args):
+    """The `Group` of the ranks that torchrun started. Gives args.device its number."""
+    rank, size, local_rank = numbers()
+    if size == 1:
+        return Group()
+    if args.device.startswith("cuda:"):
+        raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, not "
+                         f"{args.device}")
+    gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    alone = gpus == 1 and not local_rank  # torchrun --virtual-local-rank shows each process one GPU
+    if args.device == "cuda" and gpus < wanted and not alone:
+        raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has {gpus}; take another "
+                         "--nproc-per-node")
+    args.device = f"cuda:{local_rank}" if args.device == "cuda" else args.device
+    device, backend = pick_device(args.device), dict(backend="gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # so that a barrier knows its device
+    dist.init_process_group(timeout=TIMEOUT, **backend)
+    return Group(rank, size)
+
+
+@contextlib.contextmanager
+def joined(args, argv):
+    """`start`, for a command line that all ranks were given. Where one of them ends early, all
+    do."""
+    if numbers()[1] == 1:
+        yield Group()
+        return
+    try:
+        group = start(args)
+        group.all_gather(torch.zeros(2**18, device=args.device))  # NCCL's buffers come before memory is counted
+        watch_signals(group.rank)
+        check_same(group, argv, "were started with different flags")
+        yield group
+        if not stopping.is_set():  # else the others are elsewhere
+            all_gather_objects(group, None)
+            end(0)  # NCCL's own end would wait for the graphs that hold its calls
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        first, *_, last = *str(error).splitlines(), ""  # NCCL's reason is in the last line
+        what = f"NCCL failed, or another process has ended ({first} {last})" if "NCCL" in first else (
+            f"another process has ended, or cannot be reached ({first})")
+        raise InputError(what) from None
+
+
+# --------------------------------------------------------------------------------------------------
+# How ranks speak and end
+
+stopping = threading.Event()  # set when Ctrl-C or SIGTERM has come to a rank
+
+
+def error_printer():
+    """Silences all ranks but 0 -> a function that prints a line on standard error from any. What
+    all ranks find, rank 0 prints: another one waits, and where that ends it, says nothing."""
+    if not launched():
+        return partial(print, file=sys.stderr)
+    rank, errors = os.environ.get("RANK", "0"), sys.stderr
+    if rank != "0":
+        sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
+
+    def print_error(line):
+        with contextlib.suppress(KeyboardInterrupt):  # as SIGTERM ends a rank before `watch_signals`
+            if rank == "0":
+                print(line, file=errors, flush=True)
+            elif not stopping.wait(GRACE):
+                print(f"rank {rank}: {line}", file=errors, flush=True)
+
+    def fail(_, error, __):
+        print_error("".join(traceback.format_exception(error)).rstrip())
+        if dist.is_available() and dist.is_initialized():
+            end(1)
+    sys.excepthook = fail
+    return print_error
+
+
+def end(code):
+    """Ends this process. One of several does so at once: what libraries do at a process's end may
+    wait for the others, which are elsewhere."""
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def watch_signals(rank):
+    """Lets Ctrl-C and SIGTERM end this rank: rank 0 as they end a process alone, after it has
+    printed what there is; the others a little later, so that it need not wait for them in vain. A
+    thread sees to that, since Python's own handlers have to wait for whatever waits for another
+    rank."""
+    def handle(*at):
+        stopping.set()
+        if not rank:
+            signal.default_int_handler(*at)
+
+    def watch():
+        while os.read(arrived, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        stopping.set()
+        time.sleep(GRACE * (1 if rank else 2))
+        if not rank:
+            print("ended while waiting for another process", file=sys.stderr, flush=True)
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# --------------------------------------------------------------------------------------------------
+# How ranks agree
+
+def all_gather_objects(group, value):
+    """The values of all ranks."""
+    values = [value] * group.size
+    if group.size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def check_same(group, value, what):
+    if any(other != value for other in all_gather_objects(group, value)):
+        raise InputError(f"the processes {what}; start all with the same torchrun command and the same files")
+
+
+def raise_together(group, action):
+    """action() on every rank, in which no rank may wait for another. Where it raises InputError on
+    any of them, all raise the first one's."""
+    result = failed = None
+    try:
+        result = action()
+    except InputError as error:
+        failed = error
+    for rank, failure in enumerate(all_gather_objects(group, failed and str(failed))):
+        if failure is not None:
+            raise failed if rank == group.rank else InputError(f"rank {rank}: {failure}" if rank else failure)
+    return result
+
+
+def on_first(group, action):
+    """What action() returns on rank 0, on all ranks; or the InputError that it raises."""
+    return group.broadcast(raise_together(group, lambda: None if group.rank else action()))

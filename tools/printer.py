@@ -1,0 +1,52 @@
+"""What generate.py prints: texts as they come, and the statistics that end a run."""
+
+import os
+import sys
+
+HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
+LOOKUP_COLOUR = 33
+
+
+class Printer:
+    """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
+    the head that guessed it, or of lookup. Several texts are printed at the end, and with --json
+    none is. trees: a `Drafts`."""
+
+    def __init__(self, session, trees=None):
+        self.session, self.stop, self.trees = session, session.stop, trees
+        self.streams = len(session.texts) <= 1 and not session.args.json
+        self.stream = session.text_stream()
+        self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.shown = ["" if session.template else text for text in session.texts]
+        if self.streams:
+            print("".join(self.shown), end="", flush=True)
+
+    def show(self, index, tokens, path, plan):
+        """What `on_step` calls."""
+        if self.trees:
+            self.trees.show(index, tokens, path, plan)
+        for i, token in enumerate(tokens if self.streams else []):
+            text = self.stream.feed([token]) if token not in self.stop else ""
+            if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
+                head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
+                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head}m{text}\x1b[0m"
+            print(text, end="", flush=True)
+
+    def finish(self, output):
+        if self.streams:
+            print(self.stream.finish(), flush=True)
+        elif not self.session.args.json:
+            for text, tokens in zip(self.shown, output.tokens):
+                print(f"{text}{self.session.decode(tokens)}\n{'-' * 40}")
+
+
+def statistics(output):
+    """The lines that end a run."""
+    share = lambda n, of: f"{n / max(of, 1):.0%}"
+    plans = sorted(output.plans.items(), key=lambda item: -item[1][0])
+    lengths = "  ".join(f"{n}: {share(output.step_lengths[n], output.steps)}" for n in sorted(output.step_lengths))
+    guessed = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(output.accepted.items()))
+    drafted_by = ", ".join(f"{plan} {share(steps, output.steps)}" for plan, (steps, _) in plans)
+    return (f"drafted by: {drafted_by}\n"
+            f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
+            f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second")
