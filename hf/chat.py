@@ -1,4 +1,4 @@
-"""What a folder says about generating: its chat template, in Jinja, the tokens that end a text, and how to sample."""
+"""What a folder says about generating: a chat template, the tokens that end a text, sampling."""
 
 import contextlib
 import json
@@ -15,26 +15,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
 from model import InputError
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # its keys, and generate.Sampling's fields
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 MAX_SECONDS = 5      # that a template may take; milliseconds are usual
 MAX_LENGTH = 10**7   # characters that it may give
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A folder's files
 
 def stop_tokens(path, encoding):
-    """The ids that end a generation: eos_token_id of generation_config.json, else of config.json, else end_of_text.
+    """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
+    else end_of_text.
 
-    With a chat template, tokenizer_config.json's eos_token is one more. Raises InputError for broken files and for ids
-    that the tokenizer does not have."""
-    folder, ids, file = _folder(path), None, None
+    With a chat template, tokenizer_config.json's eos_token is one more. Raises InputError for
+    broken files and for ids that the tokenizer does not have."""
+    folder = _folder(path)
+    ids = None
     for name in ("generation_config.json", "config.json"):
         if ids is None:
-            file, ids = folder / name, optional_json(folder / name).get("eos_token_id")
+            file = folder / name
+            ids = optional_json(file).get("eos_token_id")
     ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
     if not ids or not all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids):
-        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; correct the file")
+        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; "
+                         "correct the file")
     text = token_text(optional_json(folder / "tokenizer_config.json").get("eos_token"))
     if _template_source(folder)[1] and text in encoding.special_tokens:
         ids = [*ids, encoding.special_tokens[text]]
@@ -42,25 +46,27 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """How generation_config.json says to sample, unchecked: a dict with "temperature", and what else of SAMPLING it
-    holds. Without a do_sample that is true it says nothing: {"temperature": 0.0}. InputError for a broken file."""
+    """How generation_config.json says to sample, unchecked: a dict with "temperature", and what
+    else of SAMPLING it holds. Without a do_sample that is true it is {"temperature": 0.0}."""
     config = optional_json(_folder(path) / "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
-    return dict(temperature=1.0) | {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    return dict(temperature=1.0) | found
 
 
 def load_chat_template(path):
-    """A folder's ChatTemplate: from chat_template.jinja, else from tokenizer_config.json, else None.
+    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else None.
 
-    Of several templates the one named "default" is taken. Raises InputError for broken files and for a template that
-    does not parse."""
+    Of several templates the one named "default" is taken. Raises InputError for broken files and
+    for a template that does not parse."""
     file, source = _template_source(_folder(path))
     if source is None:
         return None
     settings = token_settings(_folder(path)).items()
-    return ChatTemplate(file, source, {key: token_text(value) for key, value in settings
-                                       if key.endswith("_token") and token_text(value) is not None})
+    texts = {key: token_text(value) for key, value in settings if key.endswith("_token")}
+    texts = {key: text for key, text in texts.items() if text is not None}
+    return ChatTemplate(file, source, texts)
 
 
 def _folder(path):
@@ -75,36 +81,43 @@ def _template_source(folder):
     file = folder / "tokenizer_config.json"
     source = optional_json(file).get("chat_template")
     if isinstance(source, list):
-        entries = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
-        source = next(entries, {}).get("template", source)
+        entries = (entry for entry in source if isinstance(entry, dict))
+        named = (entry for entry in entries if entry.get("name") == "default")
+        source = next(named, {}).get("template", source)
     if not isinstance(source, str | None):
-        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one named default, but it "
-                         f"is a {type(source).__name__} without; correct the file")
+        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one "
+                         f"named default, but it is a {type(source).__name__} without; correct the "
+                         "file")
     return file, source
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Templates
 
 class ChatTemplate:
     """Turns messages into the text of a prompt, as transformers' apply_chat_template does.
 
-    The prompt's ids are `encoding.encode(text, allowed_special="all")`, without `encoding.prefix`: a template writes
-    its own BOS token."""
+    The prompt's ids are `encoding.encode(text, allowed_special="all")`, without `encoding.prefix`:
+    a template writes its own BOS token."""
 
     def __init__(self, file, source, tokens):
-        self.file, self.source, self.tokens = file, source, tokens
+        self.file = file
+        self.source = source
+        self.tokens = tokens
         extensions = [Generation, jinja2.ext.loopcontrols]
         self.environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         with self._named_errors():
             self.template = self.environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the template uses, such
-        as tools. Raises InputError, with the reason, if the template raises, leaves its sandbox or does not end."""
-        given = dict(messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
+        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
+        template uses, such as tools. Raises InputError, with the reason, if the template raises,
+        leaves its sandbox or does not end."""
+        given = dict(messages=messages, tools=None, documents=None)
+        given |= dict(add_generation_prompt=add_generation_prompt)
         self.environment.deadline = time.monotonic() + MAX_SECONDS
-        parts, length = [], 0
+        parts = []
+        length = 0
         with self._named_errors():
             for part in self.template.generate(**self.tokens | given | variables):
                 parts.append(part)
@@ -120,8 +133,9 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"{self.file}: expected a chat template that takes these messages, but: {line}{reason}; "
-                             "correct the messages or the template") from error
+            raise InputError(f"{self.file}: expected a chat template that takes these messages, "
+                             f"but: {line}{reason}; correct the messages or the template"
+                             ) from error
 
 
 class TimedLoops(CodeGenerator):
@@ -134,7 +148,7 @@ class TimedLoops(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on time: every step of a loop and every call checks the clock."""
+    """Jinja's sandbox with a time limit: each step of a loop and each call looks at the clock."""
 
     code_generator_class = TimedLoops
     intercepted_binops = frozenset({"*", "**"})
@@ -143,7 +157,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(**options)
         self.deadline = 0.0  # by time.monotonic()
         self.filters["tojson"] = _to_json
-        self.globals |= dict(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         del self.globals["lipsum"]  # it makes texts of any length
 
     def check_time(self):
@@ -170,18 +185,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what the assistant wrote, for training. The marks give no text."""
+    """{% generation %} ... {% endgeneration %} mark what the assistant wrote, and give no text."""
 
     tags = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """JSON without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
 
 
 def _raise(message):

@@ -1,7 +1,8 @@
-"""Hugging Face checkpoint folders: what config.json means, and the weights under our parameter names.
+"""Hugging Face checkpoint folders: what config.json means, and the weights under our names.
 
-Reads config.json and the weights of model.safetensors or pytorch_model.bin, in one file or in shards, and describes a
-folder in words. Writes config.json. A further family of models is a further entry of FAMILIES.
+Reads config.json and the weights of model.safetensors or pytorch_model.bin, in one file or in
+shards, and describes a folder in words. Writes config.json. A further family of models is a further
+entry of FAMILIES.
 """
 
 import itertools
@@ -29,11 +30,11 @@ from model import GPT, GPTConfig, InputError, atomic_write, check_memory, free_m
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Families
 
-# Our parameters -> the checkpoint's tensors, without the family's prefix. N stands for the layer's number, {} for
-# weight or bias. Several tensors are stacked, in order, into one of ours.
+# Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number,
+# {} is weight or bias. Several tensors are stacked, in order, into one of ours.
 LLAMA_NAMES = {
     "embed.{}": ("embed_tokens.{}",),
     "norm.{}": ("norm.{}",),
@@ -47,6 +48,9 @@ LLAMA_NAMES = {
     "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_proj.{}", "layers.N.mlp.up_proj.{}"),
     "blocks.N.mlp.down.{}": ("layers.N.mlp.down_proj.{}",),
 }
+BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.W_pack.{}",)}
+PHI3_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.qkv_proj.{}",),
+                            "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_up_proj.{}",)}
 GPT2_NAMES = {
     "embed.{}": ("wte.{}",),
     "embed_positions.{}": ("wpe.{}",),
@@ -61,11 +65,15 @@ GPT2_NAMES = {
 }
 LLAMA_KEYS = dict(  # fields of GPTConfig -> keys of config.json
     vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
-    n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_size="head_dim", n_embd="hidden_size",
-    n_inner="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act", tied="tie_word_embeddings")
+    n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_size="head_dim",
+    n_embd="hidden_size", n_inner="intermediate_size", norm_eps="rms_norm_eps",
+    activation="hidden_act", tied="tie_word_embeddings")
+BAICHUAN_KEYS = {ours: theirs for ours, theirs in LLAMA_KEYS.items()
+                 if ours not in ("n_kv_head", "head_size", "block_size")}
 GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
-    n_inner="n_inner", norm_eps="layer_norm_epsilon", activation="activation_function", tied="tie_word_embeddings")
+    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
+    n_embd="n_embd", n_inner="n_inner", norm_eps="layer_norm_epsilon",
+    activation="activation_function", tied="tie_word_embeddings")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -75,85 +83,97 @@ class Family(NamedTuple):
     architecture: str
     names: dict = LLAMA_NAMES
     keys: dict = LLAMA_KEYS
-    flags: Callable = lambda raw: {}       # config.json -> the fields of GPTConfig that no key of `keys` gives
+    flags: Callable = lambda raw: {}       # config.json -> what no key of `keys` gives of GPTConfig
     written: Callable = lambda config: {}  # the inverse of flags
-    transposed: tuple = ()                 # ends of our parameters' names that are stored as [inputs, outputs]
-    window: Callable = lambda raw: None    # how many tokens attention sees, its own included; None: all
+    transposed: tuple = ()                 # ends of names of ours, stored as [inputs, outputs]
+    window: Callable = lambda raw: None    # how many tokens attention sees, its own too; None: all
     prefix: str = "model."                 # of all tensors but the LM head's
     defaults: Callable = lambda raw: {}    # config.json -> what a missing key of `keys` means
 
 
 def read_biases(raw):
-    """One key stands for the biases of all four projections of attention."""
+    """One key is for the biases of all four projections of attention."""
     bias = value_of(raw, "attention_bias", bool, False)
     return dict(qkv_bias=bias, proj_bias=bias)
 
 
 def qwen_window(raw):
     """Qwen always names a window; a second key says whether it is used."""
-    return raw.get("sliding_window", 4096) if value_of(raw, "use_sliding_window", bool, False) else None
+    used = value_of(raw, "use_sliding_window", bool, False)
+    return raw.get("sliding_window", 4096) if used else None
 
 
 def read_gpt2(raw):
     """GPT-2's fixed fields. Raises InputError for variants of its attention."""
-    usual = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    usual = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+                 add_cross_attention=False)
     for key, value in usual.items():
         if value_of(raw, key, bool, value) != value:
             raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
-    return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True, mlp_bias=True)
+    return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
+                mlp_bias=True)
 
 
 def read_baichuan(raw):
-    """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM head's rows are
-    normalised, is recognised by its key z_loss_weight or by its vocabulary."""
-    alibi = "max_position_embeddings" not in raw or raw.get("hidden_size") == 5120
-    unit = "z_loss_weight" in raw or raw.get("vocab_size") == 125696
-    positions = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int)) if alibi else {}
-    return dict(unit_head=unit) | positions
+    """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM
+    head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
+    fields = dict(unit_head="z_loss_weight" in raw or raw.get("vocab_size") == 125696)
+    if "max_position_embeddings" not in raw or raw.get("hidden_size") == 5120:
+        fields |= dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
+    return fields
 
 
 def write_baichuan(config):
-    sizes = dict(model_max_length=config.block_size)
-    sizes |= {} if config.positions == "alibi" else dict(max_position_embeddings=config.block_size)
-    return sizes | (dict(z_loss_weight=0) if config.unit_head else {})
+    written = dict(model_max_length=config.block_size)
+    if config.positions != "alibi":
+        written["max_position_embeddings"] = config.block_size
+    if config.unit_head:
+        written["z_loss_weight"] = 0
+    return written
 
 
 FAMILIES = {  # by model_type
-    "llama": Family("LlamaForCausalLM",
-                    flags=lambda raw: read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False)),
-                    written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
-    "mistral": Family("MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096),
-                      written=lambda c: dict(sliding_window=None)),
-    "qwen2": Family("Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window),
-    "qwen3": Family("Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm=True), window=qwen_window,
-                    written=lambda c: dict(attention_bias=c.proj_bias)),
-    "phi3": Family("Phi3ForCausalLM", window=lambda raw: raw.get("sliding_window"),
-                   names=LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.qkv_proj.{}",),
-                                        "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_up_proj.{}",)},
-                   written=lambda c: dict(original_max_position_embeddings=c.block_size, pad_token_id=None)),
-    "baichuan": Family("BaichuanForCausalLM", flags=read_baichuan, written=write_baichuan,
-                       names=LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.W_pack.{}",)},
-                       keys={k: v for k, v in LLAMA_KEYS.items() if k not in ("n_kv_head", "head_size", "block_size")}),
-    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2, prefix="transformer.",
-                   transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"),
-                   defaults=lambda raw: dict(activation="gelu_new", tied=True,
-                                             n_inner=4 * value_of(raw, "n_embd", int))),
+    "llama": Family(
+        "LlamaForCausalLM",
+        flags=lambda raw: read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False)),
+        written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
+    "mistral": Family(
+        "MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096),
+        written=lambda c: dict(sliding_window=None)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm=True),
+        window=qwen_window, written=lambda c: dict(attention_bias=c.proj_bias)),
+    "phi3": Family(
+        "Phi3ForCausalLM", PHI3_NAMES, window=lambda raw: raw.get("sliding_window"),
+        written=lambda c: dict(original_max_position_embeddings=c.block_size, pad_token_id=None)),
+    "baichuan": Family(
+        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read_baichuan, write_baichuan),
+    "gpt2": Family(
+        "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2, prefix="transformer.",
+        transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"),
+        defaults=lambda raw: dict(activation="gelu_new", tied=True,
+                                  n_inner=4 * value_of(raw, "n_embd", int))),
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # config.json. A key that is null counts as missing.
 
-EXPECTED = {int: "a whole number of at least 1 and below 2**31", float: "a number above 0", bool: "true or false"}
+EXPECTED = {int: "a whole number of at least 1 and below 2**31", float: "a number above 0",
+            bool: "true or false"}
 
 
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default, of a type and range in EXPECTED. Raises InputError for another value, and for none."""
+    """raw[key], or the default, of a type and range in EXPECTED. Raises InputError for another
+    value, and for none."""
     value = default if raw.get(key) is None else raw[key]
     fits = {int: type(value) is int and 1 <= value < 2**31, bool: type(value) is bool,
             float: type(value) in (int, float) and 0 < value < math.inf}
     if not fits[kind]:
-        raise InputError(f"{key}: expected {EXPECTED[kind]}, found {'nothing' if value is None else repr(value)}")
+        found = "nothing" if value is None else repr(value)
+        raise InputError(f"{key}: expected {EXPECTED[kind]}, found {found}")
     return kind(value)
 
 
@@ -165,7 +185,8 @@ def one_of(supported, what, value):
 
 
 def read_config(path):
-    """config.json of a folder -> GPTConfig. Raises InputError for what is missing, broken or not supported."""
+    """config.json of a folder -> GPTConfig. Raises InputError for what is missing, broken or not
+    supported."""
     if not Path(path).is_dir():
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
@@ -173,9 +194,10 @@ def read_config(path):
 
 
 def parse_config(raw, path):
-    """The dict of a config.json -> GPTConfig. Raises InputError, naming `path`, as read_config does.
+    """The dict of a config.json -> GPTConfig. Raises InputError, naming `path`, as read_config.
 
-    A sliding window ends the context: texts up to its length are not affected by it, and longer ones are refused."""
+    A sliding window ends the context: texts up to its length are not affected by it, and longer
+    ones are refused."""
     try:
         return _parse_config(raw)
     except InputError as error:
@@ -185,50 +207,69 @@ def parse_config(raw, path):
 
 
 def _parse_config(raw):
-    name, quantised = one_of(FAMILIES, "model_type", raw.get("model_type")), raw.get("quantization_config")
-    if quantised:
+    name = one_of(FAMILIES, "model_type", raw.get("model_type"))
+    if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which is not supported; "
-                         "use the float16 or bfloat16 one")
+        raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which "
+                         "is not supported; use the float16 or bfloat16 one")
     family = FAMILIES[name]
-    key, defaults = family.keys.get, dict(activation="silu", tied=False, n_inner=None) | family.defaults(raw)
+    key = family.keys.get
+    defaults = dict(activation="silu", tied=False, n_inner=None) | family.defaults(raw)
     size = lambda field, default=None: value_of(raw, key(field), int, default)
-    C, n_head, activation = size("n_embd"), size("n_head"), key("activation")
+    C = size("n_embd")
+    n_head = size("n_head")
     if n_head > C:
         raise InputError(f"{n_head} attention heads do not fit a hidden size of {C}")
+    activation = raw.get(key("activation")) or defaults["activation"]
     config = GPTConfig(**dict(block_size=0) | dict(
-        family=name, n_embd=C, n_head=n_head, vocab_size=size("vocab_size"), n_layer=size("n_layer"),
-        n_inner=size("n_inner", defaults["n_inner"]), n_kv_head=size("n_kv_head", n_head),
-        head_size=size("head_size", C // n_head), norm_eps=value_of(raw, key("norm_eps"), float),
-        activation=ACTIVATIONS[one_of(ACTIVATIONS, activation, raw.get(activation) or defaults["activation"])],
+        family=name, n_embd=C, n_head=n_head, vocab_size=size("vocab_size"),
+        n_layer=size("n_layer"), n_inner=size("n_inner", defaults["n_inner"]),
+        n_kv_head=size("n_kv_head", n_head), head_size=size("head_size", C // n_head),
+        norm_eps=value_of(raw, key("norm_eps"), float),
+        activation=ACTIVATIONS[one_of(ACTIVATIONS, key("activation"), activation)],
         tied=value_of(raw, key("tied"), bool, defaults["tied"])) | family.flags(raw))
-    config.block_size = config.block_size or value_of(raw, key("block_size", "max_position_embeddings"), int)
+    if not config.block_size:
+        config.block_size = value_of(raw, key("block_size", "max_position_embeddings"), int)
     if config.positions == "rope":
-        config.rope_theta, config.rope_scaling, config.block_size = read_rope(raw, config.block_size, config.head_size)
+        config.rope_theta, config.rope_scaling, config.block_size = read_rope(
+            raw, config.block_size, config.head_size)
     window = dict(sliding_window=family.window(raw))
-    config.block_size = min(config.block_size, value_of(window, "sliding_window", int, config.block_size))
-    if config.tied and config.unit_head:
-        raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose rows are normalised")
-    if n_head % config.n_kv_head or config.head_size % 2 or not 16 <= config.head_size <= 256:
-        raise InputError("the number of heads must be a multiple of that of key/value heads, and the head size even, "
-                         f"from 16 to 256; found {n_head}, {config.n_kv_head}, {config.head_size}")
+    window = value_of(window, "sliding_window", int, config.block_size)
+    config.block_size = min(config.block_size, window)
+    check_config(config)
     return config
+
+
+def check_config(config):
+    if config.tied and config.unit_head:
+        raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
+                         "rows are normalised")
+    n_head, n_kv_head, head_size = config.n_head, config.n_kv_head, config.head_size
+    if n_head % n_kv_head or head_size % 2 or not 16 <= head_size <= 256:
+        raise InputError("the number of heads must be a multiple of that of key/value heads, and "
+                         "the head size even, from 16 to 256; found "
+                         f"{n_head}, {n_kv_head}, {head_size}")
 
 
 def read_rope(raw, context, head_size):
     """(theta, GPTConfig.rope_scaling, longest sequence) of a config.json.
 
-    transformers 5 writes `rope_parameters`; older versions write `rope_scaling` and `rope_theta`."""
+    transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(settings, dict):
-        raise InputError(f"rope parameters of the wrong type: expected an object, found {settings!r}")
+        raise InputError("rope parameters of the wrong type: expected an object, found "
+                         f"{settings!r}")
     kind = settings.get("rope_type", settings.get("type")) or "default"
-    kind = one_of(ROPE_KINDS, "rope type", "longrope" if kind == "su" else kind)  # su: Phi-3's first name for it
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
+    one_of(ROPE_KINDS, "rope type", kind)
     number = lambda key, default=None: value_of(settings, key, float, default)
-    if number("partial_rotary_factor", value_of(raw, "partial_rotary_factor", float, 1.0)) != 1:
-        raise InputError("a partial_rotary_factor other than 1 is not supported; use a model that rotates whole heads")
+    partial_rotary = value_of(raw, "partial_rotary_factor", float, 1.0)
+    if number("partial_rotary_factor", partial_rotary) != 1:
+        raise InputError("a partial_rotary_factor other than 1 is not supported; use a model that "
+                         "rotates whole heads")
     theta = number("rope_theta", value_of(raw, "rope_theta", float, 10000.0))
-    if kind in ("default", "dynamic"):  # dynamic changes theta beyond the context only, and texts end there
+    # dynamic changes theta beyond the context only, and texts end there
+    if kind in ("default", "dynamic"):
         return theta, None, context
     if kind == "linear":
         return theta, dict(rope_type=kind, factor=number("factor")), context
@@ -242,9 +283,12 @@ def read_rope(raw, context, head_size):
         return theta, scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
-        return theta, scaling | _yarn(settings, theta, factor), max(context, int(factor * original))
-    # beyond the original context the long factors would apply, to all keys of a text; texts end there instead
-    return theta, scaling | _longrope(settings, head_size, factor, original), min(context, original)
+        scaling |= _yarn(settings, theta, factor)
+        return theta, scaling, max(context, int(factor * original))
+    # beyond the original context the long factors would apply, to all keys of a text; texts end
+    # there instead
+    scaling |= _longrope(settings, head_size, factor, original)
+    return theta, scaling, min(context, original)
 
 
 def _yarn(settings, theta, factor):
@@ -254,7 +298,8 @@ def _yarn(settings, theta, factor):
     scales = settings.get("mscale"), settings.get("mscale_all_dim")
     default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
     return dict(factor=factor, beta_fast=value_of(settings, "beta_fast", float, 32.0),
-                beta_slow=value_of(settings, "beta_slow", float, 1.0), truncate=bool(settings.get("truncate", True)),
+                beta_slow=value_of(settings, "beta_slow", float, 1.0),
+                truncate=bool(settings.get("truncate", True)),
                 attention_factor=value_of(settings, "attention_factor", float, default))
 
 
@@ -263,7 +308,8 @@ def _longrope(settings, head_size, factor, original):
     for key in ("short_factor", "long_factor"):
         values = settings.get(key)
         if not isinstance(values, list) or len(values) != head_size // 2:
-            raise InputError(f"{key} must be a list of {head_size // 2} numbers, half of the head size")
+            raise InputError(f"{key} must be a list of {head_size // 2} numbers, half of the head "
+                             "size")
         scaling[key] = [value_of({key: value}, key, float) for value in values]
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return scaling | dict(attention_factor=value_of(settings, "attention_factor", float, default))
@@ -271,27 +317,35 @@ def _longrope(settings, head_size, factor, original):
 
 def hf_config(config, dtype):
     """GPTConfig -> the dict of a config.json, with the rope settings in both spellings."""
-    c, family = config, FAMILIES[config.family]
-    raw = dict(architectures=[family.architecture], model_type=c.family, torch_dtype=str(dtype).removeprefix("torch."))
+    c = config
+    family = FAMILIES[c.family]
+    raw = dict(architectures=[family.architecture], model_type=c.family,
+               torch_dtype=str(dtype).removeprefix("torch."))
     raw |= {theirs: getattr(c, ours) for ours, theirs in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[c.activation]
     if c.positions == "rope":
         scaling = c.rope_scaling or dict(rope_type="default")
-        raw |= dict(rope_theta=c.rope_theta, rope_parameters=scaling | dict(rope_theta=c.rope_theta))
+        theta = dict(rope_theta=c.rope_theta)
+        raw |= theta | dict(rope_parameters=scaling | theta)
         raw |= dict(rope_scaling=scaling) if c.rope_scaling else {}
     return raw | family.written(c)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Names: one of our parameters may be stacked from several tensors of the checkpoint, its parts
 
 def stored_parts(name, rows, config):
-    """The parts of a parameter of so many rows: [(tensor's name without the family's prefix, first row, rows)]."""
-    c, (stem, _, kind) = config, name.rpartition(".")
-    number, pattern = re.search(r"\d+|$", stem).group(), re.sub(r"\d+", "N", stem) + ".{}"
-    keys = [key.format(kind).replace(".N.", f".{number}.") for key in FAMILIES[c.family].names[pattern]]
-    heads = (c.n_head, c.n_kv_head, c.n_kv_head)
-    sizes = [n * c.head_size for n in heads] if len(keys) == 3 else [rows // len(keys)] * len(keys)
+    """The parts of a parameter of that many rows: [(tensor's name without the family's prefix,
+    first row, rows)]."""
+    stem, _, kind = name.rpartition(".")
+    number = re.search(r"\d+|$", stem).group()
+    pattern = re.sub(r"\d+", "N", stem) + ".{}"
+    keys = [key.format(kind).replace(".N.", f".{number}.")
+            for key in FAMILIES[config.family].names[pattern]]
+    sizes = [rows // len(keys)] * len(keys)
+    if len(keys) == 3:
+        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+        sizes = [n * config.head_size for n in heads]
     return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
 
 
@@ -303,31 +357,36 @@ def is_transposed(name, config):
 def split_weight(name, value, config):
     """A parameter as the checkpoint stores it: {tensor name: tensor}."""
     prefix = "" if name == "head.weight" else FAMILIES[config.family].prefix
-    parts = ((key, value[start:start + size]) for key, start, size in stored_parts(name, value.shape[0], config))
-    return {prefix + key: (x.T if is_transposed(name, config) else x).contiguous() for key, x in parts}
+    tensors = {}
+    for key, start, size in stored_parts(name, value.shape[0], config):
+        part = value[start:start + size]
+        part = part.T if is_transposed(name, config) else part
+        tensors[prefix + key] = part.contiguous()
+    return tensors
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 class StoredTensor(NamedTuple):
-    """A tensor as the file's header describes it. `load` gives its values, mapped into memory where possible."""
+    """A tensor as the file's header describes it."""
     shape: tuple
     dtype: str      # "bfloat16" or "BF16": torch's name in a .bin, safetensors' name otherwise
-    load: Callable
+    load: Callable  # () -> its values, mapped into memory where possible
 
 
 QUANTISED = {  # the last part of a tensor's name -> what it says about quantisation
-    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "scales": "GPTQ or AWQ", "g_idx": "GPTQ", "SCB": "bitsandbytes",
-    "absmax": "bitsandbytes", "weight_format": "bitsandbytes", "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8",
-    "input_scale": "fp8"}
+    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "scales": "GPTQ or AWQ", "g_idx": "GPTQ",
+    "SCB": "bitsandbytes", "absmax": "bitsandbytes", "weight_format": "bitsandbytes",
+    "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8", "input_scale": "fp8"}
 # Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
 
 def weight_files(path):
-    """The files that hold a folder's weights: safetensors, otherwise pytorch_model.bin; a single file, or shards."""
+    """The files that hold a folder's weights: safetensors, otherwise pytorch_model.bin; a single
+    file, or shards."""
     path = Path(path)
     for single in (path / "model.safetensors", path / "pytorch_model.bin"):
         index = path / f"{single.name}.index.json"
@@ -335,67 +394,78 @@ def weight_files(path):
             return [single]
         if index.is_file():
             return shard_files(index)
-    raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or the index of their shards; "
-                     "expected the checkpoint's weights there")
+    raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or the index "
+                     "of their shards; expected the checkpoint's weights there")
 
 
 def shard_files(index):
-    """The files that a shard index names. Raises InputError for one that is missing or outside the index's folder."""
+    """The files that a shard index names. Raises InputError for one that is missing or outside the
+    index's folder."""
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    texts = isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
+    if not texts or not names:
         raise InputError(f"{index}: expected a weight_map of tensor names to file names")
     folder = index.parent.resolve()
-    snapshots = [parent for parent in folder.parents if parent.name == "snapshots"]
-    allowed = [folder, *(parent.parent / "blobs" for parent in snapshots)]  # where the Hugging Face cache links to
+    # the Hugging Face cache links to blobs/ beside snapshots/
+    blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
-        if "\0" in str(file) or not any(file.resolve().is_relative_to(place) for place in allowed):
-            raise InputError(f"{index}: expected files of its own folder, found {str(file)!r}, which is outside; "
-                             "fetch the checkpoint again")
+        inside = (file.resolve().is_relative_to(place) for place in (folder, *blobs))
+        if "\0" in str(file) or not any(inside):
+            raise InputError(f"{index}: expected files of its own folder, found {str(file)!r}, "
+                             "which is outside; fetch the checkpoint again")
         if not file.is_file():
-            raise InputError(f"{file}: no such file, but {index.name} names it; fetch the missing shard")
+            raise InputError(f"{file}: no such file, but {index.name} names it; fetch the missing "
+                             "shard")
     return files
 
 
 def open_weights(file):
-    """{name: StoredTensor} of a file. Raises InputError for a file that is broken or holds anything else."""
+    """{name: StoredTensor} of a file. Raises InputError for a file that is broken or holds anything
+    else."""
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except pickle.UnpicklingError:
-        raise InputError(f"{file}: holds code or other objects beside tensors, which are not loaded; get the "
-                         "safetensors version") from None
-    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: holds code or other objects beside tensors, which are not "
+                         "loaded; get the safetensors version") from None
+    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError,
+            ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{file}: truncated or not a {file.suffix[1:]} file ({reason}); fetch it again") from None
+        raise InputError(f"{file}: truncated or not a {file.suffix[1:]} file ({reason}); fetch it "
+                         "again") from None
 
 
 def open_safetensors(file):
     opened = safe_open(file, framework="pt")
-    slices = {name: opened.get_slice(name) for name in opened.offset_keys()}  # in the order of the file
-    return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(read_tensor, file, name))
-            for name, part in slices.items()}
+    tensors = {}
+    for name in opened.offset_keys():  # in the order of the file
+        part = opened.get_slice(name)
+        load = partial(read_tensor, file, name)
+        tensors[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), load)
+    return tensors
 
 
 def read_tensor(file, name):
-    """A tensor of a safetensors file, mapped into memory while it lives: an open file would keep all that was read."""
+    """A tensor of a safetensors file, mapped into memory while it lives: an open file would keep
+    all that was read."""
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(name)
 
 
 def open_pickle(file):
-    mapped = zipfile.is_zipfile(file)  # torch's first format is no zip file; it is read at once
+    mapped = zipfile.is_zipfile(file)  # torch's first format is not a zip file; it is read at once
     with open(file, "rb") as opened:
         if not mapped and opened.read(1) != b"\x80":
-            raise ValueError("it is no pickle")
+            raise ValueError("it is not a pickle")
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) and value.layout is torch.strided
-                                              for value in state.values()):
+    is_tensor = lambda x: isinstance(x, torch.Tensor) and x.layout is torch.strided
+    if not isinstance(state, dict) or not all(map(is_tensor, state.values())):
         raise ValueError("it does not hold tensors by name")
-    return {name: StoredTensor(tuple(value.shape), str(value.dtype).removeprefix("torch."), lambda value=value: value)
-            for name, value in state.items()}
+    return {name: StoredTensor(tuple(value.shape), str(value.dtype).removeprefix("torch."),
+                               lambda value=value: value) for name, value in state.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From files to parameters
 
 def check_headers(path, config):

@@ -1,7 +1,8 @@
 """A checkpoint folder's tokenizer, with exactly the ids of the folder's own files.
 
-The tokenizers package reads every tokenizer.json. tiktoken, which is faster, does the encoding where that is plainly a
-byte-level BPE with one of the patterns below. sentencepiece serves folders that have a tokenizer.model alone.
+The tokenizers package reads every tokenizer.json. tiktoken, which is faster, does the encoding
+where that is plainly a byte-level BPE with one of the patterns below. sentencepiece serves folders
+that have a tokenizer.model alone.
 """
 
 import hashlib
@@ -18,37 +19,46 @@ from model import InputError, read_json
 
 # The pattern that ByteLevel itself splits by: GPT-2's.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Those of a Split before it: Llama 3's, with English contractions, and Qwen's, with digits one by one.
-PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of training.base. Punctuation takes no line end, and a line end takes the indentation after it but for one space: so a
-# prompt that ends with a colon, as prompts of code do, is cut into tokens as the text before a line end is.
-CODE_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Of training.base. Punctuation takes no line end, and a line end takes the indentation after it but
+# for one space. So a prompt that ends with a colon, as prompts of code do, is cut into tokens as
+# the text before a line end is.
+CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
-STRIPS = ("single_word", "lstrip", "rstrip")  # flags of added tokens that take the text around them into account
+STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
-NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }, to append to a ModelProto
+# normalizer_spec { add_dummy_prefix: false }, to append to a ModelProto
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class Encoding:
     """A tokenizer, whichever package does the work.
 
-    encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str; it may take a space off the
-    start of a text, as the folder's own tokenizer does. special_tokens: {text: id} of all added tokens. ids: those of
-    all tokens. prefix: the ids before a prompt. hash: 16 hex digits of `identity`.
+    encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str; it may
+    take a space off the start of a text, as the folder's own tokenizer does. special_tokens:
+    {text: id} of all added tokens. ids: those of all tokens. prefix: the ids before a prompt.
+    hash: 16 hex digits of `identity`.
     """
 
     def __init__(self, encode, encode_plain, decode, special_tokens, ids, identity):
-        self._encode, self._encode_plain, self._decode = encode, encode_plain, decode
-        self.special_tokens, self.ids, self.prefix = special_tokens, set(ids), []
+        self._encode = encode
+        self._encode_plain = encode_plain
+        self._decode = decode
+        self.special_tokens = special_tokens
+        self.ids = set(ids)
+        self.prefix = []
         self.max_token_value = max(self.ids)
         self.n_vocab = self.max_token_value + 1
         self.hash = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text (str). With allowed_special="all" the text of special tokens becomes these tokens."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # U+FFFD for lone surrogates
+        """The ids of a text. With allowed_special="all" it may hold the text of special tokens."""
+        text = text.encode("utf-16", "surrogatepass")
+        text = text.decode("utf-16", "replace")  # U+FFFD for lone surrogates
         return (self._encode if allowed_special == "all" else self._encode_plain)(text)
 
     def encode_ordinary(self, text):
@@ -58,11 +68,13 @@ class Encoding:
         """The text of ids. An id without a token gives nothing."""
         return self._decode([i for i in ids if i in self.ids])
 
+    def stream(self, stop_texts=()):
+        return TextStream(self, stop_texts)
+
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt: `encoding.prefix`, such as a BOS token, then the text's, special tokens included.
-
-    Equal to transformers' encode(text), except that nothing is put behind the text: a prompt is to be continued."""
+    """The ids of a prompt: `encoding.prefix`, such as a BOS token, and those of the text, special
+    tokens included. Equal to transformers' encode(text), but that nothing is put after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
@@ -72,27 +84,94 @@ def tokenizer_hash(encoding):
 
 
 def end_of_text(encoding):
-    """The id that separates documents: the first of SEPARATORS that the encoding has. Raises InputError for none."""
+    """The id that separates documents: the first of SEPARATORS that the encoding has."""
     for text in SEPARATORS:
         if text in encoding.special_tokens:
             return encoding.special_tokens[text]
-    raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}, but it has none; add one to its file")
+    raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}, but it has none; "
+                     "add one to its file")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Text as tokens come
+
+class TextStream:
+    """Text from token ids as they come: whole characters, and no part of a stop text.
+
+    In sum it is what decoding all ids at once gives, but for a space that some decoders take off
+    the start of a text. encoding: any object with decode(ids) and encode_ordinary(text). stopped:
+    whether a stop text has come.
+    """
+
+    def __init__(self, encoding, stop_texts=()):
+        self.decode = encoding.decode
+        self.stop_texts = stop_texts
+        self.stopped = False
+        self.held = ""  # text that may be the beginning of a stop text
+        self._continue_after(encoding.encode_ordinary("a"))  # any text, so that a space stays
+
+    def _continue_after(self, context):
+        """The next ids are decoded after those of `context`, whose text has been given."""
+        self.context = context
+        self.pending = []  # ids after the context
+        self.shown = self.decode(context)  # what of context and pending has been given
+
+    def feed(self, tokens):
+        """The text that these further ids complete."""
+        return self._release("".join(map(self._completed, tokens)))
+
+    def finish(self):
+        """The rest, at the end of a text."""
+        rest = self._release(self.decode(self.context + self.pending)[len(self.shown):])
+        rest += self.held
+        self.held = ""
+        return rest
+
+    def _completed(self, token):
+        self.pending.append(token)
+        text = self.decode(self.context + self.pending)
+        complete = text
+        # an incomplete character decodes to U+FFFD; so do bytes that will never be one
+        if len(self.pending) <= 16:
+            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = complete[len(self.shown):]
+        if new and complete == text:
+            self._continue_after(self.pending)
+        elif new:
+            self.shown = complete
+        return new
+
+    def _release(self, text):
+        """Holds back from the first stop text on, and what may be the beginning of one."""
+        if self.stopped:
+            return ""
+        text = self.held + text
+        self.held = ""
+        found = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return text[:min(found)]
+        begun = (n for stop in self.stop_texts for n in range(1, len(stop))
+                 if text.endswith(stop[:n]))
+        end = len(text) - max(begun, default=0)
+        self.held = text[end:]
+        return text[:end]
+
+
+# --------------------------------------------------------------------------------------------------
 # A folder's files
 
 def load_encoding(path):
     """The Encoding of a Hugging Face folder, or of one of its files.
 
-    Reads the first of tokenizer.json, vocab.json with merges.txt, tokenizer.model. Raises InputError for files that are
-    missing, broken or unknown, and for a missing package.
+    Reads the first of tokenizer.json, vocab.json with merges.txt, tokenizer.model. Raises
+    InputError for files that are missing, broken or unknown, and for a missing package.
     """
     file = Path(path)
     if file.is_dir():
-        names = ["tokenizer.json", *["vocab.json"] * (file / "merges.txt").exists(), "tokenizer.model"]
-        names += sorted(found.name for found in file.glob("*.tiktoken"))
-        file = next((file / name for name in names if (file / name).exists()), file / "tokenizer.json")
+        names = ["tokenizer.json", *["vocab.json"] * (file / "merges.txt").exists()]
+        names += ["tokenizer.model", *sorted(found.name for found in file.glob("*.tiktoken"))]
+        file = next((file / name for name in names if (file / name).exists()), file / names[0])
     if file.suffix == ".tiktoken":
         _refuse(file, "tiktoken's format")
     read_older = {"vocab.json": _read_vocab, "tokenizer.model": _read_sentencepiece}.get(file.name)
@@ -100,7 +179,7 @@ def load_encoding(path):
         return read_older(file) if read_older else _from_spec(file, read_json(file))
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the packages raise plain Exceptions, and panics, which are BaseExceptions
+    except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
@@ -115,7 +194,7 @@ def read_text(file):
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: expected a text in UTF-8, but: {error}; fetch it again") from error
+        raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
 
 
 def _refuse(file, what):
@@ -124,32 +203,38 @@ def _refuse(file, what):
 
 
 def _with_special(special, encode):
-    """A function: text -> ids, special tokens included. Where several of them begin, it takes the longest.
+    """A function: text -> ids, special tokens included, the longest where several begin.
 
-    encode(text, behind) gives the ids of a plain text; behind: whether a special token stands before it."""
+    encode(text, after): the ids of a plain text; after: whether a special token precedes it."""
+    if not special:
+        return lambda text: encode(text, False)
     longest_first = sorted(special, key=len, reverse=True)
-    split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if special else lambda text: [text]
+    split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
     def encode_all(text):  # split gives plain, special, plain, ..., plain
-        ids = ([special[part]] if i % 2 else encode(part, i > 0) for i, part in enumerate(split(text)))
+        ids = ([special[part]] if i % 2 else encode(part, i > 0)
+               for i, part in enumerate(split(text)))
         return list(itertools.chain.from_iterable(ids))
 
     return encode_all
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tokenizer.json
 
 def _from_spec(file, spec):
     """The content of a tokenizer.json -> Encoding."""
     if spec["model"].get("dropout"):
         _refuse(file, "a BPE model with dropout, whose ids are random")
-    added = [dict.fromkeys(STRIPS, False) | {"normalized": not token.get("special"), "special": False} | token
+    flags = dict.fromkeys((*STRIPS, "special"), False)
+    added = [flags | {"normalized": not token.get("special")} | token
              for token in spec.get("added_tokens") or [] if token["content"]]
     spec = {"version": "1.0"} | spec | {"truncation": None, "padding": None, "added_tokens": added}
-    special, package = {token["content"]: token["id"] for token in added}, Tokenizer.from_str(json.dumps(spec))
-    encoded = package.encode("a")  # with the special tokens that the post_processor puts before a text
-    encoding = _through_tiktoken(spec, special, package) or _through_tokenizers(file, spec, special, package)
+    special = {token["content"]: token["id"] for token in added}
+    package = Tokenizer.from_str(json.dumps(spec))
+    encoded = package.encode("a")  # after the special tokens that the post_processor puts there
+    encoding = (_through_tiktoken(spec, special, package)
+                or _through_tokenizers(file, spec, special, package))
     encoding.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
     if not encoding.ids.issuperset(encoding.prefix):
         _refuse(file, f"the ids {encoding.prefix} before a text, which are no tokens")
@@ -162,55 +247,73 @@ def _through_tokenizers(file, spec, special, package):
     vocab = package.get_vocab(with_added_tokens=True)
     for text, index in special.items():  # the package numbers added tokens itself
         if vocab.get(text) != index:
-            _refuse(file, f"the id {index!r} for the added token {text!r}, where it should be {vocab.get(text)}")
+            _refuse(file, f"the id {index!r} for the added token {text!r}, where it should be "
+                          f"{vocab.get(text)}")
     if len(set(vocab.values())) < len(vocab):
-        _refuse(file, "an id that stands for two tokens")
+        _refuse(file, "one id for two tokens")
 
     def encode(tokenizer, text):
         try:
             return tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
-            raise InputError(f"{file}: expected a text in its vocabulary, but: {error}; change the text") from error
+            raise InputError(f"{file}: expected a text in its vocabulary, but: {error}; change the "
+                             "text") from error
 
     parts = [spec.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-    decode, identity = partial(package.decode, skip_special_tokens=False), json.dumps(parts, sort_keys=True)
-    return Encoding(partial(encode, package), partial(encode, plain), decode, special, vocab.values(),
-                    (identity, sorted(special.items())))
+    return Encoding(partial(encode, package), partial(encode, plain),
+                    partial(package.decode, skip_special_tokens=False), special, vocab.values(),
+                    (json.dumps(parts, sort_keys=True), sorted(special.items())))
 
 
 def _through_tiktoken(spec, special, package):
-    """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken gives the same ids."""
-    model, added, pattern = spec["model"], spec["added_tokens"], _pattern(spec.get("pre_tokenizer"))
-    others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-    nfc, normalized = spec.get("normalizer") == {"type": "NFC"}, {token["normalized"] for token in added}
-    always = {token["content"]: token["id"] for token in added if not token["special"]}  # found in plain texts too
-    if (pattern is None or spec.get("normalizer") and not nfc or model.get("type", "BPE") != "BPE"
-            or any(map(model.get, others)) or (spec.get("decoder") or {}).get("type") != "ByteLevel"
-            or any(token[flag] for token in added for flag in STRIPS)
-            or any(a != b and (a in b or b in a) for a in always for b in special)
-            or len(normalized) > 1 or nfc and True in normalized):  # the package finds these in two rounds
-        return None
-    ranks = _ranks(model, special, package.model)
+    """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken
+    gives the same ids."""
+    always = {token["content"]: token["id"] for token in spec["added_tokens"]
+              if not token["special"]}  # found in plain texts too
+    pattern = _pattern(spec.get("pre_tokenizer"))
+    plain = pattern is not None and _is_plain_bpe(spec, special, always)
+    ranks = _ranks(spec["model"], special, package.model) if plain else None
     ids = [*(ranks or {}).values(), *special.values()]
     if ranks is None or len(set(ids)) < len(ids) or max(ids) >= 2**31:
         return None
+    nfc = bool(spec.get("normalizer"))
     package.encode_special_tokens = True  # as any other text
     bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
-    def encode(text, behind):
+    def encode(text, after):
         text = normalizers.NFC().normalize_str(text) if nfc else text
-        return package.encode(text, add_special_tokens=False).ids if len(text) > LONG else bpe.encode_ordinary(text)
+        if len(text) > LONG:
+            return package.encode(text, add_special_tokens=False).ids
+        return bpe.encode_ordinary(text)
 
     identity = (sorted(ranks.items()), pattern, sorted(special.items())) + ("NFC",) * nfc
-    return Encoding(_with_special(special, encode), _with_special(always, encode), bpe.decode, special, ids, identity)
+    return Encoding(_with_special(special, encode), _with_special(always, encode), bpe.decode,
+                    special, ids, identity)
+
+
+def _is_plain_bpe(spec, special, always):
+    """Whether only a pattern and merges decide how a text without added tokens is cut."""
+    model = spec["model"]
+    nfc = spec.get("normalizer") == {"type": "NFC"}
+    normalized = {token["normalized"] for token in spec["added_tokens"]}
+    others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    return ((nfc or not spec.get("normalizer"))
+            and model.get("type", "BPE") == "BPE" and not any(map(model.get, others))
+            and (spec.get("decoder") or {}).get("type") == "ByteLevel"
+            and not any(token[flag] for token in spec["added_tokens"] for flag in STRIPS)
+            and not any(a != b and (a in b or b in a) for a in always for b in special)
+            # the package finds normalized tokens in a second round
+            and len(normalized) <= 1 and not (nfc and True in normalized))
 
 
 def _split(pattern):
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+            "invert": False}
 
 
 def _byte_level(use_regex):
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+            "use_regex": use_regex}
 
 
 def _pattern(pre_tokenizer):
@@ -221,24 +324,29 @@ def _pattern(pre_tokenizer):
         return GPT2_PATTERN
     for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
         if steps == [_split(pattern), _byte_level(False)]:
-            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"  # the second half never matches; hashes include it
+            # the second half never matches; hashes include it
+            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
     return None
 
 
 def _ranks(model, special, bpe):
     """{bytes: id} of the ordinary tokens, or None if tiktoken would give other ids than the merges.
 
-    tiktoken joins the two neighbours whose joint token has the lowest id. The merges do the same if the ids of the
-    tokens they make rise, and if they make every token from its own bytes. With ignore_merges a piece that is a token
-    is taken as it is, so the merges need not make it; but they must not stop at two parts: tiktoken joins these."""
-    table, vocab, whole_pieces = _byte_symbols(), model["vocab"], bool(model.get("ignore_merges"))
-    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    tiktoken joins the two neighbours whose joint token has the lowest id. The merges do the same if
+    the ids of the tokens they make rise, and if they make every token from its own bytes. With
+    ignore_merges a piece that is a token is taken as it is, so the merges need not make it; but
+    they must not stop at two parts: tiktoken joins these."""
+    vocab = model["vocab"]
+    whole_pieces = bool(model.get("ignore_merges"))
+    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
+              for pair in model["merges"]]
     ids = [vocab[token] for token in merged]
     ordinary = {token: index for token, index in vocab.items() if token not in special}
     bpe.ignore_merges = False
     counts = {len(bpe.tokenize(token)) for token in ordinary}
     bpe.ignore_merges = whole_pieces
     followed = ids == sorted(ids) and (counts <= {1} or whole_pieces and not counts & {0, 2})
+    table = _byte_symbols()
     all_bytes = table.keys() <= ordinary.keys() and set("".join(ordinary)) <= table.keys()
     if not followed or not all_bytes or special.keys() & set(merged):
         return None
@@ -247,45 +355,51 @@ def _ranks(model, special, bpe):
 
 def _byte_symbols():
     """{symbol: byte}: GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [byte for a, b in ("!~", "¡¬", "®ÿ") for byte in range(ord(a), ord(b) + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    symbols = {chr(byte): byte for byte in printable}
+    return symbols | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Folders without a tokenizer.json
 
 def _tokenizer_class(file, config, *known):
-    """tokenizer_config.json's tokenizer_class, which must be one of `known`, or else the first of these."""
+    """tokenizer_config.json's tokenizer_class, one of `known`; where it is missing, the first."""
     kind = (config.get("tokenizer_class") or known[0]).removesuffix("Fast")
     if kind not in known:
-        _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json ({' and '.join(known)} need none)")
+        _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json ({' and '.join(known)} "
+                      "need none)")
     return kind
 
 
 def token_text(token):
-    """A token's text, or None: tokenizer_config.json has texts, dicts with "content", nulls and switches."""
+    """A token's text, or None. tokenizer_config.json has texts, dicts with "content", nulls."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def token_settings(folder):
     """The content of tokenizer_config.json over that of special_tokens_map.json, the older file."""
-    return optional_json(folder / "special_tokens_map.json") | optional_json(folder / "tokenizer_config.json")
+    older = optional_json(folder / "special_tokens_map.json")
+    return older | optional_json(folder / "tokenizer_config.json")
 
 
 def _added_tokens(file, config, vocab, defaults):
-    """The added tokens in a tokenizer.json's form, from the settings and added_tokens.json, in the order of their ids.
+    """The added tokens in a tokenizer.json's form, in the order of their ids.
 
-    vocab: {text: id}. defaults: texts of tokens that need not be named."""
+    config: the settings, beside which added_tokens.json is read. vocab: {text: id}. defaults: texts
+    of tokens that need not be named."""
     file = file.with_name("tokenizer_config.json")
-    found = [(int(index), token) for index, token in (config.get("added_tokens_decoder") or {}).items()]
-    found += [(index, text) for text, index in optional_json(file.parent / "added_tokens.json").items()]
-    found += [(None, token) for key, value in config.items() if key.endswith(("_token", "_special_tokens"))
-              for token in (value if isinstance(value, list) else [value])]
-    found += [(None, text) for text in defaults if text in vocab]
+    decoder = config.get("added_tokens_decoder") or {}
+    named = [(int(index), token) for index, token in decoder.items()]
+    named += [(id, text) for text, id in optional_json(file.parent / "added_tokens.json").items()]
+    for key, value in config.items():
+        if key.endswith(("_token", "_special_tokens")):
+            named += [(None, token) for token in (value if isinstance(value, list) else [value])]
+    named += [(None, text) for text in defaults if text in vocab]
     tokens = {}
-    for index, token in found:
+    for index, token in named:
         text = token_text(token)
         if not text:
             continue
@@ -294,7 +408,8 @@ def _added_tokens(file, config, vocab, defaults):
         if type(index) is not int or index < 0 or known not in (None, index):
             _refuse(file, f"the added token {text!r} with the id {index}, elsewhere {known}")
         strips = {flag: bool(isinstance(token, dict) and token.get(flag)) for flag in STRIPS}
-        tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False, "special": True})
+        tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False,
+                                 "special": True})
     texts = {index: text for text, index in vocab.items()}
     for text, token in tokens.items():
         if texts.setdefault(token["id"], text) != text:
@@ -303,51 +418,59 @@ def _added_tokens(file, config, vocab, defaults):
 
 
 def _bos(file, config, special, default, text=None):
-    """The prefix: the id of bos_token (`text` if none is named), if add_bos_token (else `default`) says so."""
+    """The prefix: the id of bos_token, or else of `text`, if add_bos_token, or else `default`, says
+    so."""
     if not config.get("add_bos_token", default):
         return []
     text = token_text(config.get("bos_token") or text)
     if text not in special:
-        _refuse(file.with_name("tokenizer_config.json"), f"add_bos_token, but a bos_token ({text!r}) without an id")
+        _refuse(file.with_name("tokenizer_config.json"),
+                f"add_bos_token, but a bos_token ({text!r}) without an id")
     return [special[text]]
 
 
 def _read_vocab(file):
-    """vocab.json with merges.txt, GPT-2's or Qwen's, through the tokenizer.json that they stand for."""
-    vocab, config = read_json(file), token_settings(file.parent)
-    qwen = str(optional_json(file.with_name("config.json")).get("model_type")).startswith("qwen")
-    known = ("Qwen2Tokenizer", "GPT2Tokenizer") if qwen else ("GPT2Tokenizer", "Qwen2Tokenizer")
+    """vocab.json with merges.txt, GPT-2's or Qwen's, through the equivalent tokenizer.json."""
+    vocab = read_json(file)
+    config = token_settings(file.parent)
+    model_type = str(optional_json(file.with_name("config.json")).get("model_type"))
+    known = ["GPT2Tokenizer", "Qwen2Tokenizer"]
+    known = known[::-1] if model_type.startswith("qwen") else known
     qwen = _tokenizer_class(file, config, *known) == "Qwen2Tokenizer"
-    byte_level = _byte_level(not qwen) | {"add_prefix_space": bool(config.get("add_prefix_space")) and not qwen}
+    prefix_space = bool(config.get("add_prefix_space")) and not qwen
+    byte_level = _byte_level(not qwen) | {"add_prefix_space": prefix_space}
     split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
     lines = read_text(file.with_name("merges.txt")).split("\n")
+    merges = [line for line in lines[lines[0].startswith("#version"):] if line]
     encoding = _from_spec(file, {
         "added_tokens": _added_tokens(file, config, vocab, ["<|endoftext|>"]),
         "normalizer": {"type": "NFC"} if qwen else None,
         "pre_tokenizer": split if qwen else byte_level,
         "decoder": _byte_level(True),
-        "model": {"type": "BPE", "vocab": vocab, "merges": [x for x in lines[lines[0].startswith("#version"):] if x]},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     })
     encoding.prefix = _bos(file, config, encoding.special_tokens, False)
     return encoding
 
 
 def _read_sentencepiece(file):
-    """tokenizer.model alone, Llama's or Baichuan's. By default Llama's bos_token is a prefix, and Baichuan's is not."""
-    content, config = file.read_bytes(), token_settings(file.parent)
+    """tokenizer.model alone, Llama's, whose bos_token is a prefix by default, or Baichuan's."""
+    content = file.read_bytes()
+    config = token_settings(file.parent)
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", content):
         _refuse(file, "tiktoken's format")
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
-        raise InputError(f"{file}: expected the package sentencepiece, which a tokenizer.model needs, but it is "
-                         "missing; pip install sentencepiece") from None
+        raise InputError(f"{file}: expected the package sentencepiece, which a tokenizer.model "
+                         "needs, but it is missing; pip install sentencepiece") from None
     kind = _tokenizer_class(file, config, "LlamaTokenizer", "BaichuanTokenizer")
     if config.get("add_prefix_space") is False or config.get("sp_model_kwargs"):
         _refuse(file, "add_prefix_space=false or sp_model_kwargs in its tokenizer_config.json")
-    first = SentencePieceProcessor(model_proto=content or b"\0")
-    # what follows a special token starts with the model's dummy prefix, a space, unless legacy is false
-    rest = first if config.get("legacy", True) else SentencePieceProcessor(model_proto=content + NO_DUMMY_PREFIX)
+    first = rest = SentencePieceProcessor(model_proto=content or b"\0")
+    # what follows a special token starts with the model's dummy prefix, a space, if legacy is true
+    if not config.get("legacy", True):
+        rest = SentencePieceProcessor(model_proto=content + NO_DUMMY_PREFIX)
     vocab = {first.id_to_piece(index): index for index in range(first.get_piece_size())}
     added = _added_tokens(file, config, vocab, ["<s>", "</s>", "<unk>"])
     if any(token[flag] for token in added for flag in STRIPS):
@@ -357,11 +480,13 @@ def _read_sentencepiece(file):
 
     def decode(ids):
         runs = itertools.groupby(ids, names.__contains__)
-        return "".join("".join(map(names.get, run)) if is_special else (rest if i else first).decode(list(run))
+        return "".join("".join(map(names.get, run)) if is_special
+                       else (rest if i else first).decode(list(run))
                        for i, (is_special, run) in enumerate(runs))
 
-    encode = _with_special(special, lambda text, behind: (rest if behind else first).encode(text))
+    encode = _with_special(special, lambda text, after: (rest if after else first).encode(text))
+    ids = [*vocab.values(), *special.values()]
     identity = (hashlib.sha256(content).hexdigest(), rest is first), sorted(special.items())
-    encoding = Encoding(encode, first.encode, decode, special, [*vocab.values(), *special.values()], identity)
+    encoding = Encoding(encode, first.encode, decode, special, ids, identity)
     encoding.prefix = _bos(file, config, special, kind == "LlamaTokenizer", "<s>")
     return encoding

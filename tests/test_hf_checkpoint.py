@@ -438,7 +438,8 @@ BROKEN = {
     "config without end": (lambda p: (p / "config.json").write_text("[" * 100_000), "cannot be read as json"),
     "tied head of length one": (dict(model_type="baichuan", z_loss_weight=0), "whose rows are normalised"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
-        "version https://git-lfs.github.com/spec/v1"), "truncated or not a bin file (it is no pickle); fetch it again"),
+        "version https://git-lfs.github.com/spec/v1"),
+        "truncated or not a bin file (it is not a pickle); fetch it again"),
     "family of another type": (dict(model_type=[]), "not supported"),
     "quantised": (dict(quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),
     "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update(

@@ -9,7 +9,6 @@ import sys
 import pytest
 import tiktoken
 
-from generate import TextStream
 from hf import tokenizer
 from hf.tokenizer import (
     CODE_PATTERN,
@@ -70,7 +69,7 @@ def by_tiktoken(encoding):
 
 
 def streamed(encoding, *parts):
-    stream = TextStream(encoding)
+    stream = encoding.stream()
     return [stream.feed(part) for part in parts] + [stream.finish()]
 
 
@@ -137,6 +136,20 @@ def test_a_stream_passes_over_ids_without_a_token_and_holds_nothing_else_back(ti
     assert streamed(tiny, [64, 299, 64, -1, 2**40, 64]) == ["aaa", ""]
     assert streamed(tiny, [64, 300, 64]) == [f"a{EOT}a", ""]
     assert streamed(tiny, tiny.encode_ordinary("aé")[:-1]) == ["a", "\ufffd"]
+
+
+@pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["one t", "wo three"],
+                                   ["on", "e tw", "o"]])
+def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
+    """Catches a stop text that is shown in part, and text that is never let go."""
+    whole = "".join(parts)
+    for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole),
+                       (["threefold", "twofold"], whole)]:
+        stream, shown = tiny.stream(stop), ""
+        for part in parts:
+            shown += stream.feed(tiny.encode(part))
+            assert want.startswith(shown)
+        assert shown + stream.finish() == want and stream.stopped == (want != whole)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
