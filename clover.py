@@ -2,7 +2,7 @@
 2402.05109), clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 
 Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hidden size, V
-vocabulary. """
+vocabulary."""
 
 import hashlib
 import json
@@ -25,13 +25,16 @@ from model import (
     Norm,
     alibi_slopes,
     atomic_write,
+    check,
     read_json,
     run_blocks,
     token_positions,
 )
 
 MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
-MAX_DRAFT, MAX_AUGMENT = 32, 64  # heads and augmenting layers: far more than help, and few enough to build at once
+MAX_BEAMS = 32  # which project_topk gives at most
+MAX_DRAFT = 32  # heads, and augmenting layers: far more than help, and few enough to build
+MAX_AUGMENT = 64
 
 
 @dataclass
@@ -39,18 +42,19 @@ class CloverConfig:
     preset: str = "clover"
     n_draft: int = 4            # K, draft heads
     augment_layers: int = 1     # transformer blocks between the model's hidden state and the heads
-    mix: str = "attention"      # how a head reads the token guessed before it: "attention", "concat" or "none"
+    mix: str = "attention"      # of the token guessed before: "attention", "concat" or "none"
     mix_before: bool = False    # the root is also mixed in before the augmenting block
     projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
     shared: bool = False        # head 1 has its own weights, the later heads share one set
-    vocabulary: int = 0         # how many token ids the heads draft among (FR-Spec, arXiv 2502.14856); 0: all
+    vocabulary: int = 0         # token ids to draft among (FR-Spec, arXiv 2502.14856); 0: all
 
 
 PRESETS = {
     "medusa": CloverConfig("medusa", augment_layers=0, mix="none"),
     "hydra": CloverConfig("hydra", augment_layers=0, mix="concat"),
     "clover": CloverConfig("clover"),
-    "clover2": CloverConfig("clover2", augment_layers=2, mix_before=True, projector="linear", shared=True),
+    "clover2": CloverConfig("clover2", augment_layers=2, mix_before=True, projector="linear",
+                            shared=True),
 }
 
 
@@ -174,41 +178,54 @@ class CloverHeads(nn.Module):
 
     States and embeddings are scaled to a root mean square of 1 before the heads read them.
     Otherwise a token's embedding would be lost beside the hidden states of a model where these are
-    large. The norm before the LM head undoes the scale. """
+    large. The norm before the LM head undoes the scale."""
 
     def __init__(self, config, model):
         super().__init__()
-        object.__setattr__(self, "model", model)  # nn.Module's own setattr would count its weights among ours
-        self.config, self.info = config, {}
+        object.__setattr__(self, "model", model)  # nn.Module's would count its weights among ours
+        self.config = config
+        self.info = {}
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
-        self.mix_in = MIXERS[config.mix](base) if config.mix_before and config.mix != "none" else None
+        mixes_before = config.mix_before and config.mix != "none"
+        self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         if model.blocks[-1].attn.config == base:  # else it is a rank's part of a block
+            last = {name: value.float() for name, value in model.blocks[-1].state_dict().items()}
             for block in self.augment_blocks:
-                block.load_state_dict({k: v.float() for k, v in model.blocks[-1].state_dict().items()})
+                block.load_state_dict(last)
             _ = self.embedding_scale  # now: a step that is counted or compiled has no numbers
         # the token ids to draft among, int32, most frequent first; None: all
-        vocabulary = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
-        self.register_buffer("vocabulary", vocabulary)
+        ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
+        self.register_buffer("vocabulary", ids)
 
     def set_vocabulary(self, tokens):
         """Drafts among these token ids [n] only, most frequent first; an empty list: among all.
         Raises InputError for ids that the model does not have."""
-        tokens, V = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device), self.model.config.vocab_size
+        V = self.model.config.vocab_size
+        tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
             raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
         if len(tokens.unique()) < len(tokens):
             raise InputError("a draft vocabulary names a token id twice")
-        tokens = tokens.int()
-        self.config, self.vocabulary = replace(self.config, vocabulary=len(tokens)), tokens if len(tokens) else None
+        self.config = replace(self.config, vocabulary=len(tokens))
+        self.vocabulary = tokens.int() if len(tokens) else None
 
     @property
     def reads_tokens(self):
         """Whether a guess depends on the token before it. Medusa's do not: its heads run once for
         all beams."""
         return self.config.mix != "none" or self.config.projector == "linear"
+
+    @property
+    def max_beams(self):
+        """The largest W: no more than the draft vocabulary has tokens."""
+        return min(MAX_BEAMS, self.config.vocabulary or self.model.config.vocab_size)
+
+    def default_beams(self, tree_size):
+        """W about the square root of T, so that a tree can be wide or deep."""
+        return min(math.isqrt(tree_size - 1) + 1, self.max_beams)
 
     def draft_head(self, i):
         """Head i, counted from 0; with shared weights all but the first are one."""
@@ -224,20 +241,22 @@ class CloverHeads(nn.Module):
     def slopes(self):
         """ALiBi's, of the augmenting blocks."""
         base = self.model.config
-        return alibi_slopes(base.n_head).to(self.model.device) if base.positions == "alibi" else None
+        if base.positions == "alibi":
+            return alibi_slopes(base.n_head).to(self.model.device)
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all
         tokens."""
         base = self.model
-        rows = F.embedding(tokens, base.embed.weight) if base.config.tied else base.head.embedding(tokens)
+        rows = base.embed(tokens) if base.config.tied else base.head.embedding(tokens)
         return rows * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
-    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
+    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
+                documents=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
         [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
         1. The rest as in `GPT.forward`."""
@@ -247,10 +266,14 @@ class CloverHeads(nn.Module):
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
-            context = self.model.attention_context(positions, cache, ancestors, end, documents, self.slopes)
-            hidden, residual = run_blocks(self.augment_blocks, hidden, self.model.rope(positions), context, cache)
-        stream, delta = (hidden, None) if residual is None else (residual, hidden)
-        return add_norm(stream, delta, None, eps=torch.finfo(torch.float32).eps)[0]  # F.rms_norm's own default
+            rope = self.model.rope(positions)
+            context = self.model.attention_context(positions, cache, ancestors, end, documents,
+                                                   self.slopes)
+            hidden, residual = run_blocks(self.augment_blocks, hidden, rope, context, cache)
+        if residual is None:
+            hidden, residual = None, hidden
+        eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
+        return add_norm(residual, hidden, None, eps=eps)[0]
 
     def forward(self, hidden, tokens, documents=None):
         """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions
@@ -273,7 +296,7 @@ class CloverHeads(nn.Module):
         of all proposals the best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's
         joint probability is never above its parent's and ties go to the shallower node. So what is
         kept is a tree, parents stand before children, and a smaller tree is the front of a larger
-        one with as many beams. Nothing is read back to the host. """
+        one with as many beams. Nothing is read back to the host."""
         if tree_size == 1:
             return root_tree(root)
         B, C = state.shape
@@ -281,11 +304,13 @@ class CloverHeads(nn.Module):
         K = min(self.config.n_draft, tree_size - 1)
         # the n best of each depth: no more can be in the tree; the first W are the beams that go on
         candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
-        states, guessed = state[:, None], root[:, None]  # (B, w, C), (B, w): w is 1 at the root, then W
+        states = state[:, None]  # (B, w, C): w is 1 at the root, then W
+        guessed = root[:, None]  # (B, w)
         for depth in range(K):
             embedding = self.embedding(guessed) if self.reads_tokens else None
             states, out = self.draft_head(depth)(states, embedding)
-            logprobs, tokens = self.model.head.topk(self.model.norm(out).flatten(0, 1), W, self.vocabulary)
+            out = self.model.norm(out).flatten(0, 1)  # (B * w, C)
+            logprobs, tokens = self.model.head.topk(out, W, self.vocabulary)
             select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
             guessed = candidates.tokens[:, depth, :W]
             if self.reads_tokens and depth < K - 1:
@@ -300,8 +325,10 @@ class CloverHeads(nn.Module):
         """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the
         base model's identity and `info` (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        cast = lambda value: value.to("cpu", dtype if dtype and value.is_floating_point() else value.dtype).contiguous()
-        tensors = {name: cast(value.detach()) for name, value in self.state_dict().items()}
+        tensors = {}
+        for name, value in self.state_dict().items():
+            stored = dtype if dtype and value.is_floating_point() else value.dtype
+            tensors[name] = value.detach().to("cpu", stored).contiguous()
         atomic_write(Path(path) / "heads.safetensors", lambda tmp: save_file(tensors, tmp))
         self.save_record(path, tokenizer, **info)
 
@@ -318,27 +345,39 @@ class CloverHeads(nn.Module):
         another tokenizer, where one is given."""
         path = Path(path)
         if not path.is_dir():
-            raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py writes them")
+            raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py "
+                             "writes them")
         config, record = read_record(path / "heads.json")
         theirs, ours = record["base"], model_hash(model)
         if theirs["weights"] != ours:
-            raise InputError(f"{path}: these heads belong to another model (theirs {theirs['weights']}, this one "
-                             f"{ours}); train heads for this one with train_heads.py")
+            raise InputError(f"{path}: these heads belong to another model (theirs "
+                             f"{theirs['weights']}, this one {ours}); train heads for this one "
+                             "with train_heads.py")
         if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
-            raise InputError(f"{path}: these heads were trained with another tokenizer; use the model folder's own")
+            raise InputError(f"{path}: these heads were trained with another tokenizer; use the "
+                             "model folder's own")
         if config.vocabulary > model.config.vocab_size:
-            raise InputError(f"{path}: its draft vocabulary of {config.vocabulary} is larger than the model's of "
-                             f"{model.config.vocab_size}; train heads for this model with train_heads.py")
+            raise InputError(f"{path}: its draft vocabulary of {config.vocabulary} is larger than "
+                             f"the model's of {model.config.vocab_size}; train heads for this "
+                             "model with train_heads.py")
         heads = cls(config, model)
         try:
             heads.load_state_dict(load_file(path / "heads.safetensors"))
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' weights "
-                             f"({reason})") from None
+            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' "
+                             f"weights ({reason})") from None
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
+
+
+def check_beams(heads, beams):
+    """Raises InputError for a W out of range; names the draft vocabulary where that sets it."""
+    most = heads.max_beams if heads else MAX_BEAMS
+    limited = heads and heads.config.vocabulary == most
+    name = f"beams for a draft vocabulary of {most} token ids" if limited else "beams"
+    check(name, beams, 1, most, whole=True)
 
 
 def read_record(path):
@@ -347,23 +386,25 @@ def read_record(path):
     record = read_json(path)
     base, config = record.get("base"), record.get("config")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    if not (isinstance(config, dict) and {name: type(value) for name, value in config.items()} == types
+    if not (isinstance(config, dict)
+            and {name: type(value) for name, value in config.items()} == types
             and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
             and 1 <= config["n_draft"] <= MAX_DRAFT and 0 <= config["augment_layers"] <= MAX_AUGMENT
             and config["vocabulary"] >= 0 and config["mix"] in (*MIXERS, "none")
             and config["projector"] in PROJECTORS):
-        raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py writes")
+        raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py "
+                         "writes")
     if not is_acceptance(record.get("acceptance", {})):
-        raise InputError(f"{path}: its acceptance is not a table of shares by temperature, depth and node; "
-                         "train_heads.py --evaluate writes it anew")
+        raise InputError(f"{path}: its acceptance is not a table of shares by temperature, depth "
+                         "and node; train_heads.py --evaluate writes it anew")
     return CloverConfig(**config), record
 
 
 def is_acceptance(tables):
     """Whether this is {temperature: [[share]]}, as `tools.tune.acceptance` counts it."""
     try:
-        return all(math.isfinite(float(t)) and all(0 <= share <= 1 for row in table for share in row)
-                   for t, table in tables.items())
+        shares = [share for table in tables.values() for row in table for share in row]
+        return all(map(math.isfinite, map(float, tables))) and all(0 <= x <= 1 for x in shares)
     except (AttributeError, TypeError, ValueError):
         return False
 

@@ -1,52 +1,48 @@
-"""The generation loop: `Decoder.step`, the `Engine` that queues prompts around it, and
-`generate()`.
+"""The generation loop: `Decoder.step`, the `Engine` that queues prompts, and `generate()`.
 
     python generate.py --prompt "def fibonacci(n):"
     python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
-    python generate.py --prompt "import os" --explain
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
 A tree is drafted by the heads, by lookup in the text itself, or by both, as a `DraftPlan` says.
 Plain decoding is the same loop with trees of one node. What drafted never shows in the text, so
-each step may take another plan. On CUDA the step of each plan is captured in a graph once and
-replayed, and the host reads a step's tokens while the next step runs.
+each step may take another plan. On CUDA each plan's step is captured in a graph once and replayed,
+and the host reads a step's tokens while the next step runs.
 
 Letters: B slots, T tree nodes, K draft heads, P nodes of the longest path, C hidden size, V
-vocabulary. """
+vocabulary."""
 
-import math
 import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from clover import MAX_TREE, Tree, root_tree
+from clover import MAX_TREE, Tree, check_beams, root_tree
 from kernels import (
     accept_path,
     commit_path,
+    filter_logits,
     gumbel_argmax,
     merge_chain,
     ngram_lookup,
-    nucleus,
     runs_triton,
     unchecked,
 )
-from model import InputError, KVCache, needs_folder
+from model import InputError, KVCache, check, needs_folder
 
-STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 
 
 class DraftPlan(NamedTuple):
-    """What a step drafts: how many nodes of its tree the heads guess, and how many tokens lookup,
-    as a chain; with neither it is plain decoding. The tree holds the root, the heads' guesses, and
-    what of the chain is not among them."""
+    """What a step drafts: how many nodes of its tree the heads guess, and how long lookup's chain
+    is, which shares the tree with them. With neither it is plain decoding."""
     head_nodes: int = 0
     lookup_tokens: int = 0
 
@@ -66,12 +62,10 @@ class FixedPolicy:
         self.plans = (plan,)
 
     def select(self):
-        """The plan of the next step."""
         return self.plans[0]
 
     def update(self, plan, found):
-        """Told after each step what it found: [(tokens, path, lookup's chain or None)] of its
-        sequences."""
+        """What a step found in its sequences: [(tokens, path, lookup's chain or None)]."""
 
 
 class Accepted(NamedTuple):
@@ -85,9 +79,8 @@ class Accepted(NamedTuple):
 
     @classmethod
     def views(cls, packed, P):
-        chain = packed[:, 2 * P + 2:] if packed.shape[1] > 2 * P + 2 else None
-        return cls(packed, packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P],
-                   packed[:, 2 * P + 1], chain)
+        tokens, path, ends, chain = packed.split((P, P, 2, packed.shape[1] - 2 * P - 2), dim=1)
+        return cls(packed, tokens, path, *ends.unbind(1), chain if chain.shape[1] else None)
 
     def lists(self):
         """The same as lists, on the host."""
@@ -95,7 +88,7 @@ class Accepted(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------
-# Slots
+# The decoder
 
 @dataclass
 class Slots:
@@ -118,18 +111,15 @@ class Slots:
         n = int(self.cache.lengths[source])
         for cache in filter(None, (self.cache, self.heads_cache)):
             cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        if self.history is not None:
-            self.history[free, :n + 1] = self.history[source, :n + 1]
-        for tensor in (self.cache.lengths, self.root, self.state, self.sequence, self.active):
-            if tensor is not None:
+        for tensor in (self.cache.lengths, *vars(self).values()):
+            if isinstance(tensor, torch.Tensor):
                 tensor[free] = tensor[source]
 
 
 def new_slots(model, heads, batch_size, capacity, plans, max_path):
     """Empty `Slots`. The tree's rows come after the text's. On a GPU the host learns of a text's
     end a step late, so one more path must fit."""
-    def zeros(dtype, *shape):
-        return torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
+    zeros = lambda dtype, *shape: torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
     tree_size = max(plan.tree_size for plan in plans)
     cache = model.new_cache(batch_size, capacity + tree_size + max_path)
     heads_cache = state = history = None
@@ -143,23 +133,18 @@ def new_slots(model, heads, batch_size, capacity, plans, max_path):
                  sequence=zeros(torch.int64), active=zeros(torch.int32))
 
 
-# --------------------------------------------------------------------------------------------------
-# The decoder
-
 class Decoder:
-    """Decodes B sequences, one in each slot, step by step.
-
-    heads: they read in every step, whatever drafts. capacity: the most tokens of a sequence, prompt
-    included; default: the model's context. plans: those that a step may take. beams: W, default
-    about the square root of the heads' nodes. sampling: a `Sampling`, default greedy. graph: on
-    CUDA, capture each plan's step once and replay it. Raises InputError for sizes out of range and
-    for caches that the memory has no room for. """
+    """Decodes B sequences, one in each slot, step by step. heads: they read in every step, whatever
+    drafts. capacity: the most tokens of a sequence, prompt included; default: the model's context.
+    plans: those that a step may take. beams: W, default about the square root of the heads' nodes.
+    sampling: default greedy. graph: on CUDA, capture each plan's step once and replay it. Raises
+    InputError for sizes out of range and for caches that the memory has no room for."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
                  beams=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
-        check_beams(model, heads, 1 if beams is None else beams)
+        check_beams(heads, 1 if beams is None else beams)
         self.model, self.heads = model, heads
         self.batch_size = batch_size
         self.plans = plans
@@ -167,15 +152,16 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
-        if model.device.type == "cpu":
-            apply_cpu_backend(model, self.heads)
+        if model.device.type == "cpu" and find_spec("backends"):
+            from backends import cpu
+            cpu.apply(model, heads)
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.set_active_slots(batch_size)
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
-        self.graphs = {}       # plan -> (its step's result, a function that replays the step)
+        self.graphs = {}       # plan -> a function that replays its step
         if model.device.type == "cuda":
             self.prepare_cuda(P, graph)
 
@@ -186,18 +172,16 @@ class Decoder:
 
     def beams(self, plan):
         """W of the heads' tree."""
-        if self.given_beams is not None:
-            return self.given_beams
-        return default_beams(self.heads, plan.head_nodes + 1)
+        return self.given_beams or self.heads.default_beams(plan.head_nodes + 1)
 
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
     def step(self, plan):
         with unchecked(plan in self.checked):  # fixed shapes are checked in the first step alone
             tree, chain = self.draft(plan)     # tokens, parents, depths, ancestors: [B, T]
-            hidden = self.verify(tree)         # [B, T, C]; keys and values go to cache rows lengths..
+            hidden = self.verify(tree)         # [B, T, C]; keys and values go to rows lengths..
             target = self.sample(tree, hidden)                 # [B, T]: the model's own next tokens
-            accepted = self.accept(plan, tree, target, chain)  # tokens, path [B, P]; count, last [B]
+            accepted = self.accept(plan, tree, target, chain)  # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
         self.checked.add(plan)
         return accepted.packed
@@ -238,9 +222,8 @@ class Decoder:
         return Accepted.views(packed if chain is None else torch.cat((packed, chain), dim=1), P)
 
     def commit(self, plan, hidden, accepted):
-        """Keeps the path's cache rows, appends its tokens to the history, lets the heads read it,
-        and makes the bonus token the next root. Rows that are written from `count` on are junk,
-        which the next step overwrites."""
+        """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
+        token the next root. Rows from `count` on are junk, which the next step overwrites."""
         slots, lengths = self.slots, self.slots.cache.lengths
         positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
         last = accepted.last[:, None]
@@ -258,11 +241,8 @@ class Decoder:
         torch.gather(accepted.tokens, 1, last, out=slots.root[:, None])
         lengths += accepted.count
 
-    # Launching steps
-
     def prepare_cuda(self, P, graph):
-        """Buffers for a step in flight, and the graphs of all plans, which share one pool of
-        memory."""
+        """Buffers for a step in flight, and the graphs of all plans, in one pool of memory."""
         self.steps_ahead = 1
         width = 2 * P + 2 + max(plan.lookup_tokens for plan in self.plans)
         pinned = lambda: torch.zeros(self.batch_size * width, dtype=torch.int64, pin_memory=True)
@@ -274,19 +254,14 @@ class Decoder:
                 self.graphs[plan] = capture(self.body(plan), self.model.device, pool)
 
     def body(self, plan=None):
-        """A function that runs one step of a plan, by default the first."""
+        """A function that runs one step of a plan, by default the first -> `Accepted.packed`."""
         plan = plan or self.plans[0]
-        return self.graphs[plan][1] if plan in self.graphs else partial(self.step, plan)
+        return self.graphs.get(plan) or partial(self.step, plan)
 
     @torch.inference_mode()
     def launch(self, plan):
-        """Starts one step -> a function that waits for it and returns `Accepted` with lists for
-        tensors."""
-        if plan in self.graphs:
-            result, replay = self.graphs[plan]
-            replay()
-        else:
-            result = self.step(plan)
+        """Starts one step -> a function that waits for it and returns `Accepted.lists`."""
+        result = self.body(plan)()
         read = lambda packed: Accepted.views(packed, self.max_path(plan)).lists()
         if self.model.device.type != "cuda":
             accepted = read(result)
@@ -302,15 +277,13 @@ class Decoder:
             return read(pinned)
         return wait
 
-    # Slots: filled, freed, moved
-
-    def prefill(self, slot, prompt, start):
-        """Reads the next chunk of a prompt, from token `start`, into a slot -> where the chunk
-        after it starts.
+    def prefill(self, slot, prompt, start, index):
+        """Reads the next chunk of a prompt, from token `start`, into a slot -> where it ends; after
+        the last chunk the slot runs, as the text of this index.
 
         The prompt's last token is not read here: it is the root of the first step, which is then
-        like any other. Steps between two chunks write their trees after the rows that are there,
-        where the next chunk goes. """
+        like any other. Steps between two chunks write their trees where the next chunk goes.
+        """
         slots = self.slots
         end = min(start + PREFILL_CHUNK, len(prompt) - 1)
         tokens = torch.tensor([prompt[start:end + 1]])
@@ -330,24 +303,19 @@ class Decoder:
         if slots.history is not None:
             slots.history[slot, start:end + 1] = tokens[0]
         slots.root[slot] = tokens[0, -1]
+        if end == len(prompt) - 1:
+            slots.sequence[slot].fill_(index)  # on a GPU, [slot] = index would wait for it
+            slots.active[slot].fill_(1)
         return end
 
-    def activate(self, slot, sequence):
-        """Lets a slot run, whose prompt has been read. sequence: the number that its noise depends
-        on."""
-        self.slots.sequence[slot].fill_(sequence)  # on a GPU, [slot] = sequence would wait for it
-        self.slots.active[slot].fill_(1)
-
     def release(self, slot):
-        """Idle slots still run because shapes are fixed, on an empty sequence; their output is
-        discarded."""
+        """Makes a slot idle. It still runs, since shapes are fixed, on an empty sequence."""
         self.slots.active[slot].zero_()
         self.slots.cache.lengths[slot].zero_()
 
     def reset(self):
         """Makes all slots idle."""
-        if len(self.slots.root) < self.batch_size:  # never with a graph, whose tensors must stay
-            self.set_active_slots(self.batch_size)
+        self.set_active_slots(self.batch_size)
         for slot in range(self.batch_size):
             self.release(slot)
 
@@ -358,21 +326,9 @@ class Decoder:
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
 
-def apply_cpu_backend(model, heads):
-    """Packed products and exact bfloat16, where the folder backends/ is there."""
-    try:
-        from backends import cpu
-    except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "backends":
-            raise
-        return
-    cpu.apply(model, heads)
-
-
 def capture(body, device, pool=None):
-    """Records what body() does on a GPU in a CUDA graph -> (what body returned, a function that
-    replays it). Graphs of one pool share memory: what one returned must be copied before another
-    runs."""
+    """Records body() in a CUDA graph -> a function that replays it. Graphs of one pool share
+    memory: what one returns must be copied before another runs."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -383,40 +339,21 @@ def capture(body, device, pool=None):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = body()
-    return result, graph.replay
+
+    def replay():
+        graph.replay()
+        return result
+    return replay
 
 
 def fixed_plan(tree_size, heads, lookup):
-    """The `DraftPlan` of T nodes. Of the guesses of both drafters, lookup has half. Raises
-    InputError for a T out of range."""
+    """The `DraftPlan` of T nodes, of which lookup has half where both draft. Checks T."""
     check("tree size", tree_size, 1, MAX_TREE, whole=True)
     if tree_size == 2 and heads and lookup:
         raise InputError("a tree of 2 nodes has no room for guesses of both heads and lookup; give "
                          "a tree size of 3 or more, or one of the two")
-    if not heads:
-        return DraftPlan(0, tree_size - 1 if lookup else 0)
-    chain = (tree_size - 1) // 2 if lookup else 0
-    return DraftPlan(tree_size - 1 - chain, chain)
-
-
-def most_beams(model, heads):
-    """The largest W: project_topk gives at most 32 tokens, and no more than the draft vocabulary
-    has."""
-    return min(32, heads.config.vocabulary or model.config.vocab_size) if heads else 32
-
-
-def default_beams(heads, tree_size):
-    """W about the square root of T, so that a tree can be wide or deep."""
-    return min(math.isqrt(tree_size - 1) + 1, most_beams(heads.model, heads)) if heads else 1
-
-
-def check_beams(model, heads, beams):
-    """Raises InputError for a W that is out of range, and names the draft vocabulary where that
-    sets the limit."""
-    most = most_beams(model, heads)
-    limited = heads and heads.config.vocabulary == most
-    name = f"beams for a draft vocabulary of {most} token ids" if limited else "beams"
-    check(name, beams, 1, most, whole=True)
+    chain = (tree_size - 1) // (2 if heads else 1) if lookup else 0
+    return DraftPlan(tree_size - 1 - chain if heads else 0, chain)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -424,8 +361,7 @@ def check_beams(model, heads, beams):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target tokens are sampled. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep
-    every token."""
+    """How target tokens are sampled. Temperature 0 is greedy; the defaults keep every token."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -447,21 +383,6 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
-    nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
-    probability (arXiv 2407.01082). The likeliest token always stays, and so do tokens that tie with
-    the last one kept."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    if top_p < 1:
-        logits = logits.masked_fill(logits < nucleus(logits, top_p)[:, None], -math.inf)
-    if min_p > 0:
-        cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
-        logits = logits.masked_fill(logits < cut, -math.inf)
-    return logits
-
-
 # --------------------------------------------------------------------------------------------------
 # The engine: continuous batching
 
@@ -478,14 +399,14 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None, keep=False):
-        """Continues prompts (lists of token ids) -> `Output`.
+        """Continues prompts (lists of token ids) -> `Output`. stop, encoding: see `generate`.
 
-        stop: token ids and, with an `encoding`, texts that end a sequence; the token that does it
-        is kept. on_step(index, tokens, path, plan) is called with the tokens of each step and the
-        accepted nodes, root first, of which those after plan.head_nodes are lookup's alone. keep:
-        for one prompt in one slot, as in a chat. What the prompt has in common with the text of the
-        last call that kept it is not computed again; the model must be the same still. Raises
-        InputError for what cannot be decoded, Interrupted on Ctrl-C. """
+        on_step(index, tokens, path, plan) is called with the tokens of each step and the accepted
+        nodes, root first, of which those after plan.head_nodes are lookup's alone. keep: for one
+        prompt in one slot, as in a chat. What the prompt has in common with the text of the last
+        call that kept it is not computed again; the model must be the same still.
+        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
+        """
         decoder = self.decoder
         sequences = self.new_sequences(prompts, max_new_tokens, stop, encoding)
         if keep and (decoder.batch_size, len(prompts)) != (1, 1):
@@ -524,8 +445,8 @@ class Engine:
                      for i, prompt in enumerate(prompts)]
         longest = max(len(s.prompt) + s.limit for s in sequences)
         if longest > capacity:
-            raise InputError(f"a text of {longest} tokens does not fit an engine made for {capacity}; "
-                             "make a larger one")
+            raise InputError(f"a text of {longest} tokens does not fit an engine made for "
+                             f"{capacity}; make a larger one")
         return sequences
 
     def run(self, sequences, emit):
@@ -544,25 +465,22 @@ class Engine:
                 self.retire(emit)
 
     def admit(self):
-        """Fills free slots with waiting prompts, about PREFILL_CHUNK tokens at a time: the others
-        go on between."""
+        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
         budget = PREFILL_CHUNK
         while budget > 0 and (self.filling or (self.waiting and self.free)):
             if not self.filling:
                 sequence = self.waiting.popleft()
                 self.filling = self.free.popleft(), sequence, self.reusable_prefix(sequence.prompt)
             slot, sequence, start = self.filling
-            end = self.decoder.prefill(slot, sequence.prompt, start)
+            end = self.decoder.prefill(slot, sequence.prompt, start, sequence.index)
             budget -= max(end - start, 1)
             self.filling = slot, sequence, end
             if end == len(sequence.prompt) - 1:
-                self.decoder.activate(slot, sequence.index)
                 self.running[slot] = sequence
                 self.filling = None
 
     def retire(self, emit):
-        """Reads the oldest step in flight, emits its tokens, and frees the slots of the texts that
-        end with it."""
+        """Reads the oldest step in flight and frees the slots of the texts that end with it."""
         plan, wait, started_with = self.in_flight.popleft()
         accepted, found = wait(), []
         for slot, sequence in started_with.items():
@@ -579,13 +497,11 @@ class Engine:
         self.policy.update(plan, found)
 
     def compact_slots(self):
-        """With no prompt left to admit, moves the running sequences to the first slots and runs
-        only these: a CPU needs as long for an idle slot as for a busy one. On a GPU a graph needs
-        every tensor to stay where it is."""
+        """With no prompt left to admit, runs only the slots that are busy, moved to the front: a
+        CPU needs as long for an idle one. On a GPU a graph needs tensors to stay where they are."""
         decoder, n = self.decoder, len(self.running)
-        if decoder.steps_ahead or self.waiting or self.filling:
-            return
-        if not 0 < n < len(decoder.slots.root):
+        idle = 0 < n < len(decoder.slots.root)
+        if decoder.steps_ahead or self.waiting or self.filling or not idle:
             return
         for free in range(n):
             if free not in self.running:
@@ -595,9 +511,8 @@ class Engine:
         decoder.set_active_slots(n)
 
     def reusable_prefix(self, prompt):
-        """How many of a prompt's first rows `keep` left in the caches. The heads' row of a token
-        depends on the token after it, and the prompt's last but one token must run, for the heads'
-        state."""
+        """How many of a prompt's first rows `keep` left in the caches. A row of the heads depends
+        on the next token too; the last but one token must run, for the heads' state."""
         pairs = enumerate(zip(self.kept_text, prompt))
         same = next((i for i, (a, b) in pairs if a != b), min(len(self.kept_text), len(prompt)))
         return max(min(same - 1, len(prompt) - 2), 0)
@@ -608,8 +523,10 @@ class Sequence:
     "length" (max_new_tokens) or "context" (the model's is full)."""
 
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding):
-        self.index, self.prompt = index, prompt
-        self.tokens, self.ended = [], None
+        self.index = index
+        self.prompt = prompt
+        self.tokens = []
+        self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))
         self.at_limit = "length" if self.limit == max_new_tokens else "context"
         self.stop_tokens = {s for s in stop if not isinstance(s, str)}
@@ -634,8 +551,8 @@ class Sequence:
 
 @dataclass
 class Output:
-    """What decoding returns. tokens: the new tokens of each prompt, in the order of the prompts;
-    ended: why each text ended, see `Sequence`, None where it was interrupted."""
+    """What decoding returns. tokens: the new ones of each prompt, in order; ended: why each text
+    ended, see `Sequence`, None where it was interrupted."""
     tokens: list
     ended: list
     steps: int = 0        # verify steps, summed over the sequences
@@ -647,8 +564,7 @@ class Output:
     batch_size: int = 1   # B
 
     def count(self, tokens, path, plan):
-        """Counts one step. A token was guessed by the node after its own in the path; the last is
-        the model's."""
+        """Counts one step. The node after its own in the path guessed a token, but for the last."""
         self.steps += 1
         self.step_lengths[len(tokens)] += 1
         for node in path[1:len(tokens) + 1]:
@@ -678,20 +594,6 @@ class Interrupted(KeyboardInterrupt):
         self.output = output
 
 
-# --------------------------------------------------------------------------------------------------
-# Checks
-
-def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError for a value that is not a number from low to high (above low, with
-    `above`)."""
-    kind = int if whole else (int, float)
-    valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-    if not valid or (above and value == low):
-        numbers = "a whole number" if whole else "a number"
-        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
-
-
 def check_prompts(model, prompts):
     V, longest = model.config.vocab_size, model.config.block_size - 1
     if not prompts:
@@ -706,8 +608,8 @@ def check_prompts(model, prompts):
                              f"{longest + 1} leaves room for at most {longest} and one new token: "
                              "shorten the prompt")
         if min(prompt) < 0 or max(prompt) >= V:
-            raise InputError(f"prompt {i} has token ids outside 0..{V - 1}; is this the model's own "
-                             "tokenizer?")
+            raise InputError(f"prompt {i} has token ids outside 0..{V - 1}; is this the model's "
+                             "own tokenizer?")
 
 
 def check_stops(stop, encoding):
@@ -717,8 +619,8 @@ def check_stops(stop, encoding):
         if isinstance(s, bool) or not isinstance(s, (int, str)) or s == "":
             raise InputError(f"stop must hold token ids and texts that are not empty, not {s!r}")
         if isinstance(s, str) and not hasattr(encoding, "stream"):
-            raise InputError(f"stop text {s!r} cannot be seen in token ids alone; give encoding=, the "
-                             "model's tokenizer as hf.tokenizer.load_encoding reads it")
+            raise InputError(f"stop text {s!r} cannot be seen in token ids alone; give encoding=, "
+                             "the model's tokenizer as hf.tokenizer.load_encoding reads it")
     return stop
 
 
@@ -729,8 +631,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
              on_tokens=None, encoding=None, graph=True):
     """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads,
-    lookup, tree or batch size, up to ties of the model's best two, which half precision on a GPU
-    makes.
+    lookup, tree or batch size, up to ties of its best two, which half precision on a GPU makes.
 
     lookup: drafts from the text itself, too. tree_size: nodes T verified per step, root included, 1
     for plain decoding; None lets each step take what brings most tokens per second, by step times
@@ -738,8 +639,9 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     token ids and, with an `encoding` to read them by, texts that end a sequence; the token that
     does it is kept. batch_size: sequences decoded together, default up to 8; a finished one makes
     room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step.
-    graph: on CUDA, replay the step from a CUDA graph. Returns `Output`. Raises InputError for what
-    cannot be decoded, Interrupted on Ctrl-C. """
+    graph: on CUDA, replay the step from a CUDA graph.
+    Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
+    """
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -749,24 +651,22 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
             batch_size=None, graph=True, policy=None, times_file=None, fresh=False, **sampling):
-    """The Engine that `generate` runs these prompts on, with the same arguments. policy: what
-    selects each step's plan, by default as tree_size says. times_file: where the step times that
-    plans are selected by are kept, see tools/tune.py; fresh: measure them again."""
+    """The Engine that `generate` runs, with the same arguments. policy: what selects each step's
+    plan, default as tree_size says. times_file, fresh: see `tools.tune.fit`."""
     sampling = Sampling(**sampling)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     check_prompts(model, prompts)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    can_adapt = lookup or (heads and heads.info.get("acceptance"))
-    if policy is None and tree_size is None and can_adapt:
+    adapts = tree_size is None and (lookup or (heads and heads.info.get("acceptance")))
+    if policy is None and adapts:
         with needs_folder("tools", ", or give a tree_size"):
             from tools.tune import fit
         policy = fit(model, heads, lookup, batch_size, capacity, sampling, beams, graph, times_file,
                      fresh)
-    if policy is None:
-        if tree_size is None:
-            tree_size = DEFAULT_TREE if heads else 1
-        policy = FixedPolicy(fixed_plan(tree_size, heads, lookup))
+    if tree_size is None:
+        tree_size = DEFAULT_TREE if heads else 1
+    policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
     return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
                   beams=beams, sampling=sampling, graph=graph)
 

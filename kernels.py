@@ -1722,6 +1722,21 @@ def nucleus_reference(logits, top_p):
     return ranked.gather(1, (kept - 1).clamp(min=0))[:, 0]  # where all is NaN, none is kept
 
 
+def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
+    nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
+    probability (arXiv 2407.01082). The likeliest token always stays, and so do tokens that tie with
+    the last one kept."""
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    if top_p < 1:
+        logits = logits.masked_fill(logits < nucleus(logits, top_p)[:, None], -math.inf)
+    if min_p > 0:
+        cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
+        logits = logits.masked_fill(logits < cut, -math.inf)
+    return logits
+
+
 # --------------------------------------------------------------------------------------------------
 # Checks of arguments. The words of `takes`:
 #

@@ -7,7 +7,7 @@ It is one process and plain layers. What makes it run elsewhere is applied to it
 replacing its layers: see backends/.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
-capacity in tokens, D head size, Hq query heads, Hkv key/value heads. """
+capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ class InputError(ValueError):
 
 @dataclass
 class GPTConfig:
-    family: str = "llama"      # a key of hf.checkpoint.FAMILIES: how a checkpoint folder spells names and flags
+    family: str = "llama"      # a key of hf.checkpoint.FAMILIES: how folders spell names
     vocab_size: int = 4096     # V
     block_size: int = 1024     # longest sequence, in tokens
     n_layer: int = 12          # L
@@ -60,7 +60,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear", "yarn", "llama3" or "longrope", its numbers}
+    rope_scaling: dict | None = None  # rope_type "linear", "yarn", "llama3" or "longrope", numbers
     activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
     gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
     qkv_bias: bool = False
@@ -68,7 +68,7 @@ class GPTConfig:
     mlp_bias: bool = False
     qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
     tied: bool = True          # the LM head is the embedding table
-    unit_head: bool = False    # the LM head's rows are scaled to length 1 when read, as Baichuan 2 does
+    unit_head: bool = False    # the LM head's rows are scaled to length 1 when read: Baichuan 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -84,10 +84,6 @@ class KVCache:
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(shape[2], dtype=torch.int32, device=device)
 
-    @property
-    def capacity(self):
-        return self.kv.shape[4]
-
     def slots(self, first, count=1):
         """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
         view = object.__new__(KVCache)
@@ -100,10 +96,11 @@ class AttentionContext:
     """Where the T tokens of one forward pass are, and what each of them sees. All layers share one,
     made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
 
-    def __init__(self, mask=None, end=None, cache_rows=None, lengths=None, ancestors=None, slopes=None):
+    def __init__(self, mask=None, end=None, cache_rows=None, lengths=None, ancestors=None,
+                 slopes=None):
         self.mask = mask              # as torch's attention takes it; None: causal
         self.end = end                # the rows of keys and values that count
-        self.cache_rows = cache_rows  # int64 [B, T]: where the tokens' own keys and values go; None: no cache
+        self.cache_rows = cache_rows  # int64 [B, T]: where the tokens' own go; None: no cache
         self.lengths = lengths
         self.ancestors = ancestors
         self.slopes = slopes
@@ -139,8 +136,9 @@ class AttentionContext:
     def tree(cls, ancestors, cache, slopes=None):
         """Tree nodes at cache rows lengths..lengths+T; ancestors int64 [B, T] as in
         `kernels.tree_attention`."""
-        rows = cache.lengths[:, None] + torch.arange(ancestors.shape[1], device=ancestors.device)  # (B, T)
-        return cls(cache_rows=rows, lengths=cache.lengths, ancestors=ancestors, slopes=slopes)
+        nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
+        return cls(cache_rows=cache.lengths[:, None] + nodes, lengths=cache.lengths,
+                   ancestors=ancestors, slopes=slopes)
 
     def attend(self, q, k, v):
         """q [B, T, Hq, D], k and v [B, Hkv, S, D]: a layer's cache, or else the tokens' own -> [B,
@@ -162,12 +160,13 @@ def causal_mask(positions, end):
     return (torch.arange(end, device=positions.device) <= positions[:, :, None])[:, None]
 
 
-def document_positions(documents):
-    """documents int64 [B, T], which number the documents of a window in a row -> each token's
-    position in its own document, int64 [B, T]. The first document is taken to begin with the
-    window."""
-    B, T = documents.shape
-    index = torch.arange(T, device=documents.device).expand(B, T)
+def token_positions(tokens, documents=None):
+    """Positions int64 [B, T] of tokens [B, T, ...]: from 0, or from the start of each document of
+    documents int64 [B, T], which number those of a window in a row, the first from its start."""
+    B, T = tokens.shape[:2]
+    index = torch.arange(T, device=tokens.device).expand(B, T)
+    if documents is None:
+        return index
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
     return index - (index * begins).cummax(dim=1).values
 
@@ -186,7 +185,8 @@ def alibi_mask(positions, end, slopes):
     """positions [B, T] -> [B, Hq, T, end] of the slopes' dtype: minus slope times distance to a
     token before,
     -inf for one after."""
-    distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)  # (B, 1, T, end)
+    rows = torch.arange(end, device=positions.device)
+    distance = positions[:, None, :, None] - rows  # (B, 1, T, end)
     return (-slopes[:, None, None] * distance).masked_fill_(distance < 0, -math.inf)
 
 
@@ -229,7 +229,8 @@ def rope_frequencies(config):
         case "llama3":
             return llama3_frequencies(plain, scaling), 1.0
         case "yarn":
-            return yarn_frequencies(plain, scaling, D, config.rope_theta), scaling["attention_factor"]
+            frequencies = yarn_frequencies(plain, scaling, D, config.rope_theta)
+            return frequencies, scaling["attention_factor"]
     return plain, 1.0
 
 
@@ -312,7 +313,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.up = nn.Linear(c.n_embd, c.n_inner * (2 if c.gated else 1), bias=c.mlp_bias)  # rows: gate, then up
+        n_up = 2 * c.n_inner if c.gated else c.n_inner  # rows: gate, then up
+        self.up = nn.Linear(c.n_embd, n_up, bias=c.mlp_bias)
         self.down = nn.Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x):
@@ -466,7 +468,8 @@ class GPT(nn.Module):
         if self.config.positions == "rope":
             return rope_table(positions, self.frequencies, self.rope_scale, self.dtype)
 
-    def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None, slopes=None):
+    def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
+                          slopes=None):
         """The context of a pass with these arguments, as `forward` takes them."""
         if cache is None:
             return self.context_type.causal(positions, documents, slopes)
@@ -481,7 +484,7 @@ class GPT(nn.Module):
         Without a cache: a plain causal pass, as in training; documents as in
         `AttentionContext.causal`. With one, the keys and values of the tokens are written to it,
         and its `lengths` stay as they are. positions int64 [B, T]; ancestors: of tree nodes. end:
-        one past the last position, which saves reading it from a GPU. """
+        one past the last position, which saves reading it from a GPU."""
         if positions is None:
             positions = token_positions(tokens, documents)
         hidden = self.embed(tokens)  # (B, T, C)
@@ -519,15 +522,6 @@ class GPT(nn.Module):
         save(self, path, dtype)
 
 
-def token_positions(tokens, documents=None):
-    """Positions int64 [B, T] of tokens (or anything) [B, T, ...] from 0, or from each document's
-    start."""
-    if documents is not None:
-        return document_positions(documents)
-    B, T = tokens.shape[:2]
-    return torch.arange(T, device=tokens.device).expand(B, T)
-
-
 # --------------------------------------------------------------------------------------------------
 # Files, folders, memory
 
@@ -540,8 +534,8 @@ def needs_folder(name, otherwise=""):
     except ModuleNotFoundError as error:
         if str(error.name).split(".")[0] != name:
             raise
-        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it here too"
-                         f"{otherwise}") from None
+        raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
+                         f"here too{otherwise}") from None
 
 
 @lru_cache
@@ -567,7 +561,8 @@ def read_json(path):
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with it") from None
+        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with "
+                         "it") from None
     except (OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as json ({error})") from None
     if not isinstance(value, dict):
@@ -582,15 +577,28 @@ def pick_device(name):
         torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"device {name!r} is not available here ({reason}); try --device cpu") from None
+        raise InputError(f"device {name!r} is not available here ({reason}); try --device "
+                         "cpu") from None
     return device
+
+
+def check(name, value, low, high, whole=False, above=False):
+    """Raises InputError for a value that is not a number from low to high (above low, with
+    `above`)."""
+    kind = int if whole else (int, float)
+    valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    if not valid or (above and value == low):
+        numbers = "a whole number" if whole else "a number"
+        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
 
 
 def check_memory(what, size, free, device, advice):
     """Raises InputError where `size` bytes are more than are free on a device. what: such as "the
     weights take"."""
     if size > free:
-        raise InputError(f"{what} {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free on {device}; {advice}")
+        raise InputError(f"{what} {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free on "
+                         f"{device}; {advice}")
 
 
 def free_memory(device):
@@ -598,7 +606,7 @@ def free_memory(device):
     emptied first."""
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves, which nothing else can use
+        torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -615,7 +623,7 @@ def container_memory():
     read = lambda name: Path(f"/sys/fs/cgroup/memory.{name}").read_text()
     try:
         file_cache = dict(line.split() for line in read("stat").splitlines())["inactive_file"]
-        return int(read("max")) - int(read("current")) + int(file_cache)  # the cache is given up when needed
+        return int(read("max")) - int(read("current")) + int(file_cache)  # given up when needed
     except (KeyError, OSError, ValueError):
         return math.inf
 
@@ -624,5 +632,6 @@ if __name__ == "__main__":
     try:
         from tools.cli import command, describe
     except ModuleNotFoundError as error:
-        sys.exit(f"model.py: this needs {error.name}, which is not here; copy the folders tools/ and hf/ too")
+        sys.exit(f"model.py: this needs {error.name}, which is not here; copy the folders tools/, "
+                 "hf/ and backends/ too")
     command(describe)

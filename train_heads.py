@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, CloverHeads, model_identity, preset
-from generate import check
+
 from hf.chat import load_chat_template, stop_tokens
 from hf.tokenizer import tokenizer_hash
 from model import GPT, InputError, atomic_write

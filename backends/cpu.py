@@ -8,7 +8,7 @@ oneDNN multiplies a weight in its own blocked layout two to three times as fast 
 one token and for many, and adds a residual or an activation for nothing. In bfloat16 a text must
 not depend on what is decoded beside it. So products always have FEWEST_ROWS rows or more, below
 which oneDNN adds in another order; attention adds in float64, whose rounding to bfloat16 hides the
-order; and tokens whose logits nearly tie are scored again in float64. """
+order; and tokens whose logits nearly tie are scored again in float64."""
 
 import math
 from functools import lru_cache, partial
@@ -59,7 +59,8 @@ def warn_of_emulation(dtype):
     if dtype.itemsize == 2 and not packs(dtype):
         name = str(dtype).removeprefix("torch.")
         faster = "bfloat16" if NATIVE_BFLOAT16 else "float32"
-        warn(f"{name} is slow on this CPU, which has no instructions for it; --dtype {faster} is faster")
+        warn(f"{name} is slow on this CPU, which has no instructions for it; --dtype {faster} is "
+             "faster")
 
 
 def is_exact(model):
@@ -74,25 +75,28 @@ def is_exact(model):
 
 def packs(dtype):
     """Whether products of a dtype are taken from packed weights on this CPU."""
-    return ONEDNN_LINEAR is not None and (dtype == torch.float32 or dtype == torch.bfloat16 and NATIVE_BFLOAT16)
+    if dtype == torch.bfloat16:
+        return NATIVE_BFLOAT16
+    return ONEDNN_LINEAR is not None and dtype == torch.float32
 
 
 def pack(module, model, min_rows=FEWEST_ROWS):
     """Makes the layers of a module packed ones, where memory has room for twice what their copies
     take."""
-    linears = [m for m in module.modules() if type(m) in (nn.Linear, LMHead, PackedLinear, PackedLMHead)]
-    missing = [m.weight for m in linears if getattr(m, "packed_weight", None) is None and m.weight.is_cpu]
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    missing = [layer.weight for layer in linears
+               if layer.weight.is_cpu and getattr(layer, "packed_weight", None) is None]
     if 2 * sum(w.nbytes for w in missing) > model.free_memory():
         if any(packs(w.dtype) and not w.requires_grad for w in missing):
-            warn("the memory has no room for packed copies of the weights, so decoding is slower, and in bfloat16 "
-                 "texts may differ where the model's best two tokens nearly tie; take a smaller model")
+            warn("the memory has no room for packed copies of the weights, so decoding is slower, "
+                 "and in bfloat16 texts may differ where the model's best two tokens nearly tie; "
+                 "take a smaller model")
         return
-    packed_types = {nn.Linear: PackedLinear, LMHead: PackedLMHead, ResBlock: PackedResBlock, Block: PackedBlock}
     for layer in module.modules():
-        layer.__class__ = packed_types.get(type(layer), type(layer))
-    for linear in linears:
-        linear.min_rows = min_rows
-        linear.repack()
+        layer.__class__ = PACKED.get(type(layer), type(layer))
+        if isinstance(layer, PackedLinear):
+            layer.min_rows = min_rows
+            layer.repack()
 
 
 class PackedLinear(nn.Linear):
@@ -118,12 +122,13 @@ class PackedLinear(nn.Linear):
     def packed(self):
         """The copy; None where there is none, the weight has changed since, or a gradient may be
         wanted."""
-        if self.packed_weight is None or not torch.is_inference_mode_enabled() or not self.is_current():
+        if self.packed_weight is None or not self.is_current():
             return None
-        return self.packed_weight[2]
+        return self.packed_weight[2] if torch.is_inference_mode_enabled() else None
 
-    def __getstate__(self):  # deepcopy and pickle leave the packed copies out: they are oneDNN's own
-        return {name: x for name, x in self.__dict__.items() if name not in ("packed_weight", "packed_vocab")}
+    def __getstate__(self):  # deepcopy and pickle leave out the packed copies, which are oneDNN's
+        own = "packed_weight", "packed_vocab"
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _apply(self, fn, *args, **kwargs):
         self.packed_weight = None  # the weight goes to another device or dtype
@@ -144,8 +149,11 @@ class PackedLinear(nn.Linear):
         rows = x.numel() // x.shape[-1]
         if rows >= self.min_rows:
             return packed_linear(x, packed, self.bias, activation, residual)
-        padded = lambda y: y if y is None else F.pad(y.reshape(rows, -1), (0, 0, 0, self.min_rows - rows))
-        out = packed_linear(padded(x), packed, self.bias, activation, padded(residual))
+        padding = 0, 0, 0, self.min_rows - rows
+        padded = F.pad(x.reshape(rows, -1), padding)
+        if residual is not None:
+            residual = F.pad(residual.reshape(rows, -1), padding)
+        out = packed_linear(padded, packed, self.bias, activation, residual)
         return out[:rows].view(*x.shape[:-1], -1)
 
 
@@ -162,17 +170,19 @@ def check_rows(n, size):
     """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for
     another m, with as many threads as there are now. A text could then depend on what is decoded
     beside it."""
-    x, w = (torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    random = lambda seed: torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed))
+    x, w = random(0).bfloat16(), random(1).bfloat16()
     # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
     x = F.pad(torch.cat((x, x), dim=1), (0, size % 2))
     w = F.pad(torch.cat((w, -w), dim=1), (0, size % 2))
     packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 256), 1)[:n], None)
     with torch.inference_mode():
         together = packed_linear(x, packed)
-        same = all(torch.equal(packed_linear(x[:m], packed), together[:m]) for m in (FEWEST_ROWS, 5, 16, 64))
+        same = all(torch.equal(packed_linear(x[:m], packed), together[:m])
+                   for m in (FEWEST_ROWS, 5, 16, 64))
     if not same:
-        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts may differ where the "
-             "model's best two tokens nearly tie")
+        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts "
+             "may differ where the model's best two tokens nearly tie")
 
 
 class PackedResBlock(ResBlock):
@@ -226,18 +236,23 @@ class PackedLMHead(PackedLinear, LMHead):
         elif vocab_ids is None:
             logits = self(hidden)
         else:
-            if self.packed_vocab is None or self.packed_vocab[0] is not vocab_ids or self.packed_vocab[1] is not packed:
-                rows = torch.ops.mkldnn._reorder_linear_weight(self.weight[vocab_ids], None)
-                self.packed_vocab = vocab_ids, packed, rows
-            logits = packed_linear(hidden, self.packed_vocab[2])
+            logits = packed_linear(hidden, self.packed_rows(vocab_ids, packed))
         logprobs, columns = topk_logprobs(logits, k)
         return logprobs, columns if vocab_ids is None else vocab_ids[columns].long()
+
+    def packed_rows(self, vocab_ids, packed):
+        """A packed copy of some rows, made once for each weight and vocab_ids."""
+        known = self.packed_vocab
+        if known is None or known[0] is not vocab_ids or known[1] is not packed:
+            rows = torch.ops.mkldnn._reorder_linear_weight(self.weight[vocab_ids], None)
+            self.packed_vocab = vocab_ids, packed, rows
+        return self.packed_vocab[2]
 
     def logits(self, hidden):
         if self.packed() is None:
             return super().logits(hidden)
         logits = self(hidden)
-        if logits.dtype != torch.float32:  # what rounding took away is the product again, less what it left
+        if logits.dtype != torch.float32:  # what rounding took is the product less what it left
             logits = logits.float() + self.product(hidden, residual=-logits).float()
         return logits
 
@@ -271,29 +286,32 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     other rows. Other arguments and results as there."""
     M, V = logits.shape
     largest = torch.maximum(logits.amax(1), -logits.amin(1))
-    plain = (largest == 0) | ~largest.isfinite()  # rows where there is nothing to score again, or no way to
+    plain = (largest == 0) | ~largest.isfinite()  # rows with nothing to score again, or no way to
     if plain.any():
-        tokens = gumbel_argmax(logits, temperature, seed, sequence, position, first_token=first_token)
+        tokens = gumbel_argmax(logits, temperature, seed, sequence, position,
+                               first_token=first_token)
         rest = ~plain
         if rest.any():
-            tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed, sequence[rest],
-                                           position[rest], first_token)
+            tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed,
+                                           sequence[rest], position[rest], first_token)
         return tokens
     scores, scale = logits, temperature or 1.0
     if temperature:
-        noise = gumbel(seed, sequence, position, torch.arange(first_token, first_token + V, device=logits.device))
+        ids = torch.arange(first_token, first_token + V, device=logits.device)
+        noise = gumbel(seed, sequence, position, ids)
         scores = logits / temperature + noise
-    error = 1.1 / 2**8 * largest / scale  # rounding moves a logit by 2^-8 of itself at most, a float32 sum far less
+    # rounding moves a logit by 2^-8 of itself at most, a float32 sum by far less
+    error = 1.1 / 2**8 * largest / scale
     near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
     rows, tokens = near.unbind(1)
     if len(near) == M:
         return tokens
-    exact = torch.cat([(hidden[r].double() * weight[t].double()).sum(1)
-                       for r, t in zip(rows.split(4096), tokens.split(4096))])  # a few at a time: all may be near
+    exact = torch.cat([(hidden[r].double() * weight[t].double()).sum(1)  # a few: all may be near
+                       for r, t in zip(rows.split(4096), tokens.split(4096))])
     exact = exact / scale + noise[rows, tokens] if temperature else exact
     best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
     rows, tokens = near[exact == best[rows]].unbind(1)
-    return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # of equals the lowest id
+    return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # the lowest of equals
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,7 +321,8 @@ def new_cache(model, batch, capacity, blocks=None):
     """`GPT.new_cache`, in float64 where attention adds in float64 and that takes no more than a
     quarter of the free memory: cast in each step, it would be slower."""
     dtype = model.dtype
-    if dtype.itemsize == 2 and 8 * math.prod(model.cache_shape(batch, capacity, blocks)) <= model.free_memory() / 4:
+    size = 8 * math.prod(model.cache_shape(batch, capacity, blocks))
+    if dtype.itemsize == 2 and size <= model.free_memory() / 4:
         dtype = torch.float64
     return GPT.new_cache(model, batch, capacity, blocks, dtype)
 
@@ -374,7 +393,8 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
     lengths int32 [B], ancestors int64 [B, T]; end >= max(lengths) + T. slopes float32 [Hq], as in
     `kernels.tree_attention`. dtype: of the bias, best that of the attention."""
     B, T = ancestors.shape
-    node = torch.arange(end, device=lengths.device) - lengths[:, None]  # (B, end), negative: committed
+    device = lengths.device
+    node = torch.arange(end, device=device) - lengths[:, None]  # (B, end), negative: committed
     ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, end)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
     if slopes is None and visible.all():
@@ -383,8 +403,8 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
     if slopes is None:
         bias = torch.zeros_like(visible, dtype=dtype)[:, None]
     else:
-        depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(-1) - 1  # (B, T)
-        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, end), root at 0
+        depth = (ancestors[:, :, None] >> torch.arange(64, device=device) & 1).sum(-1) - 1  # (B, T)
+        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, end)
         distance = positions[:, None] - depth[:, :, None]  # (B, T, end)
         bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, end)
     bias.masked_fill_(~visible[:, None], -math.inf)
@@ -398,7 +418,7 @@ def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
     k and v may be float64 where q is not. With q in half precision the sums are always in float64,
     so that rounding hides in which order they were taken: the same tokens are elsewhere in the
     cache of another tree, and one flipped bit in one layer is enough to change a text. Caches in
-    half precision are then cast a head at a time. """
+    half precision are then cast a head at a time."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     G = Hq // Hkv
@@ -417,6 +437,10 @@ def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
         bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
         out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)
         return out.transpose(1, 2).to(q.dtype).reshape(B, T, Hq, D)
-    out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
-                                         enable_gqa=G > 1)
+    out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias,
+                                         is_causal=is_causal, scale=scale, enable_gqa=G > 1)
     return out.transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
+
+
+PACKED = {nn.Linear: PackedLinear, LMHead: PackedLMHead, ResBlock: PackedResBlock,
+          Block: PackedBlock}

@@ -45,7 +45,7 @@ def first_difference(model, prompts, ours, plain, **sampling):
     temperature + noise). kind is "tie" when the gap is within rounding of the model's dtype, so
     that the order of summation may decide, else "bug"; in bfloat16 from packed weights, where the
     order decides nothing, always "bug". Where one text just ends earlier, gap is None and kind is
-    "bug". """
+    "bug"."""
     s = Sampling(**sampling)
     for i, (a, b) in enumerate(zip(ours, plain)):
         first = next((j for j in range(max(len(a), len(b))) if a[j:j + 1] != b[j:j + 1]), None)

@@ -4,7 +4,7 @@ How much slower is measured, once for a machine, model and batch size. How many 
 find is known from training: they carry a table of how often the n-th likeliest node of a tree is
 accepted, by depth. How many lookup finds depends on the text. So a few plans, selected by step
 times and table, are tried while decoding, and each step takes the one that brings most tokens per
-second: `AdaptivePolicy`. """
+second: `AdaptivePolicy`."""
 
 import contextlib
 import hashlib
@@ -23,21 +23,20 @@ from pathlib import Path
 import torch
 
 from backends.tensor_parallel import Group, group_of
-from clover import MAX_TREE
+from clover import MAX_TREE, check_beams
 from generate import (
     DEFAULT_TREE,
-    STAGES,
     Decoder,
     DraftPlan,
     Engine,
     FixedPolicy,
     Sampling,
     capture,
-    check_beams,
 )
 from kernels import unchecked
 from model import InputError, atomic_write
 
+STAGES = ("draft", "verify", "sample", "accept", "commit")
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10, 20)  # tokens of lookup
 ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of these counts
@@ -63,7 +62,7 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
 
     Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller
     tree with as many beams is the front of a larger one, and fewer beams find nearly as much. So
-    one table serves all sizes. """
+    one table serves all sizes."""
     capacity = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
     engine = Engine(model, heads, policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), capacity=capacity, graph=False,
                     batch_size=min(batch_size, len(prompts)), sampling=Sampling(temperature))
@@ -153,7 +152,7 @@ def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True
     if plan.tree_size == 1:
         del stages["draft"]  # nothing is launched, and torch warns of an empty CUDA graph
     if graph and model.device.type == "cuda":
-        stages = {name: capture(stage, model.device)[1] for name, stage in stages.items()}
+        stages = {name: capture(stage, model.device) for name, stage in stages.items()}
     measure = lambda stage: seconds(stage, model.device, group_of(model))
     with unchecked():  # as in all steps but the first
         return {name: measure(stages[name]) if name in stages else 0.0 for name in STAGES}
@@ -208,7 +207,7 @@ class AdaptivePolicy:
     the time.
 
     seconds: {DraftPlan: seconds per step}. expected: {DraftPlan: tokens per step and sequence},
-    until more is known. """
+    until more is known."""
 
     def __init__(self, seconds, expected):
         self.plans, self.seconds, self.expected = tuple(seconds), seconds, expected
@@ -287,7 +286,7 @@ def would_find(other, plan, path, right, beyond):
     where these were all that it had.
 
     A short chain is the front of a longer one, and a small tree of the heads that of a larger one
-    with as many beams; with fewer it finds nearly as much. """
+    with as many beams; with fewer it finds nearly as much."""
     by_heads = bisect_right(path, other.head_nodes) - 1
     by_lookup = min(right, other.lookup_tokens) + (beyond if right == plan.lookup_tokens < other.lookup_tokens else 0)
     return 1 + max(by_heads, by_lookup)
@@ -298,10 +297,10 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     what each takes here.
 
     capacity: tokens a sequence can have. file: where step times are kept between processes, None
-    for nowhere. fresh: measure again what is known. InputError for beams out of range. """
+    for nowhere. fresh: measure again what is known. InputError for beams out of range."""
     tables = heads.info.get("acceptance") if heads else None
     if beams is not None:
-        check_beams(model, heads, beams)  # not below, where a tree that is refused is taken for one without room
+        check_beams(heads, beams)  # not below, where a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
     times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
     times = group_of(model).broadcast(times)  # what is measured is rank 0's too: all must take the same plans

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from generate import check
-from model import InputError, atomic_write
+
+from model import InputError, atomic_write, check
 
 
 def add_data_flag(parser):
