@@ -40,7 +40,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(train_heads, "PROMPTS", 4)  # a run ends with decoding these
+    monkeypatch.setattr(evaluate, "PROMPTS", 4)  # a run ends with decoding these
     monkeypatch.setattr(evaluate, "DECODED", 24)
 
 
@@ -297,7 +297,7 @@ import torch
 import train_heads
 from training import evaluate
 torch.set_num_threads(1)
-train_heads.SHOW_EVERY, train_heads.PROMPTS, evaluate.DECODED = 1, 2, 16
+train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
 finish = train_heads.finish
 
 def checked(run, heldout):
@@ -348,7 +348,7 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     record = lambda: json.loads((tmp_path / "sharded" / "heads.json").read_text())
     together = record()["acceptance"]  # by two processes that hold the model together
     monkeypatch.setattr(train_heads, "measure", evaluate.measure)
-    monkeypatch.setattr(train_heads, "PROMPTS", 2)
+    monkeypatch.setattr(evaluate, "PROMPTS", 2)
     monkeypatch.setattr(evaluate, "DECODED", 16)
     train_heads.main([*flags, "--out", str(tmp_path / "sharded"), "--evaluate"])
     alone = record()["acceptance"]

@@ -76,7 +76,7 @@ def test_a_finished_run_is_not_overwritten(texts, tmp_path):
     with pytest.raises(InputError, match="holds a run already"):
         run(texts, tmp_path / "run", "--steps", "1", "--vocab-size", "280")
     run(texts, tmp_path / "run", "--steps", "2", "--resume")
-    with pytest.raises(InputError, match="at step 2 already; choose more --steps"):
+    with pytest.raises(InputError, match="at step 2 already; --steps 1 is less: choose more"):
         run(texts, tmp_path / "run", "--steps", "1", "--resume")
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
     (tmp_path / "short.txt").write_text("too short for two splits")
