@@ -59,6 +59,15 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
         torch.testing.assert_close(a, b, atol=0, rtol=0.02)  # the folder is bfloat16
 
 
+def test_each_step_draws_its_own_windows(texts, tmp_path, monkeypatch):
+    """Catches windows that are seeded without the step: a run that sees the same few all along."""
+    seen, windows = [], base.Run.windows
+    monkeypatch.setattr(base.Run, "windows", lambda *given: seen.append(windows(*given)) or seen[-1])
+    run(texts, tmp_path, "--steps", "3")
+    first, *seen = seen  # of the held-out text
+    assert len(seen) == 3 and not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_learns_and_resumes(texts, tmp_path, capsys):
