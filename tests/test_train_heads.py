@@ -25,7 +25,7 @@ from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import cli
-from training import data, evaluate, parallel
+from training import data, evaluate, parallel, self_distill
 from training.common import Log
 from training.data import load_tokens, open_tokens
 
@@ -464,7 +464,7 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
         masks.append((ids, found[0]))
         return found
     monkeypatch.setattr(train_heads, "guess_masks", spied)
-    monkeypatch.setattr(train_heads, "SELF_PROMPTS", 8)
+    monkeypatch.setattr(self_distill, "SELF_PROMPTS", 8)
     run(folder, chats, tmp_path / "out", "--steps", "3", "--self-distill-ratio", "0")
     assert capsys.readouterr().out.count("the model wrote") == 4
     encoding = load_encoding(checkpoint)
@@ -495,10 +495,12 @@ def test_a_plot_is_drawn_where_matplotlib_is(finished):
     assert file.exists() == drawn and (not drawn or file.read_bytes().startswith(b"\x89PNG"))
 
 
-def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, capsys):
+def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys):
     """Catches the rarest tokens instead of the most frequent, and a list that a resumed or evaluated run loses."""
     out, model = tmp_path / "heads", GPT.from_pretrained(checkpoint, device="cpu")
-    record = run(checkpoint, texts, out, "--steps", "2", "--draft-vocabulary", "12")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_heads, "measure", measured)
+        record = run(checkpoint, texts, out, "--steps", "2", "--draft-vocabulary", "12")
     assert record["config"]["vocabulary"] == 12
     heads = CloverHeads.from_pretrained(out, model)
     encoding = load_encoding(checkpoint)
