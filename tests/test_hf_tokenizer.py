@@ -290,7 +290,7 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.max_token_value == max(whole.get_vocab().values())
-    for text in [*random_texts(count, 1, encoding.special_tokens), *corpus[:3]]:
+    for text in [*random_texts(count, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
         ids = encoding.encode(text, allowed_special="all")
         assert ids == whole.encode(text, add_special_tokens=False).ids, ascii(text)
         assert encode_prompt(encoding, text) == whole.encode(text).ids, ascii(text)

@@ -1,15 +1,16 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing.forkserver
 import os
 import random
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,12 +25,12 @@ from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import cli
-from training import data, evaluate, parallel
+from training import data, evaluate, parallel, self_distill
 from training.common import Log
 from training.data import load_tokens, open_tokens
 
-ROOT = Path(__file__).parent.parent
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
+FORKS = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,20 @@ def texts(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("texts") / "texts.jsonl", lines)
 
 
+@pytest.fixture(scope="module")
+def forks():
+    """Starts the process that FORKS forks, which loads torch once for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        FORKS.set_forkserver_preload(["test_train_heads"])
+        multiprocessing.forkserver.ensure_running()
+
+
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(train_heads, "PROMPTS", 4)  # a run ends with decoding these
+    monkeypatch.setattr(evaluate, "PROMPTS", 4)  # a run ends with decoding these
     monkeypatch.setattr(evaluate, "DECODED", 24)
+    monkeypatch.setattr(train_heads, "plot", lambda folder: None)  # takes longer than a short run
 
 
 def write_lines(file, values):
@@ -83,7 +94,7 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     assert "held-out accuracy" in said and f"--heads {tmp_path / 'heads'}" in said
     heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
     prompts = random_prompts([9, 20])
-    assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
+    assert generate(model, prompts, 20, heads, tree_size=9).tokens == generate(model, prompts, 20).tokens
 
 
 @pytest.mark.gpu
@@ -206,41 +217,35 @@ def test_a_run_refuses_other_flags_data_and_models_and_states_of_another_format(
         run(checkpoint, texts, tmp_path, "--steps", "12", "--resume")
 
 
-MORTAL = """
-import os, signal, sys
-import torch
-import train_heads
-left = int(sys.argv[1])
-
-def mortal(where, name):
-    call = getattr(where, name)
-    def wrapped(*args, **kwargs):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-    setattr(where, name, wrapped)
-for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"),
-                    (torch.optim.AdamW, "step")):
-    mortal(where, name)
-torch.set_num_threads(2)
-train_heads.SAVE_EVERY = 0.0  # after each step
-train_heads.main(sys.argv[2:])
-"""
+def run_killed(left, flags):
+    """Runs train_heads.py in a process of its own that SIGKILL ends at the `left`th of the calls below."""
+    def mortal(call):
+        def wrapped(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+        return wrapped
+    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"),
+                        (torch.optim.AdamW, "step")):
+        setattr(where, name, mortal(getattr(where, name)))
+    train_heads.SAVE_EVERY = 0.0  # after each step
+    train_heads.main(flags)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_path, unmeasured):
+def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts, tmp_path, unmeasured):
     """Catches files that are half written or do not belong together, whenever SIGKILL comes."""
     flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), "--steps", str(6 * kills)]
     train_heads.main([*flags, "--out", str(tmp_path / "whole")])
     flags += ["--out", str(tmp_path / "parts")]
     rng, resume = random.Random(kills), []
     for _ in range(kills):
-        done = subprocess.run([sys.executable, "-c", MORTAL, str(rng.randint(10, 60)), *flags, *resume], cwd=ROOT,
-                              capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        process = FORKS.Process(target=run_killed, args=(rng.randint(10, 60), [*flags, *resume]))
+        process.start()
+        process.join(200)
+        assert process.exitcode == -signal.SIGKILL
         resume = ["--resume"]
     train_heads.main([*flags, *resume])
     assert not list((tmp_path / "parts").glob("*.tmp*"))  # a killed run leaves what it was writing
@@ -291,56 +296,65 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, text
     assert run(checkpoint, texts, tmp_path / "heads", "--steps", "12", "--resume")["training"]["steps"] == 12
 
 
-TORCHRUN = """
-import os, sys
-import torch
-import train_heads
-from training import evaluate
-torch.set_num_threads(1)
-train_heads.SHOW_EVERY, train_heads.PROMPTS, evaluate.DECODED = 1, 2, 16
-finish = train_heads.finish
-
-def checked(run, heldout):
-    for p in run.heads.model.blocks.parameters():
-        assert hasattr(p, "to_local") == run.args.shard_base  # after passes too
-    finish(run, heldout)
-train_heads.finish = checked
-try:
-    train_heads.main(sys.argv[1:])
-except train_heads.InputError as error:
-    print(f"process {os.environ['RANK']} ends: {error}", file=sys.stderr, flush=True)
-"""
+def torchrun_sets(setenv, rank, size, local_rank, port=1):
+    for name, value in dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=port,
+                            MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="test").items():
+        setenv(name, str(value))
 
 
-def torchrun(folder, *flags):
-    """Runs train_heads.py in two processes. A second run in the same processes would hang at times, in gloo."""
-    (folder / "script.py").write_text(TORCHRUN)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(folder / "script.py"), *flags], cwd=ROOT, capture_output=True, text=True,
-                          timeout=200, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr
-    return done
+def run_rank(rank, port, folder, flags):
+    """Runs train_heads.py as one of two processes; what it prints goes to a file."""
+    torchrun_sets(os.environ.__setitem__, rank, 2, rank, port)
+    train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
+    finish, train_heads.plot = train_heads.finish, lambda folder: None
+
+    def checked(run, heldout):
+        for p in run.heads.model.blocks.parameters():
+            assert hasattr(p, "to_local") == run.args.shard_base  # after passes too
+        finish(run, heldout)
+    train_heads.finish = checked
+    with open(folder / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file):
+        try:
+            train_heads.main(flags)
+        except InputError as error:
+            print(f"process {rank} ends: {error}")
+
+
+def run_two(folder, *flags):
+    """Runs train_heads.py in two new processes -> what they print. A second run in the same processes would hang at
+    times, in gloo."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    two = [FORKS.Process(target=run_rank, args=(rank, port, folder, flags)) for rank in range(2)]
+    for process in two:
+        process.start()
+    for process in two:
+        process.join(200)
+    assert [process.exitcode for process in two] == [0, 0]
+    return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
 
 
 def losses_of(out):
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+def test_two_processes_train_as_one_does_and_may_divide_the_model(forks, checkpoint, texts, tmp_path, monkeypatch,
+                                                                  unmeasured):
     """Catches a batch that is not split, gradients that are not averaged, masks counted per process, and a sharded
     model that says something else."""
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
-    flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), str(chats), "--steps", "20", "--dtype", "float32",
-             "--smooth-l1", "0.5", "--on-policy-steps", "5"]
+    flags = [*TINY, "--model", str(checkpoint), "--data", str(texts), str(chats), "--steps", "12", "--dtype", "float32",
+             "--smooth-l1", "0.5", "--on-policy-steps", "4"]
     for name, more in (("two", []), ("sharded", ["--shard-base"])):
-        done = torchrun(tmp_path, *flags, "--out", str(tmp_path / name), *more)
-        assert done.stdout.count("held-out accuracy") == done.stdout.count("tokens per step") == 1
-        assert done.stdout.count("draft vocabulary: all 258") == 1
+        said, nothing = run_two(tmp_path, *flags, "--out", str(tmp_path / name), *more)
+        assert said.count("held-out accuracy") == said.count("tokens per step") == 1 and not nothing
+        assert said.count("draft vocabulary: all 258") == 1
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train_heads.main([*flags, "--out", str(tmp_path / "one")])
     one, two, sharded = (losses_of(tmp_path / name) for name in ("one", "two", "sharded"))
-    assert len(one) == 20 and one[-1] < one[0]
+    assert len(one) == 12 and one[-1] < one[0]
     assert two == pytest.approx(one, rel=1e-5) and sharded == pytest.approx(two, rel=1e-5)
     for name in ("one", "sharded"):
         for a, b in zip(trained(tmp_path / "two").values(), trained(tmp_path / name).values()):
@@ -348,7 +362,7 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
     record = lambda: json.loads((tmp_path / "sharded" / "heads.json").read_text())
     together = record()["acceptance"]  # by two processes that hold the model together
     monkeypatch.setattr(train_heads, "measure", evaluate.measure)
-    monkeypatch.setattr(train_heads, "PROMPTS", 2)
+    monkeypatch.setattr(evaluate, "PROMPTS", 2)
     monkeypatch.setattr(evaluate, "DECODED", 16)
     train_heads.main([*flags, "--out", str(tmp_path / "sharded"), "--evaluate"])
     alone = record()["acceptance"]
@@ -358,23 +372,16 @@ def test_two_processes_train_as_one_does_and_may_divide_the_model(checkpoint, te
             assert a == pytest.approx(b, abs=0.01)
 
 
-def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, tmp_path):
+def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, tmp_path):
     """Catches processes that wait for ever for one that has ended."""
-    done = torchrun(tmp_path, *TINY, "--model", str(checkpoint), "--data", str(tmp_path / "nowhere"),
-                    "--out", str(tmp_path / "out"))
-    assert "process 0 ends: " in done.stderr and "nowhere: expected a file" in done.stderr
-    assert "process 1 ends: the first process cannot go on" in done.stderr and "Traceback" not in done.stderr
-
-
-def torchrun_sets(monkeypatch, rank, size, local_rank):
-    for name, value in dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=1,
-                            MASTER_ADDR="localhost").items():
-        monkeypatch.setenv(name, str(value))
+    first, second = run_two(tmp_path, *TINY, "--model", str(checkpoint), "--data", str(tmp_path / "nowhere"),
+                            "--out", str(tmp_path / "out"))
+    assert first.startswith("process 0 ends: ") and "nowhere: expected a file" in first and first.count("\n") == 1
+    assert second.startswith("process 1 ends: the first process cannot go on") and second.count("\n") == 1
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
-    monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
-    torchrun_sets(monkeypatch, rank=0, size=2, local_rank=0)
+    torchrun_sets(monkeypatch.setenv, rank=0, size=2, local_rank=0)
     with pytest.raises(InputError, match="must divide by their number, but 7 does not by 2; take"):
         parallel.World(train_heads.parse(["--batch-size", "7"]))
 
@@ -387,12 +394,11 @@ def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
     """Catches a barrier that has to guess its GPU, and a device given to gloo, which takes none."""
     started, current = [], []
     start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
-    monkeypatch.setattr(parallel.dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(parallel.dist, "init_process_group", start)
     for module in (parallel, cli):
         monkeypatch.setattr(module, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    torchrun_sets(monkeypatch, rank=3, size=4, local_rank=1)
+    torchrun_sets(monkeypatch.setenv, rank=3, size=4, local_rank=1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     parallel.World(train_heads.parse(["--device", device]))
     assert started == [want] and current == [want[1]] * (device == "cuda")
@@ -404,9 +410,11 @@ def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_pa
     model, seen = GPT.from_pretrained(checkpoint, device="cpu"), []
     batch = train_heads.Run.batch
 
-    def spied(self, corpus, own):
+    def spied(self, parts):
+        (_, rest), (own, n) = parts
+        assert (rest, n) == (2, 6)
         seen.append((self.step, len(own.ids)))
-        return batch(self, corpus, own)
+        return batch(self, parts)
     monkeypatch.setattr(train_heads.Run, "batch", spied)
     run(checkpoint, texts, tmp_path / "whole", *flags)
     assert "the model wrote" in capsys.readouterr().out
@@ -456,7 +464,7 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
         masks.append((ids, found[0]))
         return found
     monkeypatch.setattr(train_heads, "guess_masks", spied)
-    monkeypatch.setattr(train_heads, "SELF_PROMPTS", 8)
+    monkeypatch.setattr(self_distill, "SELF_PROMPTS", 8)
     run(folder, chats, tmp_path / "out", "--steps", "3", "--self-distill-ratio", "0")
     assert capsys.readouterr().out.count("the model wrote") == 4
     encoding = load_encoding(checkpoint)
@@ -487,10 +495,12 @@ def test_a_plot_is_drawn_where_matplotlib_is(finished):
     assert file.exists() == drawn and (not drawn or file.read_bytes().startswith(b"\x89PNG"))
 
 
-def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, capsys):
+def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys):
     """Catches the rarest tokens instead of the most frequent, and a list that a resumed or evaluated run loses."""
     out, model = tmp_path / "heads", GPT.from_pretrained(checkpoint, device="cpu")
-    record = run(checkpoint, texts, out, "--steps", "2", "--draft-vocabulary", "12")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_heads, "measure", measured)
+        record = run(checkpoint, texts, out, "--steps", "2", "--draft-vocabulary", "12")
     assert record["config"]["vocabulary"] == 12
     heads = CloverHeads.from_pretrained(out, model)
     encoding = load_encoding(checkpoint)
@@ -591,6 +601,26 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
 
 
+def test_later_heads_weigh_less(checkpoint, tmp_path):
+    """Catches weights that rise from head to head, such as 0.7^-i for 0.7^i."""
+    model = toy_model()
+    run, ids = new_run(model, checkpoint, tmp_path), torch.tensor(random_prompts([25, 25]))
+    run.heads.load_state_dict(random_heads(model).state_dict())
+    given = ids, torch.ones_like(ids, dtype=torch.bool), None
+    losses, _ = run.losses(*given)
+    loss, _ = run.train_step(*given)
+    torch.testing.assert_close(loss, losses.detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
+
+
+def test_each_step_draws_its_own_windows(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+    """Catches windows that are seeded without the step: a run that sees the same few all along."""
+    seen, train_step = [], train_heads.Run.train_step
+    monkeypatch.setattr(train_heads.Run, "train_step", lambda run, ids, *given: (
+        seen.append(ids), train_step(run, ids, *given))[1])
+    run(checkpoint, texts, tmp_path, "--steps", "3")
+    assert len(seen) == 3 and not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
 def test_the_model_stays_frozen(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches heads that train the model under them."""
     frozen = []
@@ -607,14 +637,10 @@ def test_the_model_stays_frozen(checkpoint, texts, tmp_path, monkeypatch, unmeas
     assert not any(p is q for p in CloverHeads(PRESETS["clover"], model).parameters() for q in model.parameters())
 
 
-def test_flags_keep_their_old_names_unseen(capsys):
-    args = train_heads.parse(["--own-drafts", "3", "--self-share", "0.25"])
-    assert (args.on_policy_steps, args.self_distill_ratio) == (3, 0.25)
-    assert (train_heads.parse([]).on_policy_steps, train_heads.parse([]).self_distill_ratio) == (0, 0.5)
+def test_the_help_names_the_coverage_that_is_used(capsys):
     with pytest.raises(SystemExit):
         train_heads.parse(["--help"])
     said = capsys.readouterr().out
-    assert "--on-policy-steps" in said and "--own-drafts" not in said and "--self-share" not in said
     assert f"cover {data.COVERAGE:.0%} of the data" in " ".join(said.split())
 
 

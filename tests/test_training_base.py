@@ -59,6 +59,15 @@ def test_a_run_learns_and_resumes_to_the_same_weights(texts, tmp_path, monkeypat
         torch.testing.assert_close(a, b, atol=0, rtol=0.02)  # the folder is bfloat16
 
 
+def test_each_step_draws_its_own_windows(texts, tmp_path, monkeypatch):
+    """Catches windows that are seeded without the step: a run that sees the same few all along."""
+    seen, windows = [], base.Run.windows
+    monkeypatch.setattr(base.Run, "windows", lambda *given: seen.append(windows(*given)) or seen[-1])
+    run(texts, tmp_path, "--steps", "3")
+    first, *seen = seen  # of the held-out text
+    assert len(seen) == 3 and not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_learns_and_resumes(texts, tmp_path, capsys):
@@ -76,7 +85,7 @@ def test_a_finished_run_is_not_overwritten(texts, tmp_path):
     with pytest.raises(InputError, match="holds a run already"):
         run(texts, tmp_path / "run", "--steps", "1", "--vocab-size", "280")
     run(texts, tmp_path / "run", "--steps", "2", "--resume")
-    with pytest.raises(InputError, match="at step 2 already; choose more --steps"):
+    with pytest.raises(InputError, match="at step 2 already; --steps 1 is less: choose more"):
         run(texts, tmp_path / "run", "--steps", "1", "--resume")
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
     (tmp_path / "short.txt").write_text("too short for two splits")

@@ -1,11 +1,11 @@
 """Trains the small base model of demo/ from scratch and writes it as a Hugging Face folder.
 
-    python -m training.base --out out/base                 # the built-in corpus: this machine's Python standard library
-    python -m training.base --out out/base --resume        # continue an earlier run
-    python -m training.base --out demo --evaluate          # the held-out loss of a model that is there
+    python -m training.base --out out/base             # on the source of Python's standard library
+    python -m training.base --out out/base --resume    # continue an earlier run
+    python -m training.base --out demo --evaluate      # the held-out loss of a model that is there
 
-Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW does; the rest by AdamW. The tokenizer is a
-byte-level BPE learned from the same text.
+Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW does; the rest by
+AdamW. The tokenizer is a byte-level BPE learned from the same text.
 """
 
 import contextlib
@@ -21,83 +21,102 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, atomic_write, pick_device
 from tools.cli import Parser, command
-from training.common import Signals, add_flags, add_number, load_state, progress, set_learning_rate
+from training import common
+from training.common import Signals, add_flags, add_number, progress, set_learning_rate
 from training.corpus import SPLITS, split_records
-from training.data import load_tokens, window_batch
+from training.data import load_tokens, step_seed, window_batch
 
 END_OF_TEXT = "<|endoftext|>"
-SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)  # the least of each
-SHOW_EVERY, SAVE_EVERY = 20, 250  # steps
+# the smallest of each
+SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
+SHOW_EVERY = 20   # steps
+SAVE_EVERY = 250  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
     """Learns a byte-level BPE of vocab_size tokens, and writes it as transformers does.
 
-    The last is END_OF_TEXT, which ends the documents of training; before a prompt it says that a document begins."""
+    The last is END_OF_TEXT, which ends the documents of training; before a prompt it says that a
+    document begins."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))])
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
-                  clean_up_tokenization_spaces=False)
-    atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(json.dumps(config, indent=2) + "\n"))
+        single=f"{END_OF_TEXT} $A",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))])
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=END_OF_TEXT,
+                  eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    config = json.dumps(config, indent=2) + "\n"
+    atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(config))
     atomic_write(out / "tokenizer.json", lambda tmp: tokenizer.save(tmp, pretty=False))
 
 
 def loss_of(model, ids):
     """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
-    attention = sdpa_kernel(SDPBackend.MATH) if ids.device.type == "cpu" else contextlib.nullcontext()
-    with torch.autocast(ids.device.type, torch.bfloat16), attention:  # flash takes longer on a CPU
+    attention = contextlib.nullcontext()
+    if ids.device.type == "cpu":
+        attention = sdpa_kernel(SDPBackend.MATH)  # flash takes longer
+    with torch.autocast(ids.device.type, torch.bfloat16), attention:
         logits = model.lm_head(model(ids[:, :-1]))
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
 def evaluate(model, data, encoding):
-    """Prints a model's loss on all of the held-out text, in windows of its context that do not overlap."""
-    ids, T = load_tokens(data, encoding, "heldout").ids, model.config.block_size
-    records = split_records(data, ["heldout"], log=lambda line: None)  # load_tokens says what is skipped
-    n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass")) for _, record in records)
+    """Prints a model's loss on all held-out text, in windows of its context that do not overlap."""
+    ids = load_tokens(data, encoding, "heldout").ids
+    T = model.config.block_size
     if len(ids) <= T:
-        raise InputError(f"expected more than {T} held-out tokens, the model's context, but got {len(ids)}; give more "
-                         "text")
-    windows = (torch.from_numpy(ids[i:i + T + 1].astype(int)) for i in range(0, len(ids) - T, T))
-    losses = [loss_of(model, window[None].to(model.device)).item() for window in windows]
+        raise InputError(f"expected more than {T} held-out tokens, the model's context, but got "
+                         f"{len(ids)}; give more text")
+    losses = []
+    for i in range(0, len(ids) - T, T):
+        window = torch.from_numpy(ids[i:i + T + 1].astype(int))
+        losses.append(loss_of(model, window[None].to(model.device)).item())
     loss = sum(losses) / len(losses)
-    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; {n_bytes / 1e6:.2f} MB")
+    records = split_records(data, ["heldout"], log=lambda line: None)  # load_tokens has told it
+    n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass")) for _, record in records)
+    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; "
+          f"{n_bytes / 1e6:.2f} MB")
 
 
 class Run:
     """One training run: the model, its optimisers with one learning rate, the step it is at."""
 
     def __init__(self, args, config, device, state=None):
-        self.args, self.out, self.device, self.step = args, Path(args.out), device, 0
-        self.model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
+        self.args = args
+        self.out = Path(args.out)
+        self.device = device
+        self.step = 0
+        generator = torch.Generator().manual_seed(args.seed)
+        self.model = GPT(config).init_weights(generator).to(device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
-        others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]  # embedding, norms, biases
-        self.optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-                           torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+        others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1,
+                             adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
         self.loss = partial(torch.compile(loss_of) if args.compile else loss_of, self.model)
         if state:
             try:
                 self.model.load_state_dict(state["model"])
             except RuntimeError:
-                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or choose another "
-                                 "--out") from None
+                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or "
+                                 "choose another --out") from None
             for optimizer, saved in zip(self.optimizers, state["optimizer"]):
                 optimizer.load_state_dict(saved)
             self.step = state["step"]
 
     def windows(self, tokens, seed):
         """Random windows of Tokens, int64 [B, T + 1]."""
-        return window_batch([(tokens, self.args.batch_size)], self.args.block_size + 1, seed, self.device)[0]
+        a = self.args
+        return window_batch([(tokens, a.batch_size)], a.block_size + 1, seed, self.device)[0]
 
     def save(self):
         states = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -106,12 +125,12 @@ class Run:
         self.model.save_pretrained(self.out, torch.bfloat16)
 
     def train(self, tokens):
-        """Trains to the last step, or until Ctrl-C or SIGTERM, which let the current step finish. Windows are seeded by
-        the step, so that a resumed run sees the same ones."""
-        a, show = self.args, progress(self.step, self.args.steps, self.args.batch_size * self.args.block_size)
+        """Trains to the last step, or to the end of that in which Ctrl-C or SIGTERM come."""
+        a = self.args
+        show = progress(self.step, a.steps, a.batch_size * a.block_size)
         with Signals() as signals:
             while self.step < a.steps and not signals.came:
-                loss = self.loss(self.windows(tokens, a.seed * 1_000_003 + self.step))
+                loss = self.loss(self.windows(tokens, step_seed(a.seed, self.step)))
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 for optimizer in self.optimizers:
@@ -132,38 +151,49 @@ def parse(argv):
     parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
     add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
     parser.add_argument("--out", default="out/base")
-    for name, least in SIZES.items():
-        add_number(parser, f"--{name.replace('_', '-')}", least, 2**20, default=getattr(GPTConfig, name))
+    for name, smallest in SIZES.items():
+        add_number(parser, f"--{name.replace('_', '-')}", smallest, 2**20,
+                   default=getattr(GPTConfig, name))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the loss; needs a C++ compiler on a CPU")
-    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out on held-out text")
+    parser.add_argument("--compile", action="store_true",
+                        help="torch.compile the loss; needs a C++ compiler on a CPU")
+    parser.add_argument("--evaluate", action="store_true",
+                        help="measure the model in --out on held-out text")
     args = parser.parse_args(argv)
     if args.n_head % args.n_kv_head or args.head_size % 2 or args.head_size > 256:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most 256; got "
-                         f"{args.n_head} and {args.n_kv_head}, {args.head_size}")
+        raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most "
+                         f"256; got {args.n_head} and {args.n_kv_head}, {args.head_size}")
     return args
+
+
+def start_folder(out, args):
+    """Makes a new run's folder, with its tokenizer; bad data leaves nothing there."""
+    pairs = split_records(args.data, SPLITS, log=lambda line: None)  # load_tokens will tell it
+    texts = [record.text for split, record in pairs if split == "train"]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another --out"
+                         ) from None
+    train_tokenizer(texts, args.vocab_size, out)
 
 
 def main(argv=None):
     args = parse(argv)
-    device, out = pick_device(args.device), Path(args.out)
+    device = pick_device(args.device)
+    out = Path(args.out)
     if args.evaluate:
-        return evaluate(GPT.from_pretrained(out, torch.float32, device), args.data, load_encoding(out))
-    state = load_state(out, args.resume, ("model", "optimizer", "step"), device)
-    if not args.resume:
-        pairs = split_records(args.data, SPLITS, log=lambda line: None)  # load_tokens says what is skipped
-        texts = [record.text for split, record in pairs if split == "train"]
-        try:  # only now: bad data leaves nothing behind
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another --out") from None
-        train_tokenizer(texts, args.vocab_size, out)
+        model = GPT.from_pretrained(out, torch.float32, device)
+        return evaluate(model, args.data, load_encoding(out))
+    state = common.load_state(out, args.resume, ("model", "optimizer", "step"), device)
+    if state:
+        common.check_resumed(out, args.steps, state)
+    else:
+        start_folder(out, args)
     encoding = load_encoding(out)
     tokens, heldout = (load_tokens(args.data, encoding, split) for split in SPLITS)
-    config = GPTConfig(block_size=args.block_size, **{name: getattr(args, name) for name in SIZES})
-    run = Run(args, config, device, state)
-    if run.step > args.steps:
-        raise InputError(f"{out} holds a run that is at step {run.step} already; choose more --steps")
+    sizes = {name: getattr(args, name) for name in SIZES}
+    run = Run(args, GPTConfig(block_size=args.block_size, **sizes), device, state)
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
     size = sum(p.numel() for p in run.model.parameters())
     print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "

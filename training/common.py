@@ -1,4 +1,5 @@
-"""What training.base and train_heads.py share: flags, state files, the learning rate, progress, the log, signals."""
+"""What training.base and train_heads.py share: flags, state files, the learning rate, progress, the
+log, signals."""
 
 import argparse
 import contextlib
@@ -9,17 +10,21 @@ from pathlib import Path
 
 import torch
 
-
+from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, preset
 from model import InputError, atomic_write, check
+
+MIN_VOCABULARY = 8  # ids to draft among: the acceptance table is measured with as many beams
 
 
 def add_data_flag(parser):
     parser.add_argument("--data", nargs="+", metavar="PATH",
-                        help="files of text or .jsonl, folders, patterns; default: Python's standard library")
+                        help="files of text or .jsonl, folders, patterns; default: Python's "
+                             "standard library")
 
 
 def add_number(parser, flag, low, high, kind=int, above=False, **options):
-    """Adds a flag that takes a number from low to high; above low, with `above`. options: as in add_argument."""
+    """Adds a flag that takes a number from low to high; above low, with `above`. options: as in
+    add_argument."""
     def number(text):
         value = kind(text)
         try:
@@ -41,25 +46,92 @@ def add_flags(parser, steps, batch_size, block_size, lr):
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
 
 
+def add_head_flags(parser):
+    """Adds the flags that say which heads are trained, see `head_config`."""
+    switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
+    parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
+    add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N",
+               **switch("how many heads, K"))
+    add_number(parser, "--augment-layers", 0, MAX_AUGMENT,
+               **switch("transformer blocks before the heads"))
+    parser.add_argument("--mix", choices=(*MIXERS, "none"),
+                        **switch("how a head takes in the token guessed before it"))
+    parser.add_argument("--mix-before", action=argparse.BooleanOptionalAction,
+                        **switch("take in the root before the augmenting block too"))
+    parser.add_argument("--projector", choices=tuple(PROJECTORS),
+                        **switch("what comes before the LM head"))
+    parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
+                        **switch("all heads but the first share their weights"))
+    parser.add_argument("--draft-vocabulary", type=vocabulary_size, metavar="N|auto",
+                        help="let the heads draft only among the N most frequent tokens of the "
+                             "data; 0: all; auto: as many as cover 97%% of the data, or all where "
+                             "that is half of them or more; default: auto, or with --resume or "
+                             "--evaluate what the heads in --out have")
+
+
+def vocabulary_size(text):
+    """--draft-vocabulary -> "auto" or a number."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or 0 < int(text) < MIN_VOCABULARY:
+        raise argparse.ArgumentTypeError("expected auto, 0 for all token ids, or "
+                                         f"{MIN_VOCABULARY} of them or more, not {text!r}")
+    return int(text)
+
+
+def head_config(args):
+    switches = vars(args).keys() & vars(PRESETS["clover"]).keys()
+    return preset(args.preset, **{name: getattr(args, name) for name in switches})
+
+
+def check_sizes(args, heads):
+    """Checks what depends on the model -> --block-size, by default 256 or what the context holds.
+    After a block all heads must have a token to guess."""
+    c = heads.model.config
+    if args.draft_vocabulary not in (None, "auto"):
+        check("draft vocabulary", args.draft_vocabulary, 0, c.vocab_size, whole=True)
+    longest = c.block_size - heads.config.n_draft - 1
+    size = args.block_size or min(256, longest)
+    check("block size", size, 1, longest, whole=True)
+    return size
+
+
 def load_state(out, resume, keys, device):
-    """The training state in a run's folder, a dict with these keys; None for a new run. InputError where there is none
-    to resume, or one in a new run's way."""
+    """The training state in a run's folder, a dict with these keys; None for a new run. Raises
+    InputError where there is none to resume, and where a new run would overwrite one."""
     path = out / "train_state.pt"
     if not resume:
         if path.exists():
-            raise InputError(f"{out} holds a run already; --resume goes on with it, another --out starts a new one")
+            raise InputError(f"{out} holds a run already; --resume goes on with it, another --out "
+                             "starts a new one")
         return None
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         if set(state) != set(keys):
             raise ValueError(f"it should have {', '.join(keys)}")
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; --resume needs a run that was saved there") from None
+        raise InputError(f"{path}: no such file; --resume needs a run that was saved there"
+                         ) from None
     except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: not a training state of this command and version ({reason}); start anew in another "
-                         "--out") from None
+        raise InputError(f"{path}: not a training state of this command and version ({reason}); "
+                         "start anew in another --out") from None
     return state
+
+
+def check_resumed(out, steps, state, settings=()):
+    """Refuses to go on with a run that was started with other settings (a dict), or that has more
+    steps behind it than are wanted."""
+    settings = dict(settings)
+    saved = state.get("settings", {})
+    for name in [*settings, *saved]:
+        if saved.get(name) != settings.get(name):
+            raise InputError(f"{out} holds a run with {name.replace('_', '-')} {saved.get(name)}, "
+                             f"not {settings.get(name)}; repeat its flags and data, or choose "
+                             "another --out")
+    if state["step"] > steps:
+        raise InputError(f"{out} holds a run that is at step {state['step']} already; --steps "
+                         f"{steps} is less: choose more steps or another --out")
 
 
 def set_learning_rate(optimizer, peak, step, steps):
@@ -69,7 +141,8 @@ def set_learning_rate(optimizer, peak, step, steps):
 
 
 def progress(start, steps, tokens_per_step):
-    """A function that prints one line: the step, what the caller measured, tokens per second, the time left."""
+    """A function that prints one line: the step, what the caller measured, tokens per second, the
+    time left."""
     began = time.perf_counter()
 
     def show(step, measured):
@@ -81,13 +154,15 @@ def progress(start, steps, tokens_per_step):
 
 
 class Log:
-    """A file with a line of json for each interval. A resumed run drops the lines after the step it resumes from."""
+    """A file with a line of json for each interval. A resumed run drops the lines after the step it
+    resumes from."""
 
     def __init__(self, path, step):
         self.path = path
         with self.writing():
             lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
-            kept = [line for line in lines if line.endswith("}\n") and json.loads(line).get("step", step + 1) <= step]
+            kept = [line for line in lines
+                    if line.endswith("}\n") and json.loads(line).get("step", step + 1) <= step]
             atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
 
     def add(self, **values):
@@ -99,17 +174,19 @@ class Log:
         try:
             yield
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); what was saved last is intact: make "
-                             "room and --resume") from None
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); what was saved "
+                             "last is intact: make room and --resume") from None
 
 
 class Signals:
-    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`; a second Ctrl-C interrupts. A
-    second SIGTERM does nothing: it may come both directly and through the process that started this one."""
+    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`; a second
+    Ctrl-C interrupts. A second SIGTERM does nothing: it may come both directly and through the
+    process that started this one."""
 
     def __enter__(self):
         self.came = False
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self.note) for number in numbers}
         return self
 
     def note(self, number, frame):

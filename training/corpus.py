@@ -1,6 +1,8 @@
-"""Files of text and of conversations into documents, and documents into a training and a held-out split.
+"""Files of text and of conversations into documents, and documents into a training and a held-out
+split.
 
-The built-in corpus is the source of Python's standard library, so every command runs without a download.
+The built-in corpus is the source of Python's standard library, so every command runs without a
+download.
 """
 
 import glob
@@ -19,18 +21,24 @@ from typing import NamedTuple
 from model import InputError
 
 LINES = (".jsonl", ".jsonl.gz")  # one document per line
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", *LINES)
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
+                 ".rs", *LINES)
 SPLITS = ("train", "heldout")
-# group 1: a number, or a string on one line. Strings of several lines, mostly docstrings, and comments are passed over
-LITERAL = re.compile(r"""(?s:"{3}.*?"{3}|'{3}.*?'{3})|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\b\d[\w.]*)|\#.*""")
-PIECE = 4096  # characters; a longer text is split into pieces of this size before each is assigned to a split
+# group 1: a number, or a string on one line; what else is matched, comments and strings of several
+# lines, mostly docstrings, does not count
+LITERAL = re.compile(r"""(?s:"{3}.*?"{3}|'{3}.*?'{3})|\#.*"""
+                     r"""|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\b\d[\w.]*)""")
+# folders of the library that hold other packages, or tables (encodings, pydoc's topics)
+NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
 
 
 class Record(NamedTuple):
-    """A document as (text, in_loss) pairs. in_loss: heads are trained to guess the tokens of this text."""
-
+    """A document as (text, in_loss) pairs. in_loss: heads are trained to guess the tokens of this
+    text. kind: "text", "completion" (the prompt is not in the loss) or "chat" (only the assistant's
+    words are)."""
     parts: tuple
-    kind: str = "text"  # or "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)
+    kind: str = "text"
 
     @property
     def text(self):
@@ -42,25 +50,26 @@ class BrokenLine(Exception):
 
 
 def builtin_corpus(split):
-    """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20, picked by a hash of
-    its path inside the library, is in the split "heldout", the others in "train". Left out is what nobody would learn
-    to write code from, see `is_code`. InputError where there are none."""
+    """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20,
+    picked by a hash of its path inside the library, is in the split "heldout", the others in
+    "train". Left out is what nobody would learn to write code from, see `is_code`. InputError where
+    there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(root.rglob("*.py")) if split_of(file.relative_to(root).as_posix()) == split
+    files = [file for file in sorted(root.rglob("*.py"))
+             if split_of(file.relative_to(root).as_posix()) == split
              and is_code(file.relative_to(root), read_utf8(file))]
     if not files:
-        raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, but there are none; "
-                         "name files of text")
+        raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, "
+                         "but there are none; name files of text")
     return files
 
 
 def is_code(path, text):
-    """False for a file of the library that is no example of good code. path: inside the library. text: None where it is
-    not UTF-8. False for other packages' files, tables (encodings, pydoc's topics), the tests' data, and files of which
-    numbers and strings on one line are more than a quarter."""
-    foreign = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-    # _sysconfigdata describes the machine that Python was built on: it differs between two builds of one version
-    if not text or foreign & set(path.parts) or path.stem.startswith("_sysconfigdata"):
+    """Whether a file of the library is an example of good code. path: inside the library. text:
+    None where it is not UTF-8. False for NO_CODE, the tests' data, and files of which numbers and
+    strings on one line are more than a quarter."""
+    # _sysconfigdata describes a machine: it differs between two builds of one version
+    if not text or NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata"):
         return False
     if any(re.search(r"(?<!meta)data\d*$", folder) for folder in path.parts[:-1]):
         return False
@@ -68,23 +77,29 @@ def is_code(path, text):
 
 
 def find_files(path):
-    """The files that a path names, a sorted list of Path: the file itself, or all files of TEXT_SUFFIXES below a
-    folder, but for folders that hold a training run. A path that does not exist is taken as a pattern; folders that
-    match it are searched as well. InputError where there is nothing, except for an empty folder: []."""
+    """The files that a path names, a sorted list of Path: the file itself, or all files of
+    TEXT_SUFFIXES below a folder, but for folders that hold a training run. A path that does not
+    exist is taken as a pattern; folders that match it are searched as well. InputError where there
+    is nothing, except for an empty folder: []."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob("train_state.pt")}
         return [file for file in sorted(Path(path).rglob("*"))
-                if file.name.endswith(TEXT_SUFFIXES) and file.is_file() and not runs & set(file.parents)]
+                if file.name.endswith(TEXT_SUFFIXES) and file.is_file()
+                and not runs & set(file.parents)]
     if os.path.exists(path):
         return [Path(path)]
-    matches = [match for match in sorted(glob.glob(str(path), recursive=True)) if match != str(path)]
+    matches = sorted(glob.glob(str(path), recursive=True))
+    matches = [match for match in matches if match != str(path)]
     if not matches:
-        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some, but there are none; check it")
-    return list(dict.fromkeys(file for match in matches for file in find_files(match)))  # ** matches files twice
+        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some, but "
+                         "there are none; check it")
+    # ** matches a file twice, beside its folder
+    return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
 
 def source_files(paths):
-    """All files of `paths`, or of the built-in corpus if None: a list of Path. Errors as in `find_files`."""
+    """All files of `paths`, or of the built-in corpus if None: a list of Path. Errors as in
+    `find_files`."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     return list(itertools.chain.from_iterable(groups))
 
@@ -110,28 +125,34 @@ def read_documents(paths, log=warn):
 def read_records(paths, template=None, log=warn):
     """Yields each document that is not empty as a `Record`.
 
-    paths: files of any suffix, folders and patterns, see `find_files`. A file is one document, except that each line of
-    a .jsonl or .jsonl.gz file is one, see `parse_line`. template: the `ChatTemplate` that turns messages into text.
-    log: called with one line of text per file in which lines were skipped: broken ones, if they are at most 1 in 100.
-    InputError for a path without anything to read, a named file that is not UTF-8, a .jsonl file with more broken
-    lines, and messages without a template. Inside folders, files that are not UTF-8 are left out.
+    paths: files of any suffix, folders and patterns, see `find_files`. A file is one document,
+    except that each line of a .jsonl or .jsonl.gz file is one, see `parse_line`. template: the
+    `ChatTemplate` that turns messages into text. log: called with one line of text per file in
+    which lines were skipped: broken ones, if they are at most 1 in 100. InputError for a path
+    without anything to read, a named file that is not UTF-8, a .jsonl file with more broken lines,
+    and messages without a template. Inside folders, files that are not UTF-8 are left out.
     """
     for path in paths:
         empty = True
         for file in find_files(path):
-            lines = file.name.endswith(LINES)
-            for record in read_lines(file, template, log) if lines else [Record(((read_utf8(file) or "", True),))]:
+            if file.name.endswith(LINES):
+                records = read_lines(file, template, log)
+            else:
+                records = [Record(((read_utf8(file) or "", True),))]
+            for record in records:
                 if record.text:
                     empty = False
                     yield record
         if empty:
             wanted = f"{' '.join(TEXT_SUFFIXES)} files" if os.path.isdir(path) else "text"
-            raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not readable; name another")
+            raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not "
+                             "readable; name another")
 
 
 def read_lines(file, template, log):
     """Yields the Records of a .jsonl or .jsonl.gz file."""
-    total, broken, examples = 0, 0, []
+    total = broken = 0
+    examples = []
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -144,52 +165,60 @@ def read_lines(file, template, log):
                     broken += 1
                     examples = [*examples, f"line {number} ({error})"][:3]
     except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{file}: expected lines of JSON, but it cannot be read ({error}); fetch it again") from None
+        raise InputError(f"{file}: expected lines of JSON, but it cannot be read ({error}); fetch "
+                         "it again") from None
     if 100 * broken > total:
-        raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages on each line, but '
-                         f"{broken} of {total} are broken: {', '.join(examples)}; mend them")
+        raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages '
+                         f"on each line, but {broken} of {total} are broken: "
+                         f"{', '.join(examples)}; correct them")
     if broken:
-        log(f"{file}: skipped {broken} of {total} lines, which are broken, the first {examples[0]}")
+        log(f"{file}: skipped {broken} of {total} lines, which are broken, the first "
+            f"{examples[0]}")
 
 
 def parse_line(line, template, where):
-    """The Record of a line of JSON with "text", with "prompt" and "completion", or with "messages"; if it has several
-    of them, the first. BrokenLine for anything else; InputError, which begins with `where`, for messages without a
-    template."""
+    """The Record of a line of JSON with "text", with "prompt" and "completion", or with "messages";
+    if it has several of them, the first. BrokenLine for anything else; InputError, which begins
+    with `where`, for messages without a template."""
     try:
         value = json.loads(line)
     except (RecursionError, ValueError):
         raise BrokenLine("not JSON in UTF-8") from None
     if not isinstance(value, dict):
         raise BrokenLine("not a JSON object")
-    text, prompt, completion, messages = (value.get(name) for name in ("text", "prompt", "completion", "messages"))
+    text, prompt, completion, messages = map(
+        value.get, ("text", "prompt", "completion", "messages"))
     if text is not None:
-        parts, kind = ((text, True),), "text"
+        record = Record(((text, True),))
     elif prompt is not None and completion is not None:
-        parts, kind = ((prompt, False), (completion, True)), "completion"
+        record = Record(((prompt, False), (completion, True)), "completion")
     elif messages is None:
         raise BrokenLine('neither "text", nor "prompt" and "completion", nor "messages"')
     elif template is None:
-        raise InputError(f"{where}: expected text, but these are messages; they need a model folder with a chat "
-                         "template")
+        raise InputError(f"{where}: expected text, but these are messages; they need a model "
+                         "folder with a chat template")
     else:
-        parts, kind = chat_parts(messages, template), "chat"
-    if not all(isinstance(text, str) for text, _ in parts):
-        raise BrokenLine(f"a {kind} that is no string")
-    return Record(parts, kind)
+        record = Record(chat_parts(messages, template), "chat")
+    if not all(isinstance(text, str) for text, _ in record.parts):
+        raise BrokenLine(f"a {record.kind} that is not a string")
+    return record
 
 
 def chat_parts(messages, template):
-    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. An assistant's turn is in the loss:
-    what the conversation with it has beyond the prompt for it. Raises BrokenLine."""
-    is_message = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. An assistant's
+    turn is in the loss: what the conversation with it has beyond the prompt for it. Raises
+    BrokenLine."""
+    is_message = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str)
+                                                       for key in ("role", "content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise BrokenLine("messages that are not a list of objects with a role and a content, both strings")
+        raise BrokenLine("messages that are not a list of objects with a role and a content, both "
+                         "strings")
     # a first message answers nothing, and many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if not turns:
         raise BrokenLine("messages without an answer of the assistant's")
-    # some templates drop the reasoning from all turns but the last; then only the last turn is as it was generated
+    # some templates drop the reasoning from all turns but the last; then only the last turn is as
+    # it was generated
     for answers in (turns, turns[-1:]):
         texts = [""]  # each begins with the one before it
         try:
@@ -200,7 +229,8 @@ def chat_parts(messages, template):
             raise BrokenLine(error) from None
         pairs = list(itertools.pairwise(texts))
         if all(text.startswith(before) for before, text in pairs):
-            return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
+            return tuple((text[len(before):], i % 2 > 0)
+                         for i, (before, text) in enumerate(pairs))
     raise BrokenLine("the chat template does not render a prefix")
 
 
@@ -211,27 +241,29 @@ def split_of(text):
 
 
 def split_records(paths, splits, template=None, log=warn):
-    """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the built-in corpus.
+    """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the
+    built-in corpus.
 
-    1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so that a single file
-    fills both splits; neighbouring pieces of one split stay one document. InputError as in `read_records`, and for a
-    split that stays empty.
+    1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so
+    that a single file fills both splits; neighbouring pieces of one split stay one document.
+    InputError as in `read_records`, and for a split that stays empty.
     """
     if paths is None:
         for split in splits:
-            yield from ((split, record) for record in read_records(builtin_corpus(split), log=log))
+            for record in read_records(builtin_corpus(split), log=log):
+                yield split, record
         return
     missing = set(splits)
     for record in read_records(paths, template, log):
         whole = record.kind != "text"  # prompts with completions, and conversations
-        pieces = (record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE))
+        pieces = [record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE)]
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
     for split in sorted(missing):
-        raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but it is empty; "
-                         "give more text")
+        raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but "
+                         "it is empty; give more text")
 
 
 def corpus_name(paths):

@@ -1,7 +1,8 @@
-"""Documents into tokens: files of token ids that are mapped into memory, training windows, and prompts.
+"""Documents into tokens: files of token ids that are mapped into memory, training windows, prompts.
 
-A folder of tokens holds three arrays per split, see `Tokens`, and meta.json, which says what the tokens were made from.
-It is written under a temporary name and renamed at the end: a folder is complete or not there.
+A folder of tokens holds three arrays per split, see `Tokens`, and meta.json, which says what the
+tokens were made from. It is written under a temporary name and renamed at the end: a folder is
+complete or not there.
 """
 
 import contextlib
@@ -20,12 +21,13 @@ import torch
 
 from hf.tokenizer import end_of_text, tokenizer_hash
 from model import InputError, read_json
-from training.corpus import PIECE, SPLITS, TEXT_SUFFIXES, corpus_name, source_files, split_records, warn
+from training import corpus
+from training.corpus import SPLITS, corpus_name, source_files, split_records, warn
 
-CHUNK_CHARACTERS = 20_000_000  # of text are in memory at a time, and between two lines of progress
-COVERAGE = 0.97  # the share of the training text's tokens that a draft vocabulary of size "auto" holds
-VOCABULARY_STEP = 1024  # such a size is a multiple of this
-MAX_PREFIX = 2  # a tokenizer puts at most this many tokens before a text; where more precede the loss, it is a prompt
+CHUNK_CHARACTERS = 20_000_000  # of text in memory at a time, and between two lines of progress
+COVERAGE = 0.97  # the share of the training text's tokens that an "auto" draft vocabulary holds
+VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
+MAX_PREFIX = 2  # tokens that a tokenizer puts before a text; where more precede the loss, a prompt
 
 
 class Tokens(NamedTuple):
@@ -36,24 +38,26 @@ class Tokens(NamedTuple):
     starts: np.ndarray     # int64, ascending: the offset of each document's first token
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Text into tokens
 
 def document(ids, loss_mask, dtype):
     """One document as Tokens; an empty one has no start."""
-    return Tokens(np.array(ids, dtype), np.array(loss_mask, bool), np.zeros(min(len(ids), 1), np.int64))
+    starts = np.zeros(min(len(ids), 1), np.int64)
+    return Tokens(np.array(ids, dtype), np.array(loss_mask, bool), starts)
 
 
 def encode_record(record, encoding):
     """A Record as Tokens.
 
-    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text after it, which is
-    also the prefix of the next where they are one token; a chat template writes both itself. Special tokens are
-    recognised except in plain texts. Prompt and answer are encoded separately, as in decoding. InputError as in
-    `end_of_text`.
+    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text
+    after it, which is also the prefix of the next where they are one token; a chat template writes
+    both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
+    separately, as in decoding. InputError as in `end_of_text`.
     """
     special = () if record.kind == "text" else "all"
-    parts = [(encoding.encode(text, allowed_special=special), in_loss) for text, in_loss in record.parts]
+    parts = [(encoding.encode(text, allowed_special=special), in_loss)
+             for text, in_loss in record.parts]
     if record.kind != "chat":
         end = [end_of_text(encoding)]
         prefix = [] if encoding.prefix == end else encoding.prefix
@@ -64,21 +68,24 @@ def encode_record(record, encoding):
 
 
 def chunks(records):
-    """Yields lists of (split, Record) pairs of CHUNK_CHARACTERS or just more, and a shorter or empty one at the end."""
-    chunk, characters = [], 0
+    """Yields lists of (split, Record) pairs of CHUNK_CHARACTERS or just more, and a shorter or
+    empty one at the end."""
+    chunk = []
+    characters = 0
     for split, record in records:
         chunk.append((split, record))
         characters += len(record.text)
         if characters >= CHUNK_CHARACTERS:
             yield chunk
-            chunk, characters = [], 0
+            chunk = []
+            characters = 0
     yield chunk
 
 
 def encode_documents(paths, splits, encoding, template=None, log=warn):
-    """Yields (split, kind, Tokens) for each document of some of SPLITS, encoded by all cores. Arguments and errors as
-    in `split_records`; log is also called between chunks of text. InputError where a training split has no token to
-    guess."""
+    """Yields (split, kind, Tokens) for each document of some of SPLITS, encoded by all cores.
+    Arguments and errors as in `split_records`; log is also called between chunks of text.
+    InputError where a training split has no token to guess."""
     characters = tokens = guessed = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for chunk in chunks(split_records(paths, splits, template, log)):
@@ -91,8 +98,8 @@ def encode_documents(paths, splits, encoding, template=None, log=warn):
                 tokens += len(found.ids)
                 guessed += split == "train" and found.loss_mask.any()
     if "train" in splits and not guessed:
-        raise InputError(f"{corpus_name(paths)}: expected tokens for heads to guess, but the train split has no usable "
-                         "tokens; give more")
+        raise InputError(f"{corpus_name(paths)}: expected tokens for heads to guess, but the train "
+                         "split has no usable tokens; give more")
 
 
 def concatenate(parts):
@@ -104,70 +111,90 @@ def concatenate(parts):
 
 def load_tokens(paths, encoding, split, template=None):
     """The Tokens of a split, "train" or "heldout", in memory. Errors as in `encode_documents`."""
-    return concatenate([found for *_, found in encode_documents(paths, [split], encoding, template)])
+    documents = encode_documents(paths, [split], encoding, template)
+    return concatenate([found for *_, found in documents])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Token folders
 
 def write_tokens(folder, documents, key=None):
-    """Writes documents, an iterable of (split, kind, Tokens), for `open_tokens`. The folder appears at the end, in
-    place of an older one, which any error leaves as it is. InputError where it cannot be written."""
+    """Writes documents, an iterable of (split, kind, Tokens), for `open_tokens`. The folder appears
+    at the end, in place of an older one, which any error leaves as it is. InputError where it
+    cannot be written."""
     folder = Path(folder)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    lengths, kinds, dtype = {split: [0, 0, 0] for split in SPLITS}, Counter(), "uint16"
     try:
         for leftover in folder.parent.glob(f"{folder.name}.tmp*"):  # of a killed run
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-        with contextlib.ExitStack() as stack:
-            files = {(split, i): stack.enter_context(open(temporary / f"{split}.{name}", "wb"))
-                     for split in SPLITS for i, name in enumerate(Tokens._fields)}
-            for split, kind, found in documents:
-                kinds[kind] += 1
-                dtype = found.ids.dtype.name
-                for i, array in enumerate(found._replace(starts=found.starts + lengths[split][0])):
-                    files[split, i].write(array.tobytes())
-                    lengths[split][i] += len(array)
-        meta = dict(key=key, kinds=kinds, dtype=dtype, lengths=lengths)
+        meta = dict(key=key) | write_arrays(temporary, documents)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
     except OSError as error:
-        raise InputError(f"{folder}: expected to write tokens there, but: {error.strerror or error}; make room, or "
-                         "name another folder") from None
+        raise InputError(f"{folder}: expected to write tokens there, but: "
+                         f"{error.strerror or error}; make room, or name another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_arrays(folder, documents):
+    """Writes the documents' arrays -> what meta.json says about them."""
+    lengths = {split: [0, 0, 0] for split in SPLITS}
+    kinds = Counter()
+    dtype = "uint16"
+    with contextlib.ExitStack() as stack:
+        files = {(split, i): stack.enter_context(open(folder / f"{split}.{name}", "wb"))
+                 for split in SPLITS for i, name in enumerate(Tokens._fields)}
+        for split, kind, found in documents:
+            kinds[kind] += 1
+            dtype = found.ids.dtype.name
+            found = found._replace(starts=found.starts + lengths[split][0])
+            for i, array in enumerate(found):
+                files[split, i].write(array.tobytes())
+                lengths[split][i] += len(array)
+    return dict(kinds=kinds, dtype=dtype, lengths=lengths)
+
+
 def open_tokens(folder):
-    """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json). InputError where it is
-    missing or damaged."""
-    meta, tokens = read_json(Path(folder) / "meta.json"), {}
+    """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json).
+    InputError where it is missing or damaged."""
+    folder = Path(folder)
+    meta = read_json(folder / "meta.json")
+    tokens = {}
     try:
         for split, lengths in meta["lengths"].items():
-            arrays = [np.memmap(Path(folder) / f"{split}.{name}", dtype, "r") if n else np.empty(0, dtype)
-                      for name, dtype, n in zip(Tokens._fields, (meta["dtype"], bool, np.int64), lengths, strict=True)]
+            arrays = []
+            dtypes = (meta["dtype"], bool, np.int64)
+            for name, dtype, n in zip(Tokens._fields, dtypes, lengths, strict=True):
+                file = folder / f"{split}.{name}"
+                arrays.append(np.memmap(file, dtype, "r") if n else np.empty(0, dtype))
             if [len(array) for array in arrays] != lengths:
                 raise ValueError("a file is of another size than meta.json says")
             tokens[split] = Tokens(*arrays)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise InputError(f"{folder}: expected a folder of tokens, but it is damaged ({error}); remove it") from None
+        raise InputError(f"{folder}: expected a folder of tokens, but it is damaged ({error}); "
+                         "remove it") from None
     return tokens, meta
 
 
 def tokens_key(paths, encoding, template=None):
-    """16 hex digits over what tokens depend on: the tokenizer, the template, and each file's path, size and time."""
-    files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source_files(paths))
+    """16 hex digits over what tokens depend on: the tokenizer, the template, and each file's path,
+    size and time."""
+    files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns)
+                   for f in source_files(paths))
     template = template and (template.source, template.tokens)
-    parts = tokenizer_hash(encoding), encoding.prefix, template, files, TEXT_SUFFIXES, PIECE
+    parts = (tokenizer_hash(encoding), encoding.prefix, template, files, corpus.TEXT_SUFFIXES,
+             corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def store_tokens(folder, paths, encoding, template=None, log=print):
-    """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder does not yet hold
-    the tokens of these files, tokenizer and template. Errors as in `encode_documents` and `write_tokens`."""
+    """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder
+    does not yet hold the tokens of these files, tokenizer and template. Errors as in
+    `encode_documents` and `write_tokens`."""
     key = tokens_key(paths, encoding, template)
     with contextlib.suppress(InputError):
         tokens, meta = open_tokens(folder)
@@ -177,12 +204,13 @@ def store_tokens(folder, paths, encoding, template=None, log=print):
     return open_tokens(folder)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft vocabularies
 
 def draft_vocabulary(ids, n, vocab_size, log=print):
-    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones the lowest. An empty
-    list stands for all ids. n: a number; "auto": see `auto_size`, whose line is logged."""
+    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones
+    the lowest. An empty list means all ids. n: a number; "auto": see `auto_size`, whose line is
+    logged."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
         counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
@@ -193,55 +221,81 @@ def draft_vocabulary(ids, n, vocab_size, log=print):
 
 
 def auto_size(counts):
-    """counts [V]: how often each token id stands in a text -> (how many of the most frequent ids cover COVERAGE of it,
-    rounded up to a multiple of VOCABULARY_STEP, but 0 unless that is under half of V; a line that says so)."""
-    V, covered = len(counts), np.sort(counts)[::-1].cumsum() / counts.sum()
+    """counts [V]: how often each token id is in a text -> (how many of the most frequent ids cover
+    COVERAGE of it, rounded up to a multiple of VOCABULARY_STEP, but 0 unless that is under half of
+    V; a line that says so)."""
+    V = len(counts)
+    covered = np.sort(counts)[::-1].cumsum() / counts.sum()
     needed = int(np.searchsorted(covered, COVERAGE)) + 1
     n = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
     if 2 * n < V:
-        return n, f"draft vocabulary: {n} of {V} token ids, which cover {covered[n - 1]:.1%} of the training text"
-    return 0, (f"draft vocabulary: all {V} token ids ({COVERAGE:.0%} of the training text needs {needed}, rounded up "
-               f"to {n}: not under half)")
+        return n, (f"draft vocabulary: {n} of {V} token ids, which cover {covered[n - 1]:.1%} of "
+                   "the training text")
+    return 0, (f"draft vocabulary: all {V} token ids ({COVERAGE:.0%} of the training text needs "
+               f"{needed}, rounded up to {n}: not under half)")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Windows and prompts
 
+def step_seed(seed, step):
+    """The seed of a training step's windows: each step has its own, the same in a resumed run."""
+    return seed * 1_000_003 + step
+
+
 def window_batch(parts, length, seed, device, mine=slice(None)):
-    """Random windows, the same for the same seed: n of the Tokens of each (Tokens, n) in `parts`, and of all these the
-    slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each [windows, length]. documents: the number of
-    each token's document in its window, from 0; None where every window lies within one document. InputError for
-    Tokens of fewer than `length`."""
+    """Random windows, the same for the same seed: n of the Tokens of each (Tokens, n) in `parts`,
+    and of all these the slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each
+    [windows, length]. documents: the number of each token's document in its window, from 0; None
+    where every window lies within one document. InputError for Tokens of fewer than `length`."""
     batch = []
     for tokens, n in parts:
         last = len(tokens.ids) - length
         if last < 0:
-            raise InputError(f"expected at least {length} tokens, one block, but got {len(tokens.ids)}; give more text")
-        generator = torch.Generator().manual_seed(seed)
-        columns = torch.randint(last + 1, (n, 1), generator=generator).numpy() + np.arange(length)
+            raise InputError(f"expected at least {length} tokens, one block, but got "
+                             f"{len(tokens.ids)}; give more text")
+        starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
+        columns = starts.numpy() + np.arange(length)
         documents = np.searchsorted(tokens.starts, columns, side="right")
-        batch.append((tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents - documents[:, :1]))
-    ids, loss_mask, documents = (to_device(np.concatenate(arrays)[mine], device) for arrays in zip(*batch))
+        batch.append((tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns],
+                      documents - documents[:, :1]))
+    ids, loss_mask, documents = (to_device(np.concatenate(arrays)[mine], device)
+                                 for arrays in zip(*batch))
     return ids, loss_mask, documents if any(numbers.any() for *_, numbers in batch) else None
 
 
+def check_length(splits, window, batch_size):
+    """Refuses splits, {name: Tokens}, that are too short for a step of training or for the
+    evaluation."""
+    for split, windows in (("train", batch_size), ("heldout", 1)):
+        found = len(splits[split].ids)
+        if found < windows * window:
+            raise InputError(f"expected at least {windows * window} tokens in the {split} split, "
+                             f"{windows} windows of {window}, but it has {found}; give more text, "
+                             "or a smaller --block-size or --batch-size")
+
+
 def to_device(array, device):
-    """A numpy array as a tensor. On CUDA the copy starts from pinned memory, so that the host need not wait for it."""
-    tensor, on_gpu = torch.from_numpy(np.ascontiguousarray(array)), torch.device(device).type == "cuda"
+    """A numpy array as a tensor. On CUDA the copy starts from pinned memory, so that the host need
+    not wait for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
     """n prompts, lists of ids, from random documents: the same for the same seed.
 
-    From a text: `length` ids from a random offset, with at least one more after them. From a completion or a
-    conversation: what precedes an answer, its last max_len ids (default: 4 * length). A document gives a second prompt
-    only after all that can have given one. Where all texts are too short, `length` is halved. InputError where no
-    document has two tokens.
+    From a text: `length` ids from a random offset, with at least one more after them. From a
+    completion or a conversation: what precedes an answer, its last max_len ids (default: 4 *
+    length). A document gives a second prompt only after all that can have given one. Where all
+    texts are too short, `length` is halved. InputError where no document has two tokens.
     """
     if length < 1:
-        raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask for more")
-    rng, max_len = np.random.default_rng(seed), max_len or 4 * length
+        raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask "
+                         "for more")
+    rng = np.random.default_rng(seed)
+    max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
     found = {}
@@ -253,15 +307,16 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     if not found and n > 0:
         if length > 1:
             return prompts(tokens, n, length // 2, seed, max_len)
-        raise InputError("expected documents of two tokens or more, to take prompts from, but found none; give more "
-                         "text")
-    return [*found.values(), *map(prompt_of, itertools.islice(itertools.cycle(found), n - len(found)))]
+        raise InputError("expected documents of two tokens or more, to take prompts from, but "
+                         "found none; give more text")
+    again = itertools.islice(itertools.cycle(found), n - len(found))
+    return [*found.values(), *map(prompt_of, again)]
 
 
 def prompt_from(tokens, start, end, length, max_len, rng):
     """A prompt from the document at offsets start..end; None if it has none."""
     mask = tokens.loss_mask[start:end]
-    answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where a run of tokens in the loss begins
+    answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where a run in the loss begins
     if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
         if len(mask) <= length:
             return None

@@ -1,10 +1,11 @@
-"""How good draft heads are: how often they guess right, and how far decoding gets with them. train_heads.py ends with
-it.
+"""How good draft heads are: how often they guess right, and how far decoding gets with them.
+train_heads.py ends with it.
 
-head accuracy        the share of held-out positions where the model's own greedy token is among a head's n likeliest
-                     of its draft vocabulary
+head accuracy        the share of held-out positions where the model's own greedy token is among a
+                     head's n likeliest of its draft vocabulary
 tokens per step      of decoding held-out prompts, with an interval for other prompts of the kind
-acceptance           how often each node of a drafted tree is accepted, from which tools/tune.py picks the tree
+acceptance           how often each node of a drafted tree is accepted, from which tools/tune.py
+                     picks the tree
 """
 
 import contextlib
@@ -17,41 +18,59 @@ import torch
 
 from generate import generate
 from tools.tune import acceptance
-from training.data import window_batch
+from training.data import prompts, window_batch
 from training.loss import guess_masks, teacher_forced, top_hits
 
+PROMPTS = 32  # held-out ones, decoded to measure the heads
 DECODED = 64  # new tokens per prompt
 TOPS = (1, 2, 4, 8)  # head accuracy is measured for these n
 
 
+def heldout_prompts(heldout, model):
+    """PROMPTS of the held-out Tokens; the context has room for DECODED tokens after each."""
+    room = model.config.block_size - DECODED
+    return prompts(heldout, PROMPTS, max(min(64, room // 2), 1), max_len=max(min(256, room), 1))
+
+
 @torch.no_grad()
-def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nullcontext(), batches=16):
-    """{n: a list of K shares} for n of TOPS, on fixed windows of the held-out Tokens. autocast: for heads that are not
-    in the model's dtype."""
+def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nullcontext(),
+                  batches=16):
+    """{n: a list of K shares} for n of TOPS, on fixed windows of the held-out Tokens. autocast: for
+    heads that are not in the model's dtype."""
+    model = heads.model
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):
-        ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed, heads.model.device)
+        windows = window_batch([(heldout, batch_size)], length, seed, model.device)
+        ids, loss_mask, documents = windows
         with autocast:
             hidden, outputs = teacher_forced(heads, ids, documents)
             guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-            hits = hits + top_hits(heads.model, outputs, hidden, guess_mask, TOPS, vocabulary=heads.vocabulary)
+            hits = hits + top_hits(model, outputs, hidden, guess_mask, TOPS,
+                                   vocabulary=heads.vocabulary)
         guesses = guesses + guess_mask.sum(dim=(1, 2))
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
 
-def measure(heads, heldout, prompts, batch_size, block_size):
-    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype. The interval is that
-    of 95% of draws of such prompts (bootstrap)."""
-    top, steps = head_accuracy(heads, heldout, batch_size, block_size), Counter()
-    out = generate(heads.model, prompts, DECODED, heads, tree_size=17, on_tokens=lambda i, tokens: steps.update([i]))
+def measure(heads, heldout, batch_size, block_size):
+    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype.
+    The interval is that of 95% of draws of such prompts (bootstrap)."""
+    top = head_accuracy(heads, heldout, batch_size, block_size)
+    given = heldout_prompts(heldout, heads.model)
+    steps = Counter()
+    out = generate(heads.model, given, DECODED, heads, tree_size=17,
+                   on_tokens=lambda i, tokens: steps.update([i]))
     counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
-    draws = counts[np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))].sum(axis=1)
-    interval = np.percentile(draws[:, 0] / draws[:, 1], (2.5, 97.5)).tolist()
-    tables = {f"{t:g}": acceptance(heads.model, heads, prompts, t, DECODED) for t in (0.0, 1.0)}  # by temperature
-    tables = {t: [[round(share, 4) for share in row] for row in table] for t, table in tables.items()}
-    return dict(accuracy=top[1], top_accuracy=top, prompts=len(prompts), tokens_per_step=out.tokens_per_step,
-                tokens_per_step_interval=interval, acceptance=tables)
+    draws = np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))
+    tokens, steps = counts[draws].sum(axis=1).T
+    interval = np.percentile(tokens / steps, (2.5, 97.5)).tolist()
+    tables = {}
+    for temperature in (0.0, 1.0):
+        rows = acceptance(heads.model, heads, given, temperature, DECODED)
+        tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
+    return dict(accuracy=top[1], top_accuracy=top, prompts=len(given),
+                tokens_per_step=out.tokens_per_step, tokens_per_step_interval=interval,
+                acceptance=tables)
 
 
 def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_interval=None, **_):
@@ -61,9 +80,20 @@ def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_inte
         lines.append(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
     if tokens_per_step is not None:
         low, high = tokens_per_step_interval
-        lines.append(f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to {high:.2f}) over {prompts} "
-                     "held-out prompts, greedy, tree size 17")
+        lines.append(f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to "
+                     f"{high:.2f}) over {prompts} held-out prompts, greedy, tree size 17")
     return "\n".join(lines)
+
+
+def record(heads, out, tokenizer, found, weights=False):
+    """Prints what `measure` found, and adds it to the heads.json of heads that are saved; weights:
+    writes them too."""
+    print(table(**found))
+    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
+    if weights:
+        heads.save_pretrained(out, tokenizer, torch.bfloat16, **info | found)
+    else:
+        heads.save_record(out, tokenizer, **info | found)
 
 
 def plot(folder):
@@ -72,7 +102,8 @@ def plot(folder):
         from matplotlib.figure import Figure
     except ImportError:
         return
-    lines = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    folder = Path(folder)
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     figure = Figure((11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -83,4 +114,4 @@ def plot(folder):
     right.set(xlabel="step", ylabel="head accuracy")
     right.legend()
     with contextlib.suppress(OSError):  # a full disk: log.jsonl still has the numbers
-        figure.savefig(Path(folder) / "training.png")
+        figure.savefig(folder / "training.png")

@@ -1,12 +1,14 @@
-"""The loss of draft heads, in memory that does not grow with the number of heads, tokens or vocabulary.
+"""The loss of draft heads, in memory that does not grow with the number of heads, tokens or
+vocabulary.
 
-K heads over N tokens and a vocabulary of V make K * N * V logits, and their gradient as many again: with K = 5, N =
-4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so the gradient with respect to its input
-is known as soon as the logits are. Both are computed chunk by chunk in the forward pass, and only [N, C] is kept.
+K heads over N tokens and a vocabulary of V make K * N * V logits, and as many in their gradient:
+with K = 5, N = 4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so
+the gradient with respect to its input is known as soon as the logits are. Both are computed chunk
+by chunk in the forward pass, and only [N, C] is kept.
 
-Letters: B sequences, T positions, K draft heads, C hidden size, V vocabulary. Head i (from 0) at position t guesses
-token t + 2 + i, which the model itself predicts at position t + 1 + i. Losses are sums, not means: several processes,
-each with a part of the batch, add theirs up.
+Letters: B sequences, T positions, K draft heads, C hidden size, V vocabulary. Head i (from 0) at
+position t guesses token t + 2 + i, which the model itself predicts at position t + 1 + i. Losses
+are sums, not means: several processes, each with a part of the batch, add theirs up.
 """
 
 import contextlib
@@ -14,53 +16,63 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-CHUNK = 2**22       # logits at a time, 16 MB in float32, as a CPU's cache holds; the model's own take as much again
-CUDA_CHUNK = 2**26  # larger on a GPU, where a product of few rows takes as long to read the LM head as one of many
+# Logits at a time: 16 MB in float32, as a CPU's cache holds; the model's own take as much again.
+# More on a GPU, where a product of few rows takes as long to read the LM head as one of many.
+CHUNK = 2**22
+CUDA_CHUNK = 2**26
 
 
 def without_autocast(device):
-    """Turns autocast off. CUDA's gives norms in float32, and the LM head would be cast to float32 with its input."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()
+    """Turns autocast off. CUDA's gives norms in float32, and the LM head would be cast to float32
+    with its input."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def teacher_forced(heads, ids, documents=None, wrapped=None):
-    """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K outputs [B, T, C]).
-    wrapped: DistributedDataParallel around the heads, called in their place. A model in half precision runs without
-    autocast, as in decoding; the heads' own weights are float32."""
-    K, half = heads.config.n_draft, heads.model.dtype.itemsize == 2
+    """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
+    outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place. A
+    model in half precision runs without autocast, as in decoding; the heads' own weights are
+    float32."""
+    K = heads.config.n_draft
+    half = heads.model.dtype.itemsize == 2
+    up_to = lambda end: None if documents is None else documents[:, :end]
     with torch.no_grad(), without_autocast(ids.device) if half else contextlib.nullcontext():
-        hidden = heads.model(ids[:, :-1], documents=None if documents is None else documents[:, :-1])
-    return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], None if documents is None else documents[:, :-K - 1])
+        hidden = heads.model(ids[:, :-1], documents=up_to(-1))
+    return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
 
 
 def guess_masks(tokens, K, loss_mask=None, documents=None):
-    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. loss_mask: bool, of that shape, the tokens to be
-    guessed (default: all); documents: int64, likewise, the number of each token's document: guesses across a border do
-    not count."""
+    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. loss_mask: bool, of that
+    shape, the tokens to be guessed (default: all); documents: int64, likewise, the number of each
+    token's document: guesses across a border do not count."""
     T = tokens.shape[1] - K - 1
     loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
     guessed = [slice(i + 2, i + 2 + T) for i in range(K)]
-    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in guessed])
+    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T])
+                        for at in guessed])
 
 
-def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0, chunk=None):
-    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the guesses summed over, bool [K, B,
-    T]).
+def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0,
+                chunk=None):
+    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the guesses summed
+    over, bool [K, B, T]).
 
-    outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the model's, at positions 0..T
-    + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T], see `guess_masks`. objective: "distill", against
-    the model's next-token distribution, or "data", against the tokens. A hit is a guess in guess_mask whose top-1 is
-    the model's greedy token.
+    outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
+    model's, at positions 0..T + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T],
+    see `guess_masks`. objective: "distill", against the model's next-token distribution, or "data",
+    against the tokens. A hit is a guess in guess_mask whose top-1 is the model's greedy token.
 
-    top_n > 0 trains on policy: on guesses that drafting would reach. Drafting goes on from the n likeliest tokens of
-    each head. The model's distribution is known only after the text's own tokens, so a guess counts only where every
-    head before it had the text's token among its top_n.
+    top_n > 0 trains on policy: on guesses that drafting would reach. Drafting goes on from the n
+    likeliest tokens of each head. The model's distribution is known only after the text's own
+    tokens, so a guess counts only where every head before it had the text's token among its top_n.
 
-    Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable with respect to the
-    outputs. At most `chunk` logits (or those of one position) exist at a time; with the model's probabilities, the
-    gradient, and copies in both dtypes that is up to six times as many numbers.
+    Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable
+    with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time;
+    with the model's probabilities, the gradient, and copies in both dtypes that is up to six times
+    as many numbers.
     """
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -70,32 +82,38 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
         teacher = model.norm(hidden).detach().to(dtype)
         states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
         weight = model.head.weight.to(dtype)
-        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, top_n, chunk, *states)
+        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, top_n, chunk,
+                                *states)
 
 
 class HeadLosses(torch.autograd.Function):
-    """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], outputs K times [B, T, C], of one
-    dtype."""
+    """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], outputs K times
+    [B, T, C], of one dtype."""
 
     @staticmethod
     def forward(ctx, weight, teacher, tokens, guess_mask, objective, top_n, chunk, *outputs):
-        (B, T, _), K, V = outputs[0].shape, len(outputs), weight.shape[0]
+        B, T, _ = outputs[0].shape
+        K = len(outputs)
+        V = weight.shape[0]
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        grads = [torch.empty_like(x) if needed else None for x, needed in zip(outputs, ctx.needs_input_grad[7:])]
+        needed = ctx.needs_input_grad[-K:]
+        grads = [torch.empty_like(x) if need else None for x, need in zip(outputs, needed)]
         reached = guess_mask.clone()
         for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
-            # contiguous, since a slice would make a batch of products that each read the whole weight
-            logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)  # (rows, end - start, V)
-            best = logits.argmax(dim=-1)
-            probs = logits.softmax(dim=-1) if objective == "distill" else None
+            # contiguous: of a slice it would be a batch of products that each read the whole weight
+            logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
+            best = logits.argmax(dim=-1)                                     # (rows, end - start)
+            probs = logits.softmax(dim=-1) if objective == "distill" else None  # (..., V)
             del logits
-            for i, output in enumerate(outputs):  # in this order, since `reached` of a head depends on the head before
-                first, last = max(start - 1 - i, 0), min(end - 1 - i, T)  # positions from which head i guesses the same
+            for i, output in enumerate(outputs):  # in order: a head reaches what the one before did
+                first = max(start - 1 - i, 0)  # of the positions from which head i guesses the same
+                last = min(end - 1 - i, T)
                 if first >= last:
                     continue
                 at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
-                here, text = (rows, slice(first, last)), tokens[rows, first + 2 + i:last + 2 + i, None]
+                here = (rows, slice(first, last))
+                text = tokens[rows, first + 2 + i:last + 2 + i, None]
                 logits = (output[here].contiguous() @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
                 hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
@@ -106,19 +124,22 @@ class HeadLosses(torch.autograd.Function):
                 losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
                 sums[i] += (losses * reached[i][here]).sum()
                 if grads[i] is not None:
-                    grads[i][here] = (gradient.to(weight.dtype) @ weight) * reached[i][here][..., None]
+                    gradient = gradient.to(weight.dtype) @ weight
+                    grads[i][here] = gradient * reached[i][here][..., None]
         ctx.grads = grads
         ctx.mark_non_differentiable(hits, reached)
         return sums, hits, reached
 
     @staticmethod
     def backward(ctx, d_sums, *_):
-        return (None,) * 7 + tuple(None if g is None else g * d.to(g.dtype) for g, d in zip(ctx.grads, d_sums.unbind()))
+        grads = (None if grad is None else grad * d.to(grad.dtype)
+                 for grad, d in zip(ctx.grads, d_sums.unbind()))
+        return (None,) * 7 + tuple(grads)
 
 
 def chunk_ranges(B, length, V, chunk):
-    """Yields (slice of the B sequences, start, end) that cover positions 1..length - 1 with about `chunk` logits
-    each."""
+    """Yields (slice of the B sequences, start, end) that cover positions 1..length - 1 with about
+    `chunk` logits each."""
     sequences = min(B, max(1, chunk // V))
     positions = max(1, chunk // (V * sequences))
     for b in range(0, B, sequences):
@@ -127,9 +148,12 @@ def chunk_ranges(B, length, V, chunk):
 
 
 def cross_entropy_(logits, target, is_token):
-    """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits. target: token ids [...,
-    1] if is_token, else probabilities [..., V]."""
-    agreed = logits.gather(-1, target)[..., 0] if is_token else (target * logits).sum(dim=-1)
+    """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits.
+    target: token ids [..., 1] if is_token, else probabilities [..., V]."""
+    if is_token:
+        agreed = logits.gather(-1, target)[..., 0]
+    else:
+        agreed = (target * logits).sum(dim=-1)
     mass = logits.exp_().sum(dim=-1)
     gradient = logits.div_(mass[..., None])
     if is_token:
@@ -140,36 +164,43 @@ def cross_entropy_(logits, target, is_token):
 
 
 def state_losses(model, outputs, hidden, guess_mask):
-    """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance between the head's
-    and the model's states, both after the final norm (Clover-2, arXiv 2408.00264, after EAGLE, 2401.15077). Arguments
-    as in `head_losses`; differentiable with respect to the outputs."""
-    T, sums = outputs[0].shape[1], []
+    """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance
+    between the head's and the model's states, both after the final norm (Clover-2, arXiv
+    2408.00264, after EAGLE, 2401.15077). Arguments as in `head_losses`; differentiable with respect
+    to the outputs."""
+    T = outputs[0].shape[1]
+    sums = []
     normed = lambda states: model.norm(states.to(hidden.dtype)).float()
     with without_autocast(hidden.device):
         teacher = normed(hidden).detach()
         for i, out in enumerate(outputs):
-            distances = F.smooth_l1_loss(normed(out), teacher[:, i + 1:i + 1 + T], reduction="none")
+            ahead = teacher[:, i + 1:i + 1 + T]
+            distances = F.smooth_l1_loss(normed(out), ahead, reduction="none")
             sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
         return torch.stack(sums)
 
 
 @torch.no_grad()
 def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None, vocabulary=None):
-    """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask the model's greedy
-    token is among the head's n likeliest; of equally likely tokens the lower id comes first. vocabulary: the only
-    token ids that heads guess, a tensor [n]; None: all. Logits are float32, as in decoding. Other arguments as in
-    `head_losses`."""
-    V, (B, T, _), device = model.config.vocab_size, outputs[0].shape, hidden.device
+    """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
+    the model's greedy token is among the head's n likeliest; of equally likely tokens the lower id
+    comes first. vocabulary: the only token ids that heads guess, a tensor [n]; None: all. Logits
+    are float32, as in decoding. Other arguments as in `head_losses`."""
+    B, T, _ = outputs[0].shape
+    V = model.config.vocab_size
+    device = hidden.device
     drafted = torch.full((V,), vocabulary is None, device=device)  # whether heads guess it
     if vocabulary is not None:
         drafted[vocabulary.long()] = True
     rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // V)
 
     def logits_of(states):
-        with without_autocast(states.device):
+        with without_autocast(device):
             return model.head.logits(model.norm(states.to(hidden.dtype)))
-    best = torch.cat([logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]).view(B, -1)
-    ids, hits = torch.arange(V, device=device), hidden.new_zeros(len(tops), len(outputs)).float()
+    best = [logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]
+    best = torch.cat(best).view(B, -1)
+    ids = torch.arange(V, device=device)
+    hits = hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
         parts = (x.split(rows) for x in (out.flatten(0, 1), targets, guess_mask[i].flatten()))

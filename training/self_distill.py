@@ -1,36 +1,67 @@
-"""Text that the model itself writes, for heads to train on: decoding is on the model's own text, not on the
-corpus's."""
+"""Text that the model itself writes, for heads to train on: decoding is on the model's own text,
+not on the corpus's."""
 
 import shutil
 import time
 
 from clover import CloverHeads
 from generate import generate
+from model import InputError
 from training.data import concatenate, document, open_tokens, prompts, write_tokens
 
 SELF_PROMPTS = 1024  # by default, where the data are conversations
 ROUNDS = 4
-TREE_SIZE = 5  # not measured: in half precision ties depend on it, and a resumed run must write the same text
+# Not measured: in half precision ties depend on it, and a resumed run must write the same text.
+TREE_SIZE = 5
+
+
+def number_of_prompts(args, kinds):
+    """--self-distill, or its default for documents of these kinds, {kind: number}."""
+    if args.self_distill is None:
+        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
+        return SELF_PROMPTS if mostly_chats and not args.shard_base else 0
+    if args.self_distill and args.shard_base:
+        raise InputError("--self-distill lets the model decode, which a sharded one does not; take "
+                         "--self-distill 0")
+    return args.self_distill
 
 
 class SelfDistillation:
-    """What the model writes after prompts from the corpus, in ROUNDS rounds spread evenly over the run.
+    """What the model writes after prompts from the corpus, in ROUNDS rounds spread evenly over the
+    run.
 
-    Rounds are greedy and at temperature 1 in turn, and use the heads as they are by then. Each is kept in a folder of
-    tokens, where a resumed run finds it.
+    Rounds are greedy and at temperature 1 in turn, and use the heads as they are by then. Each is
+    kept in a folder of tokens, where a resumed run finds it.
     """
 
     def __init__(self, run, corpus, stop, kinds):
-        """corpus: the training Tokens; stop: the token ids that end a text; kinds: {kind: number} of the documents."""
-        a, c = run.args, run.heads.model.config
-        self.folder, self.stop, self.tokens, self.rounds = run.out / "self_distill", stop, None, 0
-        self.length = min(a.block_size + run.heads.config.n_draft + 1, c.block_size // 2)
-        self.prompts = prompts(corpus, a.self_distill, max(a.block_size // 4, 1), a.seed, c.block_size - self.length)
+        """corpus: the training Tokens; stop: the token ids that end a text; kinds: {kind: number}
+        of the documents."""
+        a = run.args
+        context = run.heads.model.config.block_size
+        self.folder = run.out / "self_distill"
+        self.stop = stop
+        self.tokens = None
+        self.rounds = 0
+        self.length = min(run.window, context // 2)
+        self.prompts = prompts(corpus, a.self_distill, max(a.block_size // 4, 1), a.seed,
+                               context - self.length)
         self.dtype = corpus.ids.dtype
         self.prompt_in_loss = set(kinds) == {"text"}  # a user's words are not
         if run.step == 0 and run.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier run
         run.world.barrier()
+
+    def parts(self, run, corpus):
+        """What the step's windows are drawn from, for `window_batch`: --self-distill-ratio of them
+        from the model's own text."""
+        a = run.args
+        own_text = self.tokens_so_far(run)
+        if len(own_text.ids) < run.window:  # the first round may be shorter
+            return [(corpus, a.batch_size)]
+        due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # up to a step
+        own = due(run.step + 1) - due(run.step)
+        return [(corpus, a.batch_size - own), (own_text, own)][:2 if own else 1]
 
     def tokens_so_far(self, run):
         """The Tokens of all rounds that are due by the run's step."""
@@ -46,16 +77,22 @@ class SelfDistillation:
         """Writes a round's folder, unless this run wrote it before it was resumed."""
         if folder.exists():
             return
-        given, texts, model, began = self.prompts[self.rounds::ROUNDS], [], run.heads.model, time.monotonic()
+        given = self.prompts[self.rounds::ROUNDS]
+        texts = []
         if given:
+            began = time.monotonic()
             run.save()
-            heads = CloverHeads.from_pretrained(run.out, model) if run.step else None  # a copy in the model's dtype
-            out = generate(model, given, self.length, heads, temperature=self.rounds % 2, seed=run.args.seed,
-                           tree_size=TREE_SIZE, batch_size=32, stop=self.stop)
+            model = run.heads.model
+            # a copy in the model's dtype
+            heads = CloverHeads.from_pretrained(run.out, model) if run.step else None
+            out = generate(model, given, self.length, heads, temperature=self.rounds % 2,
+                           seed=run.args.seed, tree_size=TREE_SIZE, batch_size=32, stop=self.stop)
             texts = out.tokens
             run.world.print(f"the model wrote {out.emitted} tokens after {len(given)} prompts "
-                            f"({out.tokens_per_step:.2f} per step) in {time.monotonic() - began:.0f} s")
-        in_loss = self.prompt_in_loss
-        documents = (document([*prompt, *text], [in_loss] * len(prompt) + [True] * len(text), self.dtype)
-                     for prompt, text in zip(given, texts))
-        write_tokens(folder, (("train", "text", tokens) for tokens in documents))
+                            f"({out.tokens_per_step:.2f} per step) in "
+                            f"{time.monotonic() - began:.0f} s")
+        documents = []
+        for prompt, text in zip(given, texts):
+            in_loss = [self.prompt_in_loss] * len(prompt) + [True] * len(text)
+            documents.append(("train", "text", document([*prompt, *text], in_loss, self.dtype)))
+        write_tokens(folder, documents)
