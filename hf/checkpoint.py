@@ -469,24 +469,27 @@ def open_pickle(file):
 # From files to parameters
 
 def check_headers(path, config):
-    """The shapes of all parameters, {name: shape}, once the headers of the folder's files agree with the config.
+    """The shapes of all parameters, {name: shape}, once the headers of the folder's files agree
+    with the config.
 
-    Reads no weights and builds nothing per layer before the headers show that many. Raises InputError for a tensor that
-    is missing, unknown, quantised or of another shape."""
+    Reads no weights and builds nothing per layer before the headers show that many. Raises
+    InputError for a tensor that is missing, unknown, quantised or of another shape."""
     shapes = [tensor.shape for file in weight_files(path) for tensor in open_weights(file).values()]
     if config.n_layer > len(shapes):
-        raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold only {len(shapes)} "
-                         "tensors; fetch the checkpoint again")
+        raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold "
+                         f"only {len(shapes)} tensors; fetch the checkpoint again")
     try:
         with torch.device("meta"):  # a single layer, without memory, whose names are repeated
             parameters = GPT(replace(config, n_layer=1)).named_parameters()
     except (RuntimeError, TypeError) as error:  # sizes whose product does not fit an int64
         reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch it again") from None
+        raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch "
+                         "it again") from None
     expected = {}
     for name, parameter in parameters:
         layers = range(config.n_layer) if name.startswith("blocks.0.") else [0]
-        expected |= {name.replace("blocks.0.", f"blocks.{i}."): tuple(parameter.shape) for i in layers}
+        shape = tuple(parameter.shape)
+        expected |= {name.replace("blocks.0.", f"blocks.{i}."): shape for i in layers}
     for _ in match_tensors(path, config, expected):
         pass
     return expected
@@ -497,11 +500,14 @@ def stored_dtype(path):
     tensors = [tensor for file in weight_files(path) for key, tensor in open_weights(file).items()
                if tensor.dtype in FLOATS and not key.endswith(IGNORED)]
     name = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
-    return getattr(torch, name.replace("BF", "bfloat").replace("F", "float") if name.isupper() else name)
+    if name.isupper():  # safetensors' name
+        name = name.replace("BF", "bfloat").replace("F", "float")
+    return getattr(torch, name)
 
 
 def match_tensors(path, config, shapes):
-    """Yields (file, stored tensor, parameter's name, first row, rows) for every tensor of a folder, file by file.
+    """Yields (file, stored tensor, parameter's name, first row, rows) for every tensor of a folder,
+    file by file.
 
     The tensor fills these rows of the parameter. Raises InputError as check_headers does."""
     family = FAMILIES[config.family]
@@ -511,7 +517,7 @@ def match_tensors(path, config, shapes):
     for file in weight_files(path):
         for key, tensor in open_weights(file).items():
             part = key.removeprefix(family.prefix)  # which only some folders have
-            if config.tied and part == "lm_head.weight":  # some folders keep one of the two names, some keep both
+            if config.tied and part == "lm_head.weight":  # some folders keep one name, some both
                 part = embedding
                 if part not in missing:
                     continue
@@ -519,36 +525,39 @@ def match_tensors(path, config, shapes):
                 continue
             if part not in parts:
                 kind = QUANTISED.get(key.rpartition(".")[2])
-                raise InputError(f"{file}: the checkpoint has a tensor that its config.json gives no place to: {key}"
-                                 + (f"; it looks quantised ({kind}), which is not supported" if kind else ""))
+                hint = f"; it looks quantised ({kind}), which is not supported" if kind else ""
+                raise InputError(f"{file}: the checkpoint has a tensor that its config.json gives "
+                                 f"no place to: {key}{hint}")
             name, start, size = parts[part]
             expected = (size, *shapes[name][1:])[::-1 if is_transposed(name, config) else 1]
             if tensor.dtype not in FLOATS:
-                raise InputError(f"{file}: {key} is quantised ({tensor.dtype}), which is not supported; use the "
-                                 "float16 or bfloat16 checkpoint")
+                raise InputError(f"{file}: {key} is quantised ({tensor.dtype}), which is not "
+                                 "supported; use the float16 or bfloat16 checkpoint")
             if tensor.shape != expected:
-                raise InputError(f"{file}: {key} should have shape {expected} by config.json, the checkpoint has "
-                                 f"{tensor.shape}")
+                raise InputError(f"{file}: {key} should have shape {expected} by config.json, the "
+                                 f"checkpoint has {tensor.shape}")
             missing.pop(part, None)
             yield file, tensor, name, start, size
     if missing:
         part, (name, _, _) = next(iter(missing.items()))
-        raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it does not fit its "
-                         "config.json")
+        raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it does "
+                         "not fit its config.json")
 
 
 def load(path, dtype=None, device=None, group=None):
     """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
 
-    dtype: torch dtype, default `backends.cpu.default_dtype`; device: default CUDA where there is a GPU. group: the ranks
-    that hold it together, a `backends.tensor_parallel.Group`: only this rank's part is read. Raises InputError if the
-    checkpoint is invalid, or the device has no room for it."""
+    dtype: torch dtype, default `backends.cpu.default_dtype`; device: default CUDA where there is a
+    GPU. group: the ranks that hold it together, a `backends.tensor_parallel.Group`: only this
+    rank's part is read. Raises InputError if the checkpoint is invalid, or the device has no room
+    for it."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(path)
     shapes = check_headers(path, config)  # nothing is built before the files agree
     dtype = dtype or default_dtype(device, stored_dtype(path))
     slices = {name: group.shard_slices(name, config) if group else None for name in shapes}
-    size = dtype.itemsize * sum(math.prod(shard_shape(shapes[name], slices[name])) for name in shapes)
+    held = {name: shard_shape(shape, slices[name]) for name, shape in shapes.items()}
+    size = dtype.itemsize * sum(map(math.prod, held.values()))
     advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     with torch.device("meta"):
@@ -569,28 +578,31 @@ def load(path, dtype=None, device=None, group=None):
 def read_state(path, config, shapes, dtype, device, slices):
     """Reads a folder's weights -> (state {name: tensor of `dtype` on `device`}, hash of the model).
 
-    shapes: {name: shape} of all parameters, from check_headers. slices: {name: what to read of it}, as
-    `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes the memory of the state
-    and of about one tensor. Raises InputError as check_headers does."""
+    shapes: {name: shape} of all parameters, from check_headers. slices: {name: what to read of it},
+    as `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes
+    the memory of the state and of about one tensor. Raises InputError as check_headers does."""
     state, samples = {}, {}
     progress = FileProgress(path)
     for file, tensor, name, start, size in match_tensors(path, config, shapes):
         progress.show(file)
         if name not in state:
-            state[name] = torch.empty(shard_shape(shapes[name], slices[name]), dtype=dtype, device=device)
+            shape = shard_shape(shapes[name], slices[name])
+            state[name] = torch.empty(shape, dtype=dtype, device=device)
         value = tensor.load()
         value = value.T if is_transposed(name, config) else value
         copy_shard(state[name], value, start, slices[name])
         rows, columns = sample_for_hash(shapes[name], start, size)
-        samples.setdefault(name, {})[start] = value[rows, columns] if value.dim() > 1 else value[columns]
+        sampled = value[rows, columns] if value.dim() > 1 else value[columns]
+        samples.setdefault(name, {})[start] = sampled
     if config.unit_head:
         for rows in state["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
     if config.tied:
         samples["head.weight"] = samples["embed.weight"]
         shapes = shapes | {"head.weight": shapes["embed.weight"]}
-    joined = {name: torch.cat([values for _, values in sorted(parts.items())]) for name, parts in samples.items()}
-    return state, samples_hash({name: (shapes[name], values) for name, values in joined.items()})
+    joined = {name: (shapes[name], torch.cat([values for _, values in sorted(parts.items())]))
+              for name, parts in samples.items()}
+    return state, samples_hash(joined)
 
 
 class FileProgress:
@@ -603,13 +615,14 @@ class FileProgress:
     def show(self, file):
         if file != self.current and self.total >= LARGE:
             self.current = file
-            print(f"reading {file.name} ({self.files.index(file) + 1} of {len(self.files)}, {self.total / 1e9:.1f} GB in "
-                  "all)", file=sys.stderr)
+            number = self.files.index(file) + 1
+            print(f"reading {file.name} ({number} of {len(self.files)}, {self.total / 1e9:.1f} GB "
+                  "in all)", file=sys.stderr)
 
 
 def sample_for_hash(shape, start, size):
-    """(rows, columns) of the values of a parameter that `clover.state_hash` samples, one in every numel // 64, within
-    `size` rows from `start`, counted from there."""
+    """(rows, columns) of the values of a parameter that `clover.state_hash` samples, one in every
+    numel // 64, within `size` rows from `start`, counted from there."""
     width, stride = math.prod(shape[1:]), max(1, math.prod(shape) // 64)
     first = -(-start * width // stride) * stride
     flat = torch.arange(first, (start + size) * width, stride) - start * width
@@ -625,7 +638,8 @@ def shard_shape(shape, slices):
 
 
 def copy_shard(target, value, start, slices):
-    """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank holds it."""
+    """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank
+    holds it."""
     dim, parts = slices or (0, [slice(0, start + len(value))])
     if dim == 1:
         target[start:start + len(value)].copy_(value[:, parts[0]])
@@ -640,36 +654,43 @@ def copy_shard(target, value, start, slices):
 
 
 def save(model, path, dtype=None):
-    """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for transformers to read.
-    Raises InputError for a config that the family's format cannot express."""
+    """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for
+    transformers to read. Raises InputError for a config that the family's format cannot express."""
     path, dtype = Path(path), dtype or model.dtype
     raw = hf_config(model.config, dtype)
     if parse_config(raw, path) != model.config:
-        raise InputError(f"{path}: the {model.config.family} format has no way to write this config: {model.config}")
+        raise InputError(f"{path}: the {model.config.family} format has no way to write this "
+                         f"config: {model.config}")
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, value in model.state_dict().items():
         if not (name == "head.weight" and model.config.tied):
             tensors.update(split_weight(name, value.detach().to("cpu", dtype), model.config))
-    atomic_write(path / "model.safetensors", lambda tmp: save_file(tensors, tmp, metadata={"format": "pt"}))
+    write = partial(save_file, tensors, metadata={"format": "pt"})
+    atomic_write(path / "model.safetensors", write)
     text = json.dumps(raw, indent=2) + "\n"
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
 def describe(path):
-    """What a checkpoint folder holds, in lines of text. Reads headers only. Raises InputError as check_headers does."""
+    """What a checkpoint folder holds, in lines of text. Reads headers only. Raises InputError as
+    check_headers does."""
     c, files = read_config(path), weight_files(path)
     count = sum(map(math.prod, check_headers(path, c).values()))
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
     scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
     gb = lambda size: f"{size / 1e9:.2f} GB"
+    head = "tied to the embeddings" if c.tied else "of its own"
+    gated = " gated" if c.gated else ""
+    in_both = lambda size: f"{gb(4 * size)} in float32, {gb(2 * size)} in bfloat16"
     return "\n".join((
         f"family        {c.family} ({FAMILIES[c.family].architecture})",
-        f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' if c.gated else ''}",
+        f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{gated}",
         f"heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        f"vocabulary    {c.vocab_size}, LM head {'tied to the embeddings' if c.tied else 'of its own'}",
+        f"vocabulary    {c.vocab_size}, LM head {head}",
         f"context       {c.block_size} tokens, positions by {c.positions}{scaling}",
-        f"parameters    {count / 1e6:.1f} million: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
+        f"parameters    {count / 1e6:.1f} million: {in_both(count)}",
         f"weights       {shards}, {gb(sum(f.stat().st_size for f in files))}",
-        f"KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16"))
+        f"KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in "
+        "bfloat16"))
