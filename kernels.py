@@ -1,14 +1,16 @@
 """The operations of a speculative step that have kernels of their own, in Triton and in torch.
 
-    tree_attention      attention of a token tree over the committed cache and its own ancestors
+    tree_attention      attention of a token tree over the committed cache and itself
     project_topk        LM head + log-softmax + top-k, for drafting
     project_sample      LM head + argmax or Gumbel-argmax, for verifying
     commit_path         moves the accepted nodes' cache rows to the front
     add_norm            residual add + RMSNorm or LayerNorm
-    rope_cache          norm and rotation of queries and keys, write of keys and values to the cache
+    rope_cache          norm and rotation of queries and keys, write of keys and values
     glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
-    select_candidates   the best proposals of one depth of a draft; best_tree: of all, as a tree
-    ngram_lookup        what followed when the text was here before; merge_chain: that and a tree
+    select_candidates   the best proposals of a depth
+    best_tree           the best of all depths, as a tree
+    ngram_lookup        what followed when the text was here before
+    merge_chain         adds that to a tree
     accept_path         the walk down the tree
     nucleus             where top-p sampling cuts
 
@@ -16,9 +18,8 @@ The first four move the bytes of a step, the others save launches between them. 
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
 same signature. The function runs the kernel for CUDA tensors, and for CPU tensors if
 TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
-reference. `takes` declares shapes and dtypes: what does not fit is a ValueError, and so are tensors
-on different devices. Strides are free unless it says "contiguous". Needs torch and, where it
-exists, triton.
+reference. `takes` declares shapes and dtypes; ValueError for others and for mixed devices. Strides
+are free unless it says "contiguous". This file needs torch and, where it exists, triton.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -54,8 +55,8 @@ NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 
 
 def takes(*conditions, **specs):
-    """Declares a function's arguments, e.g. q="B T Hq D float"; each call checks them. The words
-    are explained at the end of the file."""
+    """Declares a function's arguments, e.g. q="B T Hq D float", and checks them in each call. The
+    end of this file explains the words."""
     def declare(function):
         parameters = inspect.signature(function).parameters.items()
         defaults = {name: None if x.default is x.empty else x.default for name, x in parameters}
@@ -87,14 +88,12 @@ def takes(*conditions, **specs):
 # meets T * G query rows, so 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below
 # the 200 to 300 at which a data-centre GPU stops being memory-bound. Hence all T * G query rows
 # that share a kv head form one tile, and the cache is cut into splits so that B * Hkv * splits
-# programs fill the GPU (flash-decoding). A split of n cache rows writes and reads back float32
-# partial sums, which in bf16 are as many bytes as 2 * T * G of its rows, so many query rows want
-# long splits. `_splits` chooses their number.
+# programs fill the GPU (flash-decoding). A split writes and reads back float32 partial sums, in
+# bf16 as many bytes as 2 * T * G of its rows, so many query rows want long splits (`_splits`).
 #
 # The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
-# The split size depends on the sequence's own length: a short text in a large cache is cut as in a
-# small cache, and the cuts do not depend on the rest of the batch. Programs beyond the end of their
-# sequence return at once.
+# Their size depends on the sequence's own length: a short text in a large cache is cut as in a
+# small one, whatever else is in the batch. Programs beyond the end of their sequence return.
 
 
 @triton.jit
@@ -106,8 +105,8 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _attend(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
-    """One online-softmax step, base 2: folds a tile of keys and values into (row_max, row_sum,
-    acc). positions: the keys' positions relative to the root."""
+    """One online-softmax step, base 2: folds a tile of keys and values into row_max, row_sum, acc.
+    positions: those of the keys, the root's being 0."""
     # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
     scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
     if slopes is not None:
@@ -263,12 +262,11 @@ def _combine_splits_kernel(
     tl.store(out_ptr + row * D + dims, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
-@takes("T <= S", "Hq % Hkv == 0", T="1..64", D="16..256", q="B T Hq D float",
-       k_cache="B Hkv S D float|float64", v_cache="B Hkv S D float|float64",
+@takes("Hq % Hkv == 0", q="B T Hq D float", T="1..64", D="16..256",
+       k_cache="B Hkv S D float|float64", v_cache="B Hkv S D float|float64", S="T..inf",
        lengths="B int32 0..S-T", ancestors="B T int64", slopes="Hq float32?")
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None):
-    """Attention of a token tree over the committed cache and each node's own ancestors -> [B, T,
-    Hq, D].
+    """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
 
     The keys and values of node j are at cache row lengths[b] + j already; cache rows that no node
     sees may hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. A
@@ -348,19 +346,15 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # beyond. Storing the M * V logits would write them once and read them twice: at M = 64 another 10%,
 # and two launches. Here two programs per multiprocessor walk the vocabulary in tiles, each with a
 # running log-sum-exp and a running list of its k best, and a second, small kernel merges the lists.
-# The noise is computed where it is added: about 15 integer operations and two logarithms per logit,
-# beside the C elements of weight that each logit reads.
 #
 # A tile's logits stay in registers. While a row's largest logit beats the worst entry of its list,
 # it replaces that entry: k rounds in a program's first tile, and with many rows and few tiles per
-# program not many fewer in the next. So the search costs in proportion to k, of which drafting asks
-# for 4 to 8.
+# program not many fewer in the next. So the search costs in proportion to k; drafting asks for 4-8.
 #
-# The noise is a pure function of its arguments: a 64-bit key per row from (seed, sequence,
-# position) by the splitmix64 finalizer, then per token the 32-bit finalizer lowbias32, with one
-# half of the key mixed in before its multiplications and the other between them. With one half
-# only, two rows could share a shuffled copy of the same noise; with both that takes all 64 bits to
-# match.
+# The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
+# (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
+# lowbias32, with one half of the key mixed in before its multiplications and the other between
+# them. With one half only, two rows could share a shuffled copy of the same noise.
 
 
 @triton.jit
@@ -372,8 +366,7 @@ def _splitmix64(x):
 
 @triton.jit
 def _gumbel_noise(low, high, tokens):
-    """[BLOCK_M, BLOCK_V] for row keys (low, high) and tokens, all uint32. The same integers as
-    `gumbel`."""
+    """`gumbel` [BLOCK_M, BLOCK_V] for row keys (low, high) and tokens, all uint32."""
     x = tokens[None, :] ^ low[:, None]
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = x ^ high[:, None]
@@ -383,14 +376,42 @@ def _gumbel_noise(low, high, tokens):
     return -tl.log(-tl.log(uniform))
 
 
+def gumbel(seed, sequence, position, tokens):
+    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for sequence and
+    position int [M] and tokens int [n] or [M, n]; seed of at most 64 bits."""
+    key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
+    key = _splitmix64_torch(key)[:, None]  # (M, 1)
+    x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
+    x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
+    x = _xor_shift(x, 15).mul_(-0x7B935975)
+    x = _xor_shift(x, 16).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
+    return x.float().mul_(2.0 ** -24).log_().neg_().log_().neg_()  # odd / 2^24: never 0 and never 1
+
+
+def _xor_shift(x, bits):
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
+
+
+def _splitmix64_torch(x):
+    """On int64, where >> copies the sign bit; the copies are masked off."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@lru_cache
+def _seed_key(seed):
+    """A mixed, signed 64-bit int: seed 1 with sequence 0 differs from seed 0 with sequence 1."""
+    _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
+    seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
+    return int(_splitmix64_torch(torch.tensor(seed, device="cpu")))
+
+
 @triton.jit
 def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
-    """Moves the scores of a tile that beat the worst of their row's list (values, columns) into
-    that list.
-
-    A tile's columns are higher than the list's, so an equal score is not inserted. Of equal worst
-    entries the last is evicted.
-    """
+    """Inserts the scores of a tile that beat the worst of their row's list (values, columns). A
+    tile's columns are higher than the list's, so an equal score is not inserted, and of equal worst
+    entries the last is evicted."""
     tile_offsets = tl.arange(0, BLOCK_V)[None, :]
     best = tl.max(scores, 1)
     worst = tl.min(values, 1)
@@ -417,11 +438,8 @@ def _project_kernel(
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and, if asked
-    for, their log-sum-exp.
-
-    One loop over (tile, channels), so that the next tile's weights are loaded while this tile's
-    best are taken.
-    """
+    for, their log-sum-exp. One loop over (tile, channels), so that the next tile's weights are
+    loaded while this tile's best are taken."""
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
@@ -470,8 +488,8 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :], scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
-                noise = _gumbel_noise(low, high, (first_token + token).to(tl.uint32))
-                scores = scores / temperature + noise
+                scores = scores / temperature
+                scores += _gumbel_noise(low, high, (first_token + token).to(tl.uint32))
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -525,10 +543,8 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    # two programs per multiprocessor, and no more lists than one program of the merging kernel can
-    # hold
     programs = max(1, 2 * sm_count(hidden.device) // m_tiles)
-    programs = min(triton.cdiv(V, blocks["BLOCK_V"]), programs, 512)
+    programs = min(triton.cdiv(V, blocks["BLOCK_V"]), programs, 512)  # no more lists can be merged
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
     columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
@@ -582,12 +598,11 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
                    first_token=0):
     """The model's own next token of each row -> int64 [M]: argmax at temperature 0, else a sample
-    that depends on nothing drafted. Of equal logits the lowest token id wins, or the first in
-    vocab_ids.
+    that depends on nothing drafted. Of equals the lowest id wins, or the first in vocab_ids.
 
     seed: int of at most 64 bits. sequence, position: the token's sequence and its position there.
     vocab_ids: only these rows of the weight take part. first_token: the token id of the weight's
-    first row, where it is a part of a larger one. A token's noise depends on its id alone.
+    first row, where it is a part of a larger one; noise depends on ids, not on rows.
     """
     if not runs_triton(hidden):
         return project_sample_reference(
@@ -607,8 +622,7 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
 
 
 def float_logits(hidden, weight, vocab_ids=None):
-    """Logits float32 [M, V] of hidden [M, C] and weight [V, C], or its rows vocab_ids. Rounding
-    would make ties."""
+    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties."""
     weight = weight if vocab_ids is None else weight[vocab_ids]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -617,46 +631,13 @@ def float_logits(hidden, weight, vocab_ids=None):
 
 @takes("0 <= temperature < inf", logits="M V real", sequence="M int", position="M int")
 def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first_token=0):
-    """Samples softmax(logits / temperature) of each row -> columns int64 [M]. Temperature 0:
-    argmax, of equals the first. logits: -inf for excluded tokens. tokens: the columns' token ids
-    [V], default first_token and on."""
+    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> int64 [M].
+    logits: -inf for excluded tokens. tokens: the columns' ids [V], default first_token and on."""
     if temperature == 0:
         return logits.argmax(-1)
     if tokens is None:
         tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
-
-
-def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for sequence and
-    position int [M] and tokens int [n] or [M, n]; seed of at most 64 bits."""
-    key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
-    key = _splitmix64_torch(key)[:, None]  # (M, 1)
-    x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
-    x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
-    x = _xor_shift(x, 15).mul_(-0x7B935975)
-    x = _xor_shift(x, 16).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
-    return x.float().mul_(2.0 ** -24).log_().neg_().log_().neg_()  # odd / 2^24: never 0 and never 1
-
-
-def _xor_shift(x, bits):
-    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
-
-
-def _splitmix64_torch(x):
-    """On int64, where >> copies the sign bit; the copies are masked off."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@lru_cache
-def _seed_key(seed):
-    """The seed as a mixed, signed 64-bit int: seed 1 with sequence 0 differs from seed 0 with
-    sequence 1."""
-    _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
-    seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
-    return int(_splitmix64_torch(torch.tensor(seed, device="cpu")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -675,8 +656,7 @@ def _commit_path_kernel(
     stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
     D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (sequence and kv head; layer, keys or values): moves the path's rows of one [S, D]
-    slice."""
+    """Program (sequence and kv head; layer, keys or values): moves rows of one [S, D] slice."""
     b = (tl.program_id(0) // Hkv).to(tl.int64)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
@@ -702,11 +682,10 @@ def _commit_path_kernel(
 @takes(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int", count="B int", P="1..64")
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all
-    layers at once.
+    layers at once. Other rows and the lengths do not change.
 
-    path: node ids in rising order, the root (0) first; entries from count on are ignored. For j <
-    count[b], cache row lengths[b] + j becomes what row lengths[b] + path[b, j] was; other rows and
-    the lengths do not change. The reference raises ValueError for paths that leave the cache.
+    path: node ids in rising order, the root (0) first; entries from count on are ignored. The
+    reference raises ValueError for paths that leave the cache.
     """
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
@@ -738,9 +717,7 @@ def commit_path_reference(kv, lengths, path, count):
 
 
 # ==================================================================================================
-# The rest can wait: how the launches are set, the small operations of a layer and of a tree, and
-# how arguments are checked.
-
+# The rest can wait: how kernels are launched, a layer's and a tree's small operations, and checks.
 
 # --------------------------------------------------------------------------------------------------
 # Launch settings
@@ -757,27 +734,22 @@ def runs_triton(*tensors):
 
 @lru_cache
 def sm_count(device):
-    """The number of a GPU's multiprocessors. For the interpreter on a CPU: a few, so that tests
-    meet several splits."""
+    """The number of a GPU's multiprocessors."""
     if device.type != "cuda":
-        return 4
+        return 4  # for the interpreter: a few, so that tests meet several splits
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _strides(x):
-    """Strides, with 0 in dimensions of size 1, where the stride has no effect and must not select
-    another kernel."""
+    """Strides, with 0 for dimensions of size 1, whose stride must not select another kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
 
 
 def _aligned(*tensors):
-    """Whether rows can be loaded 16 bytes at a time: the last stride is 1, the others are multiples
-    of 16 elements."""
-    for x in tensors:
-        *strides, last = _strides(x)
-        if last != 1 or x.data_ptr() % 16 or any(stride % 16 for stride in strides):
-            return False
-    return True
+    """Whether rows can be loaded 16 bytes at a time: of the strides the last is 1, the others are
+    multiples of 16 elements."""
+    return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0
+               and all(stride % 16 == 0 for stride in _strides(x)[:-1]) for x in tensors)
 
 
 def _max_registers(limit):
@@ -786,9 +758,8 @@ def _max_registers(limit):
     return {} if torch.version.hip else dict(maxnreg=limit)
 
 
-def _num_warps(columns, per_warp, most=16):
-    """Of a program whose widest tile has this many columns."""
-    return min(max(columns // per_warp, 1), most)
+def _num_warps(elements, per_warp):
+    return min(max(elements // per_warp, 1), 16)
 
 
 def _attention_blocks(rows, D, dtype, aligned, alibi=False):
@@ -859,11 +830,10 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _pair_blocks(n):
-    """Tile sizes and launch options to compare n entries with one another: 8 to 16 pairs per
-    thread."""
+    """Tile sizes and launch options to compare n entries with one another."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
     return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N),
-                num_warps=min(max(BLOCK_N // 32, 4), 16))
+                num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
 
 
 @lru_cache
@@ -1088,8 +1058,8 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + m * 2 * N + N + columns, mask=mask, other=0.0).to(tl.float32)
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    out = gate * tl.sigmoid(z) * up
-    tl.store(out_ptr + m * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + m * N + columns
+    tl.store(out_ptrs, (gate * tl.sigmoid(z) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @takes("C % 2 == 0", "activation in ('silu', 'gelu')", x="... C real")
@@ -1134,10 +1104,11 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
     q = tl.load(q_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(kv_ptr + m * 2 * C + columns, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(kv_ptr + m * 2 * C + C + columns, mask=mask, other=0.0).to(tl.float32)
-    q_norm = tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-8)
-    k_norm = tl.maximum(tl.sqrt(tl.sum(k * k, 0)), 1e-8)
-    out = z + tl.sum(q * k, 0) / (q_norm * k_norm) * v
-    tl.store(out_ptr + m * C + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+    norms = tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-8)
+    norms *= tl.maximum(tl.sqrt(tl.sum(k * k, 0)), 1e-8)
+    out_ptrs = out_ptr + m * C + columns
+    out = z + tl.sum(q * k, 0) / norms * v
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @takes("C % n_head == 0 and C // n_head <= 16384", z="... C real", q="... C real",
@@ -1205,8 +1176,7 @@ def _outranks(score, key, other_score, other_key):
 
 @triton.jit
 def _load_proposals(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth):
-    """(joint log-probabilities, tokens) of the proposals in these columns; from `count` on there is
-    none."""
+    """(joint log-probabilities, tokens) of the proposals in these columns; none from `count` on."""
     offsets = (column // W).to(tl.int64) * stride_w + column % W
     mask = column < count
     logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
@@ -1231,17 +1201,17 @@ def _select_candidates_kernel(
     place = tl.zeros([BLOCK_N], tl.int32)
     joint, token = _load_proposals(
         beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth)
-    key = token * BLOCK_N + column
     for start in range(0, BLOCK_N, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
         joints, tokens = _load_proposals(
             beams_ptr, logprobs_ptr, guesses_ptr, stride_w, other, count, W, depth)
-        place += tl.sum(_outranks(joint, key, joints, tokens * BLOCK_N + other), 1)
-    token = tl.where(column < count, token, 0)
-    parent = tl.where(column < count, column // W, -1)
+        before = _outranks(joint, token * BLOCK_N + column, joints, tokens * BLOCK_N + other)
+        place += tl.sum(before, 1)
+    valid = column < count
     tl.store(joint_ptr + out + place, joint, mask=place < n)
-    tl.store(tokens_ptr + out + place, token, mask=place < n)
-    tl.store(parents_ptr + out + place, parent.to(tl.int64), mask=place < n)
+    tl.store(tokens_ptr + out + place, tl.where(valid, token, 0), mask=place < n)
+    tl.store(parents_ptr + out + place, tl.where(valid, column // W, -1).to(tl.int64),
+             mask=place < n)
 
 
 @takes("w == 1 or w == W and depth > 0", "K * n < 2048",
@@ -1333,13 +1303,13 @@ def _best_tree_kernel(
         parent_node = tl.where(level == 0, ancestor, parent_node)
         ancestors |= bit << ancestor.to(tl.int64)
     token = tl.load(tokens_ptr + b * K * n + column, mask=kept, other=0)
-    depth = tl.where(kept, column // n + 1, 0)
     tree_ptr += b * T
     plane = B.to(tl.int64) * T
     mask = node < T
     tl.store(tree_ptr + node, token, mask=mask)
     tl.store(tree_ptr + plane + node, parent_node.to(tl.int64), mask=mask)
-    tl.store(tree_ptr + 2 * plane + node, depth.to(tl.int64), mask=mask)
+    tl.store(tree_ptr + 2 * plane + node, tl.where(kept, column // n + 1, 0).to(tl.int64),
+             mask=mask)
     tl.store(tree_ptr + 3 * plane + node, tl.where(kept, ancestors, 0), mask=mask)
     field = tl.arange(0, 4)  # of the root: its token, parent, depth and ancestors
     tl.store(tree_ptr + field * plane, tl.where(field == 0, tl.load(root_ptr + b), field // 3))
@@ -1393,16 +1363,14 @@ def best_tree_reference(root, candidates, tree_size):
 # --------------------------------------------------------------------------------------------------
 # ngram_lookup and merge_chain: drafting from the text itself
 #
-#   ngram_lookup  what followed the most recent earlier occurrence of the text's longest suffix, of
-#                 4 tokens down to 1
+#   ngram_lookup  what followed the latest earlier occurrence of the text's longest suffix (4 to 1)
 #   merge_chain   a tree and such a chain as one tree: from where they part, the chain is appended
 #
 # A match may overlap the suffix. Where the text ends before the chain does, the chain goes on as a
 # copy of itself, so that a run of one token proposes more of it.
 #
-# Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since few
-# programs hold a short text's tokens and a second launch to merge their finds would take longer
-# than that.
+# Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since a
+# second launch to merge what several found would take longer.
 
 
 @triton.jit(do_not_specialize=["S", "n"])
@@ -1436,12 +1404,10 @@ def _ngram_lookup_kernel(
 
 @takes(history="B S int32 contiguous", lengths="B int32", S="1..2**28-1", n="1..63")
 def ngram_lookup(history, lengths, n):
-    """The n tokens that the text itself suggests next -> int64 [B, n]: those that followed the most
-    recent earlier occurrence of its longest suffix, of 4 tokens down to 1 (prompt lookup decoding,
-    as transformers has it); -1 for all n where the newest token did not occur before.
+    """The n tokens that the text itself suggests next (prompt lookup decoding, as transformers has
+    it) -> int64 [B, n]; -1 for all n where the newest token did not occur before.
 
-    history: token ids. lengths: the index of each sequence's newest token, 0..S - 1; what comes
-    after does not count.
+    history: token ids. lengths: the index of each sequence's newest token, 0..S - 1.
     """
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
@@ -1590,8 +1556,8 @@ def _accept_path_kernel(
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
     target = tl.load(target_ptr + offsets, mask=mask, other=0)
-    wanted = tl.load(target_ptr + b * T + parent, mask=mask, other=0)
-    mismatch = mask & (depth > 0) & (token != wanted)
+    mismatch = mask & (depth > 0)
+    mismatch &= token != tl.load(target_ptr + b * T + parent, mask=mask, other=0)
     rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # a set of nodes, one bit each
     on_path = (ancestors != 0) & ((ancestors & rejected) == 0) & (depth < P)
     active = tl.load(active_ptr + b)
@@ -1780,64 +1746,54 @@ def unchecked(enabled=True):
 def _check(condition, expected, *got):
     """Raises ValueError unless the condition holds."""
     if not condition:
-        raise ValueError(f"expected {expected}, got {', '.join(map(_describe, got))}")
+        got = ", ".join(map(_describe, got))
+        raise ValueError(f"expected {expected}, got {got}".replace("torch.", ""))
 
 
 def _describe(x):
-    if isinstance(x, torch.Tensor):
-        return f"{list(x.shape)} {_name(x.dtype)} on {x.device}"
-    return repr(x)
-
-
-def _name(dtype):
-    return str(dtype).removeprefix("torch.")
+    return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
 
 
 def _check_arguments(defaults, conditions, specs, args, named):
     """Raises ValueError unless the arguments of a call are what its `takes` declares."""
-    scope = defaults | dict(zip(defaults, args)) | named  # `_bind` adds sizes and dtypes
-    tensors = list(_tensors(specs, scope))
-    device = getattr(tensors[0][1], "device", None)
-    for name, x, sizes, dtypes, _ in tensors:
-        if not (isinstance(x, torch.Tensor) and x.numel() > 0 and x.device == device
-                and _bind(x, sizes, dtypes, scope)):
-            shape = ", ".join(f"{n} = {scope[n]}" if n in scope else n for n in sizes)
-            kinds = " or ".join(_name(kind) for word in dtypes for kind in _kinds(word, scope))
-            _check(False, f"{name} [{shape}] of {kinds} on {device}, not empty", x)
-
-    def where(letter):
-        return "".join(f" in {name}" for name, spec in specs.items() if letter in spec.split()[:-1])
+    scope = defaults | dict(zip(defaults, args)) | named  # `_bind` adds sizes, dtypes and a device
     for name, spec in specs.items():
-        if not _parse(spec):
+        x = scope.get(name)
+        parts = _parse(spec)
+        if x is None and spec[-1] == "?":
+            continue
+        if not parts:
             low, high = _bounds(spec, scope)
-            fits = isinstance(scope[name], int) and low <= scope[name] <= high
-            _check(fits, f"{low} <= {name} <= {high}{where(name)}", scope[name])
+            if not (isinstance(x, int) and low <= x <= high):
+                _check(False, f"{low} <= {name} <= {high}", x)
+        elif len(parts) == 1:
+            _check_tensor(name, x, parts[0], scope)
+        else:
+            members = x if isinstance(x, (tuple, list)) else []
+            _check(len(members) == len(parts), f"{name} of {len(parts)} tensors", x)
+            for i, part in enumerate(parts):
+                _check_tensor(f"{name}[{i}]", x[i], part, scope)
     for condition in conditions:
         if not _evaluate(condition, scope):
             names = [name for name in _compiled(condition).co_names if name in scope]
-            _check(False, "".join((condition, *map(where, names))), *map(scope.get, names))
-    for name, x, _, _, words in tensors:
-        for word in words:
-            if word in PROPERTIES:
-                _check(PROPERTIES[word](x), f"{word} {name}", x, x.stride())
-            elif x.is_cpu:
-                low, high = _bounds(word, scope)
-                least, most = x.aminmax()
-                _check(low <= least and most <= high, f"{low} <= {name} <= {high}", x.tolist())
+            _check(False, condition, *(f"{name} = {_describe(scope[name])}" for name in names))
 
 
-def _tensors(specs, scope):
-    """The tensors that the specs name: (name, tensor, sizes, dtypes, other words)."""
-    for name, spec in specs.items():
-        x = scope[name] if _parse(spec) else None
-        if x is None and (spec.endswith("?") or not _parse(spec)):
-            continue
-        names = [name]
-        if len(_parse(spec)) > 1:
-            names = [f"{name}.{field}" for field in getattr(x, "_fields", range(len(x)))]
-            _check(len(names) == len(_parse(spec)), f"{name} of {len(_parse(spec))} tensors", x)
-        for name, x, part in zip(names, x if len(names) > 1 else [x], _parse(spec)):
-            yield name, x, *part
+def _check_tensor(name, x, part, scope):
+    sizes, dtypes, words = part
+    if not (isinstance(x, torch.Tensor) and x.numel() > 0 and _bind(x, sizes, dtypes, scope)):
+        shape = ", ".join(f"{size} = {scope[size]}" if size in scope else size for size in sizes)
+        kinds = " or ".join(str(kind) for word in dtypes for kind in scope.get(word, DTYPES[word]))
+        device = scope.get("device", "any device")
+        _check(False, f"{name} [{shape}], not empty, of {kinds} on {device}", x)
+    for word in words:
+        if word in PROPERTIES:
+            _check(PROPERTIES[word](x), f"{word} {name}", x, x.stride())
+        elif x.is_cpu:
+            low, high = _bounds(word, scope)
+            least, most = x.aminmax()
+            if least < low or most > high:
+                _check(False, f"{low} <= {name} <= {high}", x.tolist())
 
 
 @lru_cache
@@ -1852,20 +1808,20 @@ def _parse(spec):
 
 
 def _bind(x, sizes, dtypes, scope):
-    """Whether a tensor fits. If so, scope gets the sizes and dtypes of words that are new in it."""
-    found = {}
-    word = next((word for word in dtypes if x.dtype in _kinds(word, scope)), None)
-    if word in ("float", "real"):
-        found[word] = [x.dtype]
-    shape = list(x.shape)
-    if sizes[0] == "...":
-        n = len(shape) - len(sizes) + 1
-        shape = [shape[:n], *shape[n:]]
-    if word is None or len(shape) != len(sizes):
+    """Whether a tensor fits. If so, scope gets the sizes and dtypes that are new in it."""
+    word = next((word for word in dtypes if x.dtype in scope.get(word, DTYPES[word])), None)
+    lead = x.dim() - len(sizes) + 1
+    shape = [x.shape[:lead], *x.shape[lead:]] if sizes[0] == "..." else x.shape
+    if word is None or len(shape) != len(sizes) or x.device != scope.get("device", x.device):
         return False
+    found = {"device": x.device}
+    if word in ("float", "real"):
+        found[word] = (x.dtype,)
     for size, n in zip(sizes, shape):
-        if size.isidentifier() or size == "...":
-            expected = scope[size] if size in scope else found.setdefault(size, n)
+        if size in scope:
+            expected = scope[size]
+        elif size.isidentifier() or size == "...":
+            expected = found.setdefault(size, n)
         else:
             expected = _evaluate(size, scope)
         if n != expected:
@@ -1874,18 +1830,14 @@ def _bind(x, sizes, dtypes, scope):
     return True
 
 
-def _kinds(word, scope):
-    return scope.get(word, DTYPES[word])
-
-
 def _bounds(spec, scope):
     return (_evaluate(bound, scope) for bound in spec.split("..", 1))
+
+
+def _evaluate(expression, scope):
+    return eval(_compiled(expression), {"inf": math.inf}, scope)
 
 
 @lru_cache
 def _compiled(expression):
     return compile(expression, "takes", "eval")
-
-
-def _evaluate(expression, scope):
-    return eval(_compiled(expression), {"inf": math.inf}, scope)
