@@ -123,8 +123,7 @@ class Run:
         count = lambda mask: world.sum(mask.sum(dim=(1, 2)).float()).clamp(min=1)
         losses = sums / count(reached)
         total = world.sum(losses.detach().clone())
-        losses = total + world.size * (losses - losses.detach())
-        return losses, world.sum(hits) / count(guess_mask)
+        return total + world.size * (losses - losses.detach()), world.sum(hits) / count(guess_mask)
 
     def interrupted(self, signals):
         """Whether a signal came to any process; asking waits for all, so every tenth step."""
@@ -183,7 +182,7 @@ def prepare(args, world):
     keys = ("settings", "step", "heads", "optimizer")
     state = common.load_state(out, args.resume, keys, "cpu")
     if state and args.self_distill is None:
-        args.self_distill = state["settings"].get("self_distill")
+        args.self_distill = state["settings"]["self_distill"]
     if not state and args.draft_vocabulary is None:
         args.draft_vocabulary = "auto"
     heads, encoding = load_for_training(args, world)
@@ -238,7 +237,12 @@ def measure_run(run, heldout, sizes):
     training is held together by all."""
     world, together = run.world, run.args.shard_base
     if together:
-        model = hold_together(run)
+        tensor_parallel.watch_signals(world.rank)
+        dtype = run.heads.model.dtype
+        run.heads = run.wrapped = run.optimizer = None  # frees the sharded model
+        world.barrier()  # process 0 has saved
+        gc.collect()  # FSDP's parts refer to each other
+        model = checkpoint.load(run.args.model, dtype, world.device, world.group)
     else:
         world.close()
         if world.rank:
@@ -250,17 +254,6 @@ def measure_run(run, heldout, sizes):
         world.close()
     if not world.rank:
         record(heads, run.out, run.tokenizer, found)
-
-
-def hold_together(run):
-    """The model of a sharded run, divided for decoding; the run's own goes first."""
-    world = run.world
-    tensor_parallel.watch_signals(world.rank)
-    dtype = run.heads.model.dtype
-    run.heads = run.wrapped = run.optimizer = None
-    world.barrier()  # process 0 has saved
-    gc.collect()  # FSDP's parts refer to each other
-    return checkpoint.load(run.args.model, dtype, world.device, world.group)
 
 
 def evaluate_folder(args, world):

@@ -25,10 +25,8 @@ MAX_LENGTH = 10**7   # characters that it may give
 
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
-    else end_of_text.
-
-    With a chat template, tokenizer_config.json's eos_token is one more. Raises InputError for
-    broken files and for ids that the tokenizer does not have."""
+    else end_of_text; with a chat template tokenizer_config.json's eos_token, too. Raises InputError
+    for ids that the tokenizer does not have."""
     folder = _folder(path)
     ids = None
     for name in ("generation_config.json", "config.json"):
@@ -56,10 +54,8 @@ def sampling_defaults(path):
 
 
 def load_chat_template(path):
-    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else None.
-
-    Of several templates the one named "default" is taken. Raises InputError for broken files and
-    for a template that does not parse."""
+    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else None. Of
+    several templates the one named "default" is taken."""
     file, source = _template_source(_folder(path))
     if source is None:
         return None

@@ -166,8 +166,7 @@ EXPECTED = {int: "a whole number of at least 1 and below 2**31", float: "a numbe
 
 
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default, of a type and range in EXPECTED. Raises InputError for another
-    value, and for none."""
+    """raw[key], or the default. Raises InputError for none, and unless EXPECTED[kind] fits it."""
     value = default if raw.get(key) is None else raw[key]
     fits = {int: type(value) is int and 1 <= value < 2**31, bool: type(value) is bool,
             float: type(value) in (int, float) and 0 < value < math.inf}
@@ -185,8 +184,7 @@ def one_of(supported, what, value):
 
 
 def read_config(path):
-    """config.json of a folder -> GPTConfig. Raises InputError for what is missing, broken or not
-    supported."""
+    """config.json of a folder -> GPTConfig. Raises InputError for a broken or unsupported one."""
     if not Path(path).is_dir():
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
@@ -257,8 +255,7 @@ def read_rope(raw, context, head_size):
     transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(settings, dict):
-        raise InputError("rope parameters of the wrong type: expected an object, found "
-                         f"{settings!r}")
+        raise InputError(f"rope parameters of the wrong type: expected an object, got {settings!r}")
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     one_of(ROPE_KINDS, "rope type", kind)
@@ -285,8 +282,7 @@ def read_rope(raw, context, head_size):
     if kind == "yarn":
         scaling |= _yarn(settings, theta, factor)
         return theta, scaling, max(context, int(factor * original))
-    # beyond the original context the long factors would apply, to all keys of a text; texts end
-    # there instead
+    # texts end where the long factors would begin to apply, to all keys of a text
     scaling |= _longrope(settings, head_size, factor, original)
     return theta, scaling, min(context, original)
 
@@ -335,8 +331,8 @@ def hf_config(config, dtype):
 # Names: one of our parameters may be stacked from several tensors of the checkpoint, its parts
 
 def stored_parts(name, rows, config):
-    """The parts of a parameter of that many rows: [(tensor's name without the family's prefix,
-    first row, rows)]."""
+    """The parts of a parameter of that many rows: [(tensor's name, prefix left out, first row,
+    rows)]."""
     stem, _, kind = name.rpartition(".")
     number = re.search(r"\d+|$", stem).group()
     pattern = re.sub(r"\d+", "N", stem) + ".{}"
@@ -385,8 +381,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat1
 
 
 def weight_files(path):
-    """The files that hold a folder's weights: safetensors, otherwise pytorch_model.bin; a single
-    file, or shards."""
+    """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards."""
     path = Path(path)
     for single in (path / "model.safetensors", path / "pytorch_model.bin"):
         index = path / f"{single.name}.index.json"
@@ -399,8 +394,7 @@ def weight_files(path):
 
 
 def shard_files(index):
-    """The files that a shard index names. Raises InputError for one that is missing or outside the
-    index's folder."""
+    """The files that a shard index names. Raises InputError for one that is not in its folder."""
     names = read_json(index).get("weight_map")
     texts = isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
     if not texts or not names:
@@ -421,8 +415,7 @@ def shard_files(index):
 
 
 def open_weights(file):
-    """{name: StoredTensor} of a file. Raises InputError for a file that is broken or holds anything
-    else."""
+    """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except pickle.UnpicklingError:
@@ -446,8 +439,7 @@ def open_safetensors(file):
 
 
 def read_tensor(file, name):
-    """A tensor of a safetensors file, mapped into memory while it lives: an open file would keep
-    all that was read."""
+    """A tensor, mapped into memory while it lives: an open file would keep all that was read."""
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(name)
 

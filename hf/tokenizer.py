@@ -41,10 +41,10 @@ class Encoding:
     encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str; it may
     take a space off the start of a text, as the folder's own tokenizer does. special_tokens:
     {text: id} of all added tokens. ids: those of all tokens. prefix: the ids before a prompt.
-    hash: 16 hex digits of `identity`.
+    hash: 16 hex digits of `hashed`, what the ids depend on.
     """
 
-    def __init__(self, encode, encode_plain, decode, special_tokens, ids, identity):
+    def __init__(self, encode, encode_plain, decode, special_tokens, ids, hashed):
         self._encode = encode
         self._encode_plain = encode_plain
         self._decode = decode
@@ -53,10 +53,10 @@ class Encoding:
         self.prefix = []
         self.max_token_value = max(self.ids)
         self.n_vocab = self.max_token_value + 1
-        self.hash = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+        self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text. With allowed_special="all" it may hold the text of special tokens."""
+        """The ids of a text, in which special tokens are found with allowed_special="all"."""
         text = text.encode("utf-16", "surrogatepass")
         text = text.decode("utf-16", "replace")  # U+FFFD for lone surrogates
         return (self._encode if allowed_special == "all" else self._encode_plain)(text)
@@ -237,7 +237,7 @@ def _from_spec(file, spec):
                 or _through_tokenizers(file, spec, special, package))
     encoding.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
     if not encoding.ids.issuperset(encoding.prefix):
-        _refuse(file, f"the ids {encoding.prefix} before a text, which are no tokens")
+        _refuse(file, f"the ids {encoding.prefix} before a text, which are not tokens")
     return encoding
 
 
@@ -266,8 +266,7 @@ def _through_tokenizers(file, spec, special, package):
 
 
 def _through_tiktoken(spec, special, package):
-    """An Encoding, or None unless the tokenizer is plainly a byte-level BPE for which tiktoken
-    gives the same ids."""
+    """An Encoding, or None unless tiktoken gives the same ids for this byte-level BPE."""
     always = {token["content"]: token["id"] for token in spec["added_tokens"]
               if not token["special"]}  # found in plain texts too
     pattern = _pattern(spec.get("pre_tokenizer"))
@@ -286,9 +285,9 @@ def _through_tiktoken(spec, special, package):
             return package.encode(text, add_special_tokens=False).ids
         return bpe.encode_ordinary(text)
 
-    identity = (sorted(ranks.items()), pattern, sorted(special.items())) + ("NFC",) * nfc
+    hashed = (sorted(ranks.items()), pattern, sorted(special.items())) + ("NFC",) * nfc
     return Encoding(_with_special(special, encode), _with_special(always, encode), bpe.decode,
-                    special, ids, identity)
+                    special, ids, hashed)
 
 
 def _is_plain_bpe(spec, special, always):
@@ -418,8 +417,7 @@ def _added_tokens(file, config, vocab, defaults):
 
 
 def _bos(file, config, special, default, text=None):
-    """The prefix: the id of bos_token, or else of `text`, if add_bos_token, or else `default`, says
-    so."""
+    """The prefix: the id of bos_token (or `text`) if add_bos_token (or `default`) says so."""
     if not config.get("add_bos_token", default):
         return []
     text = token_text(config.get("bos_token") or text)
@@ -486,7 +484,7 @@ def _read_sentencepiece(file):
 
     encode = _with_special(special, lambda text, after: (rest if after else first).encode(text))
     ids = [*vocab.values(), *special.values()]
-    identity = (hashlib.sha256(content).hexdigest(), rest is first), sorted(special.items())
-    encoding = Encoding(encode, first.encode, decode, special, ids, identity)
+    hashed = (hashlib.sha256(content).hexdigest(), rest is first), sorted(special.items())
+    encoding = Encoding(encode, first.encode, decode, special, ids, hashed)
     encoding.prefix = _bos(file, config, special, kind == "LlamaTokenizer", "<s>")
     return encoding

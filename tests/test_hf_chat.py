@@ -22,12 +22,12 @@ from test_hf_tokenizer import (
 
 from hf import chat, tokenizer
 from hf.tokenizer import LLAMA3_PATTERN
-from training.corpus import builtin_corpus, read_documents
+from training.corpus import builtin_corpus
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return [text[:20_000] for text in read_documents(builtin_corpus("heldout")[:4])]
+    return [file.read_text()[:20_000] for file in builtin_corpus("heldout")[:4]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hf.tokenizer import (
     tokenizer_hash,
 )
 from model import InputError
-from training.corpus import builtin_corpus, read_documents
+from training.corpus import builtin_corpus
 
 tokenizers = pytest.importorskip("tokenizers")
 EOT = "<|endoftext|>"
@@ -80,7 +80,7 @@ def tiny(tmp_path):
 
 @pytest.fixture(scope="module")
 def corpus():
-    return tuple(text[:20_000] for text in read_documents(builtin_corpus("heldout")[:12]))
+    return tuple(file.read_text()[:20_000] for file in builtin_corpus("heldout")[:12])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,10 @@ def refusal(call, *names):
     return message
 
 
+def documents_in(paths, **options):
+    return [record.text for record in corpus.read_records(paths, **options)]
+
+
 def test_builtin_corpus_is_large_and_its_splits_share_nothing():
     train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
     assert not set(train) & set(heldout)
@@ -77,7 +81,7 @@ def test_builtin_corpus_is_large_and_its_splits_share_nothing():
     assert 0.03 < len(heldout) / (len(train) + len(heldout)) < 0.08
     assert sum(file.stat().st_size for file in train) > 8e6  # without its tests the library still has this much
     assert not any("site-packages" in file.parts or file.suffix != ".py" for file in train + heldout)
-    assert sum(1 for _ in corpus.read_documents(heldout)) == len(heldout)
+    assert len(documents_in(heldout)) == len(heldout)
 
 
 def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_own(tmp_path, monkeypatch):
@@ -108,7 +112,7 @@ def test_builtin_corpus_leaves_out_tables_data_and_files_of_literals(tmp_path, m
 def test_documents_come_from_files_folders_jsonl_lines_and_patterns_once_and_in_order(tmp_path):
     """Would catch: files read twice where ** fits a folder and what is in it, and a file a[1].txt that cannot be
     named."""
-    documents = lambda *names: list(corpus.read_documents([f"{tmp_path}/{name}" for name in names]))
+    documents = lambda *names: documents_in([f"{tmp_path}/{name}" for name in names])
     lines = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
     write(tmp_path, {"one/a.py": "a", "one/b/c.md": "é\r\n", "one/b/d.bin": "no", "one/e.txt": "", "one/f.txt": b"\xff",
                      "one/odd.xyz": "odd", "one/g.jsonl": lines, "one/h.txt/i.txt": "in a folder"})
@@ -146,8 +150,8 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
 def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_once(tmp_path):
     """Would catch: training.base learning completions without their prompts, or skipping conversations in silence."""
     write(tmp_path, {"a.jsonl": jsonl([PAIR, {"text": "t"}]), "b.jsonl": jsonl([PAIR] * 500 + [CHAT])})
-    assert list(corpus.read_documents([tmp_path / "a.jsonl"])) == ["hell", "t"]
-    refusal(lambda: list(corpus.read_documents([tmp_path / "b.jsonl"])), tmp_path / "b.jsonl", "line 501",
+    assert documents_in([tmp_path / "a.jsonl"]) == ["hell", "t"]
+    refusal(lambda: documents_in([tmp_path / "b.jsonl"]), tmp_path / "b.jsonl", "line 501",
             "chat template")
 
 
@@ -157,7 +161,7 @@ def test_documents_as_text_join_prompts_and_completions_and_refuse_messages_at_o
 def test_paths_without_a_document_are_refused_by_name(name, content, tmp_path):
     if content is not None:
         write(tmp_path, content if isinstance(content, dict) else {name: content})
-    refusal(lambda: list(corpus.read_documents([tmp_path / name])), tmp_path / name)
+    refusal(lambda: documents_in([tmp_path / name]), tmp_path / name)
 
 
 def messages(turns):
@@ -189,16 +193,16 @@ def test_one_broken_line_in_a_hundred_is_skipped_and_said_more_are_refused(broke
     write(tmp_path, {"a.jsonl": "\n\n".join(lines)})
     said = []
     if broken == 4:
-        message = refusal(lambda: list(corpus.read_documents([tmp_path], said.append)), tmp_path / "a.jsonl",
+        message = refusal(lambda: documents_in([tmp_path], log=said.append), tmp_path / "a.jsonl",
                           "4 of 300")
         assert all(f"line {n}" in message for n in (9, 29, 49)) and "69" not in message and "not JSON" in message
         assert said == []
         return
-    found = list(corpus.read_documents([tmp_path], said.append))
+    found = documents_in([tmp_path], log=said.append)
     assert found == [f"t{i}" for i in range(300) if i not in range(4, 4 + 10 * broken, 10)]
     assert len(said) == bool(broken)
     assert all(text in line for line in said for text in (str(tmp_path / "a.jsonl"), f"{broken} of 300", "line 9 "))
-    assert list(corpus.read_documents([tmp_path])) == found
+    assert documents_in([tmp_path]) == found
     assert capsys.readouterr().err.splitlines() == said  # stderr, where no log is given
 
 
@@ -207,7 +211,7 @@ def test_a_damaged_gz_is_refused_by_name(tmp_path):
     whole = gzip.compress(jsonl([{"text": str(i)} for i in range(5000)]).encode())
     for content in (whole[: len(whole) // 2], b"no gzip", whole[:100] + bytes(50) + whole[150:]):
         write(tmp_path, {"a.jsonl.gz": content})
-        refusal(lambda: list(corpus.read_documents([tmp_path / "a.jsonl.gz"])), tmp_path / "a.jsonl.gz")
+        refusal(lambda: documents_in([tmp_path / "a.jsonl.gz"]), tmp_path / "a.jsonl.gz")
 
 
 @pytest.fixture
@@ -270,8 +274,8 @@ def documents_of(tokens, encoding):
 
 def test_user_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
     train, heldout = (documents_of(data.load_tokens([library], tiny, split), tiny) for split in ("train", "heldout"))
-    assert sorted(train + heldout) == sorted(corpus.read_documents([library])) and 3 < len(heldout) < 20
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in corpus.read_documents([library]))
+    assert sorted(train + heldout) == sorted(documents_in([library])) and 3 < len(heldout) < 20
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents_in([library]))
     write(tmp_path, {"all.jsonl": lines})
     assert documents_of(data.load_tokens([tmp_path / "all.jsonl"], tiny, "heldout"), tiny) == heldout
     refusal(lambda: data.load_tokens([library], tiny, "dev"), "'dev'")
@@ -444,7 +448,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(moment, lib
         (out / "train.loss_mask").unlink()
         stop()
 
-    longer = [f"{text}!" for text in corpus.read_documents([library])]
+    longer = [f"{text}!" for text in documents_in([library])]
     write(library, {f"{i:03}.txt": text for i, text in enumerate(longer)})
     with monkeypatch.context() as patch:
         where, name, by = {"encode": (data, "encode_record", encode_some),

@@ -23,8 +23,7 @@ def add_data_flag(parser):
 
 
 def add_number(parser, flag, low, high, kind=int, above=False, **options):
-    """Adds a flag that takes a number from low to high; above low, with `above`. options: as in
-    add_argument."""
+    """Adds a flag for a number from low to high; above low, with `above`."""
     def number(text):
         value = kind(text)
         try:
@@ -85,8 +84,8 @@ def head_config(args):
 
 
 def check_sizes(args, heads):
-    """Checks what depends on the model -> --block-size, by default 256 or what the context holds.
-    After a block all heads must have a token to guess."""
+    """Checks what depends on the model -> --block-size, by default 256 or what the context holds
+    with a token after the block for each head to guess."""
     c = heads.model.config
     if args.draft_vocabulary not in (None, "auto"):
         check("draft vocabulary", args.draft_vocabulary, 0, c.vocab_size, whole=True)
@@ -97,8 +96,8 @@ def check_sizes(args, heads):
 
 
 def load_state(out, resume, keys, device):
-    """The training state in a run's folder, a dict with these keys; None for a new run. Raises
-    InputError where there is none to resume, and where a new run would overwrite one."""
+    """The training state in a run's folder, a dict with these keys; None for a new run, which does
+    not overwrite one."""
     path = out / "train_state.pt"
     if not resume:
         if path.exists():
@@ -120,8 +119,7 @@ def load_state(out, resume, keys, device):
 
 
 def check_resumed(out, steps, state, settings=()):
-    """Refuses to go on with a run that was started with other settings (a dict), or that has more
-    steps behind it than are wanted."""
+    """Refuses to go on with a run of other settings (a dict), or of more steps than are wanted."""
     settings = dict(settings)
     saved = state.get("settings", {})
     for name in [*settings, *saved]:
@@ -141,8 +139,7 @@ def set_learning_rate(optimizer, peak, step, steps):
 
 
 def progress(start, steps, tokens_per_step):
-    """A function that prints one line: the step, what the caller measured, tokens per second, the
-    time left."""
+    """A function that prints a step, what the caller measured, tokens per second, the time left."""
     began = time.perf_counter()
 
     def show(step, measured):
@@ -154,8 +151,7 @@ def progress(start, steps, tokens_per_step):
 
 
 class Log:
-    """A file with a line of json for each interval. A resumed run drops the lines after the step it
-    resumes from."""
+    """A file of json lines. A resumed run drops those after the step that it resumes from."""
 
     def __init__(self, path, step):
         self.path = path

@@ -1,8 +1,6 @@
-"""Files of text and of conversations into documents, and documents into a training and a held-out
-split.
+"""Files of text and of conversations into documents, in a training and a held-out split.
 
-The built-in corpus is the source of Python's standard library, so every command runs without a
-download.
+The built-in corpus is the source of Python's standard library: no command needs a download.
 """
 
 import glob
@@ -50,10 +48,9 @@ class BrokenLine(Exception):
 
 
 def builtin_corpus(split):
-    """The .py files of Python's standard library on this machine, a sorted list of Path; 1 in 20,
-    picked by a hash of its path inside the library, is in the split "heldout", the others in
-    "train". Left out is what nobody would learn to write code from, see `is_code`. InputError where
-    there are none."""
+    """The .py files of this machine's Python standard library that are code, a sorted list of Path;
+    1 in 20, picked by a hash of its path inside the library, is in the split "heldout", the others
+    in "train"."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(root.rglob("*.py"))
              if split_of(file.relative_to(root).as_posix()) == split
@@ -65,9 +62,9 @@ def builtin_corpus(split):
 
 
 def is_code(path, text):
-    """Whether a file of the library is an example of good code. path: inside the library. text:
-    None where it is not UTF-8. False for NO_CODE, the tests' data, and files of which numbers and
-    strings on one line are more than a quarter."""
+    """Whether a file of the library is code to learn from: not of NO_CODE, nor the tests' data, nor
+    by more than a quarter numbers and strings on one line. path: inside the library. text: None
+    where it is not UTF-8."""
     # _sysconfigdata describes a machine: it differs between two builds of one version
     if not text or NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata"):
         return False
@@ -79,8 +76,7 @@ def is_code(path, text):
 def find_files(path):
     """The files that a path names, a sorted list of Path: the file itself, or all files of
     TEXT_SUFFIXES below a folder, but for folders that hold a training run. A path that does not
-    exist is taken as a pattern; folders that match it are searched as well. InputError where there
-    is nothing, except for an empty folder: []."""
+    exist is a pattern of files and folders. InputError where nothing fits it."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob("train_state.pt")}
         return [file for file in sorted(Path(path).rglob("*"))
@@ -98,8 +94,7 @@ def find_files(path):
 
 
 def source_files(paths):
-    """All files of `paths`, or of the built-in corpus if None: a list of Path. Errors as in
-    `find_files`."""
+    """All files of `paths`, or of the built-in corpus if None: a list of Path."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     return list(itertools.chain.from_iterable(groups))
 
@@ -116,21 +111,14 @@ def warn(line):
     print(line, file=sys.stderr, flush=True)
 
 
-def read_documents(paths, log=warn):
-    """Yields the text of each document, as `read_records` does without a template."""
-    for record in read_records(paths, log=log):
-        yield record.text
-
-
 def read_records(paths, template=None, log=warn):
     """Yields each document that is not empty as a `Record`.
 
-    paths: files of any suffix, folders and patterns, see `find_files`. A file is one document,
-    except that each line of a .jsonl or .jsonl.gz file is one, see `parse_line`. template: the
-    `ChatTemplate` that turns messages into text. log: called with one line of text per file in
-    which lines were skipped: broken ones, if they are at most 1 in 100. InputError for a path
-    without anything to read, a named file that is not UTF-8, a .jsonl file with more broken lines,
-    and messages without a template. Inside folders, files that are not UTF-8 are left out.
+    paths: see `find_files`. A file is one document, except that each line of LINES is one, see
+    `parse_line`. template: the `ChatTemplate` that turns messages into text. log: called with one
+    line of text per file in which lines were skipped: broken ones, at most 1 in 100. InputError for
+    a path without anything to read, a .jsonl file with more broken lines, and messages without a
+    template. Inside folders, files that are not UTF-8 are left out.
     """
     for path in paths:
         empty = True
@@ -177,9 +165,8 @@ def read_lines(file, template, log):
 
 
 def parse_line(line, template, where):
-    """The Record of a line of JSON with "text", with "prompt" and "completion", or with "messages";
-    if it has several of them, the first. BrokenLine for anything else; InputError, which begins
-    with `where`, for messages without a template."""
+    """The Record of a line of JSON with "text", else "prompt" and "completion", else "messages".
+    BrokenLine for anything else; InputError for messages without a template."""
     try:
         value = json.loads(line)
     except (RecursionError, ValueError):
@@ -205,9 +192,8 @@ def parse_line(line, template, where):
 
 
 def chat_parts(messages, template):
-    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. An assistant's
-    turn is in the loss: what the conversation with it has beyond the prompt for it. Raises
-    BrokenLine."""
+    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
+    what the conversation with an assistant's turn has beyond the prompt for it."""
     is_message = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str)
                                                        for key in ("role", "content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
@@ -217,8 +203,7 @@ def chat_parts(messages, template):
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if not turns:
         raise BrokenLine("messages without an answer of the assistant's")
-    # some templates drop the reasoning from all turns but the last; then only the last turn is as
-    # it was generated
+    # where a template drops the reasoning of earlier turns, only the last is as it was generated
     for answers in (turns, turns[-1:]):
         texts = [""]  # each begins with the one before it
         try:
@@ -245,9 +230,8 @@ def split_records(paths, splits, template=None, log=warn):
     built-in corpus.
 
     1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so
-    that a single file fills both splits; neighbouring pieces of one split stay one document.
-    InputError as in `read_records`, and for a split that stays empty.
-    """
+    that one file fills both splits; neighbouring pieces of a split stay one document. InputError as
+    in `read_records`, and for a split that stays empty."""
     if paths is None:
         for split in splits:
             for record in read_records(builtin_corpus(split), log=log):

@@ -68,8 +68,7 @@ def encode_record(record, encoding):
 
 
 def chunks(records):
-    """Yields lists of (split, Record) pairs of CHUNK_CHARACTERS or just more, and a shorter or
-    empty one at the end."""
+    """Yields lists of (split, Record) of CHUNK_CHARACTERS or just more; the last is shorter."""
     chunk = []
     characters = 0
     for split, record in records:
@@ -120,8 +119,7 @@ def load_tokens(paths, encoding, split, template=None):
 
 def write_tokens(folder, documents, key=None):
     """Writes documents, an iterable of (split, kind, Tokens), for `open_tokens`. The folder appears
-    at the end, in place of an older one, which any error leaves as it is. InputError where it
-    cannot be written."""
+    at the end, in place of an older one, which any error leaves as it is."""
     folder = Path(folder)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
     try:
@@ -159,8 +157,7 @@ def write_arrays(folder, documents):
 
 
 def open_tokens(folder):
-    """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json).
-    InputError where it is missing or damaged."""
+    """What `write_tokens` wrote: ({split: Tokens mapped into memory}, the dict of meta.json)."""
     folder = Path(folder)
     meta = read_json(folder / "meta.json")
     tokens = {}
@@ -181,8 +178,7 @@ def open_tokens(folder):
 
 
 def tokens_key(paths, encoding, template=None):
-    """16 hex digits over what tokens depend on: the tokenizer, the template, and each file's path,
-    size and time."""
+    """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
     files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns)
                    for f in source_files(paths))
     template = template and (template.source, template.tokens)
@@ -193,8 +189,7 @@ def tokens_key(paths, encoding, template=None):
 
 def store_tokens(folder, paths, encoding, template=None, log=print):
     """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder
-    does not yet hold the tokens of these files, tokenizer and template. Errors as in
-    `encode_documents` and `write_tokens`."""
+    does not yet hold the tokens of these files, tokenizer and template."""
     key = tokens_key(paths, encoding, template)
     with contextlib.suppress(InputError):
         tokens, meta = open_tokens(folder)
@@ -208,9 +203,8 @@ def store_tokens(folder, paths, encoding, template=None, log=print):
 # Draft vocabularies
 
 def draft_vocabulary(ids, n, vocab_size, log=print):
-    """The n most frequent token ids of an array [N], most frequent first; of equally frequent ones
-    the lowest. An empty list means all ids. n: a number; "auto": see `auto_size`, whose line is
-    logged."""
+    """The n most frequent token ids of an array [N], most frequent first, then lowest first. An
+    empty list means all ids. n: a number; "auto": see `auto_size`, whose line is logged."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
         counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
@@ -265,8 +259,7 @@ def window_batch(parts, length, seed, device, mine=slice(None)):
 
 
 def check_length(splits, window, batch_size):
-    """Refuses splits, {name: Tokens}, that are too short for a step of training or for the
-    evaluation."""
+    """Refuses splits, {name: Tokens}, too short for a step of training or for the evaluation."""
     for split, windows in (("train", batch_size), ("heldout", 1)):
         found = len(splits[split].ids)
         if found < windows * window:
@@ -276,8 +269,7 @@ def check_length(splits, window, batch_size):
 
 
 def to_device(array, device):
-    """A numpy array as a tensor. On CUDA the copy starts from pinned memory, so that the host need
-    not wait for it."""
+    """A numpy array as a tensor. To CUDA it goes from pinned memory: the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)

@@ -1,5 +1,4 @@
 """How good draft heads are: how often they guess right, and how far decoding gets with them.
-train_heads.py ends with it.
 
 head accuracy        the share of held-out positions where the model's own greedy token is among a
                      head's n likeliest of its draft vocabulary

@@ -1,5 +1,4 @@
-"""The loss of draft heads, in memory that does not grow with the number of heads, tokens or
-vocabulary.
+"""The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
 
 K heads over N tokens and a vocabulary of V make K * N * V logits, and as many in their gradient:
 with K = 5, N = 4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so
@@ -23,8 +22,7 @@ CUDA_CHUNK = 2**26
 
 
 def without_autocast(device):
-    """Turns autocast off. CUDA's gives norms in float32, and the LM head would be cast to float32
-    with its input."""
+    """Turns autocast off. CUDA's gives norms in float32, and casts the LM head with them."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -138,8 +136,7 @@ class HeadLosses(torch.autograd.Function):
 
 
 def chunk_ranges(B, length, V, chunk):
-    """Yields (slice of the B sequences, start, end) that cover positions 1..length - 1 with about
-    `chunk` logits each."""
+    """Yields (slice of B, start, end): positions 1..length - 1, about `chunk` logits at a time."""
     sequences = min(B, max(1, chunk // V))
     positions = max(1, chunk // (V * sequences))
     for b in range(0, B, sequences):

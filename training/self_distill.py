@@ -1,5 +1,4 @@
-"""Text that the model itself writes, for heads to train on: decoding is on the model's own text,
-not on the corpus's."""
+"""Text that the model itself writes, for heads to train on, since decoding is on such text."""
 
 import shutil
 import time
@@ -27,16 +26,11 @@ def number_of_prompts(args, kinds):
 
 
 class SelfDistillation:
-    """What the model writes after prompts from the corpus, in ROUNDS rounds spread evenly over the
-    run.
-
-    Rounds are greedy and at temperature 1 in turn, and use the heads as they are by then. Each is
-    kept in a folder of tokens, where a resumed run finds it.
-    """
+    """What the model writes after prompts from the corpus, in ROUNDS rounds over the run, greedily
+    and at temperature 1 in turn. Each is kept in a folder, where a resumed run finds it."""
 
     def __init__(self, run, corpus, stop, kinds):
-        """corpus: the training Tokens; stop: the token ids that end a text; kinds: {kind: number}
-        of the documents."""
+        """corpus: the training Tokens; stop: token ids; kinds: {kind: number} of the documents."""
         a = run.args
         context = run.heads.model.config.block_size
         self.folder = run.out / "self_distill"
@@ -53,8 +47,7 @@ class SelfDistillation:
         run.world.barrier()
 
     def parts(self, run, corpus):
-        """What the step's windows are drawn from, for `window_batch`: --self-distill-ratio of them
-        from the model's own text."""
+        """What the step's windows are drawn from, --self-distill-ratio of them from own text."""
         a = run.args
         own_text = self.tokens_so_far(run)
         if len(own_text.ids) < run.window:  # the first round may be shorter
