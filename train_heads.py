@@ -6,10 +6,9 @@
     torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-The text is tokenised once, into OUT/tokens. The frozen model's hidden states are computed on the
-fly, with bfloat16 products unless --dtype float32 is given. A run is saved every few minutes, on
-Ctrl-C and on SIGTERM. --resume ends with the same heads as a run that was never stopped: on a CPU
-bit for bit, on a GPU up to rounding, where attention's backward pass adds in no fixed order.
+The text is tokenised once, into OUT/tokens. Products are in bfloat16 unless --dtype float32 is
+given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads
+as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
 import gc
@@ -50,6 +49,7 @@ class Run:
         self.world = world
         self.heads = heads.to(heads.model.device)
         self.window = args.block_size + heads.config.n_draft + 1  # all heads have a token to guess
+        self.step_tokens = args.batch_size * args.block_size
         self.step = 0
         self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
@@ -69,8 +69,7 @@ class Run:
     def train(self, corpus, distillation=None):
         """Trains to the last step -> True, or until Ctrl-C or SIGTERM come -> False."""
         a = self.args
-        step_tokens = a.batch_size * a.block_size
-        show = progress(self.step, a.steps, step_tokens)
+        show = progress(self.step, a.steps, self.step_tokens)
         log = Log(self.out / "log.jsonl", self.step) if self.world.rank == 0 else None
         parts = [(corpus, a.batch_size)]
         with Signals() as signals:
@@ -81,11 +80,11 @@ class Run:
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
                     self.check_finite(loss)
                     if log:
-                        shares = accuracies.tolist()
-                        shown = " ".join(f"{share:.3f}" for share in shares)
+                        shown = " ".join(map("{:.3f}".format, accuracies.tolist()))
                         show(self.step, f"loss {loss:.3f}  accuracy {shown}")
-                        log.add(step=self.step, tokens=self.step * step_tokens, loss=loss.item(),
-                                accuracy=shares, lr=self.optimizer.param_groups[0]["lr"])
+                        lr = self.optimizer.param_groups[0]["lr"]
+                        log.add(step=self.step, tokens=self.step * self.step_tokens,
+                                loss=loss.item(), accuracy=accuracies.tolist(), lr=lr)
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
         return self.step == a.steps
@@ -137,8 +136,8 @@ class Run:
             return
         a = self.args
         names = [Path(p).name for p in a.data or ()] or "the Python standard library's source"
-        tokens = self.step * a.batch_size * a.block_size
-        training = dict(steps=self.step, tokens=tokens, **flags(a), data=names, key=a.key)
+        training = dict(steps=self.step, tokens=self.step * self.step_tokens, **flags(a),
+                        data=names, key=a.key)
         state = dict(settings=settings(a, self.heads), step=self.step,
                      heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
         try:
@@ -220,8 +219,7 @@ def finish(run, heldout):
     if args.shard_base and not world.divides(run.heads.model.config):
         top = head_accuracy(run.heads, heldout, *sizes, run.autocast)
         run.save(accuracy=top[1], top_accuracy=top)
-        world.print(f"{table(top)}\nmeasure the rest where it can be decoded: python "
-                    "train_heads.py --evaluate")
+        world.print(f"{table(top)}\nthe rest, where it can be decoded: train_heads.py --evaluate")
         world.close()
     else:
         measure_run(run, heldout, sizes)
@@ -298,11 +296,9 @@ def parse(argv):
                     f"default: {SELF_PROMPTS} where the data are mostly chats, else 0")
     add_number(parser, "--self-distill-ratio", 0, 1, float, default=0.5, metavar="X",
                help="the share of windows from the model's own text")
-    parser.add_argument("--shard-base", action="store_true",
-                        help="with torchrun: each GPU keeps a part of the frozen model (FSDP2); "
-                             "default: if it has to")
-    parser.add_argument("--evaluate", action="store_true",
-                        help="train nothing; measure the heads in --out")
+    parser.add_argument("--shard-base", action="store_true", help="with torchrun: each GPU keeps a "
+                        "part of the frozen model (FSDP2); default: if it has to")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
     args = parser.parse_args(argv)
     args.out = args.out or f"out/{args.preset}"
     args.config = common.head_config(args)

@@ -108,7 +108,7 @@ class TextStream:
         self.stop_texts = stop_texts
         self.stopped = False
         self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode_ordinary("a"))  # any text, so that a space stays
+        self._continue_after(encoding.encode_ordinary("a"))  # after any text a space stays
 
     def _continue_after(self, context):
         """The next ids are decoded after those of `context`, whose text has been given."""

@@ -200,13 +200,13 @@ def added(index, content, **flags):
     return {"id": index, "content": content} | plain | flags
 
 
-def template(before, behind=()):
+def template(before, after=()):
     """A TemplateProcessing with these (text, id) pairs around a text."""
     def item(pair):
         return {"SpecialToken": {"id": pair[0], "type_id": 0}}
 
-    single = [*map(item, before), {"Sequence": {"id": "A", "type_id": 0}}, *map(item, behind)]
-    tokens = {text: {"id": text, "ids": [index], "tokens": [text]} for text, index in [*before, *behind]}
+    single = [*map(item, before), {"Sequence": {"id": "A", "type_id": 0}}, *map(item, after)]
+    tokens = {text: {"id": text, "ids": [index], "tokens": [text]} for text, index in [*before, *after]}
     return {"type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": tokens}
 
@@ -568,14 +568,14 @@ def test_tokenizer_model_gives_sentencepieces_ids_text_and_stream(name, count, c
             assert encoding.decode([*ids, 701]) == text
 
 
-def test_without_legacy_nothing_is_put_before_the_text_behind_a_special_token(corpus, tmp_path):
+def test_without_legacy_nothing_is_put_before_the_text_after_a_special_token(corpus, tmp_path):
     content, model = sentencepiece_model(corpus, "bpe")
     write(tmp_path, {"tokenizer.model": content, "tokenizer_config.json": '{"legacy": false}'})
     encoding = load_encoding(tmp_path)
     for text in ("a", " a", "  def f(x):", "日本", ""):
-        behind = model.encode(f"\n{text}")[2:]  # what stands behind ▁ and a byte that joins nothing
+        after = model.encode(f"\n{text}")[2:]  # what follows ▁ and a byte that joins nothing
         ids = encoding.encode(f"a</s>{text}", allowed_special="all")
-        assert ids == [*model.encode("a"), 2, *behind] and encoding.decode(ids) == f"a</s>{text}"
+        assert ids == [*model.encode("a"), 2, *after] and encoding.decode(ids) == f"a</s>{text}"
     with_legacy = load_encoding(write(tmp_path, {"tokenizer_config.json": "{}"}))
     assert tokenizer_hash(with_legacy) != tokenizer_hash(encoding)
 

@@ -20,7 +20,7 @@ CHATML = ChatTemplate("chatml", (
     "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
-FORGETFUL = ChatTemplate("forgetful", (  # as Qwen3's: what an assistant thought stands in the last message only
+FORGETFUL = ChatTemplate("forgetful", (  # as Qwen3's: what an assistant thought is in the last message only
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
@@ -207,7 +207,7 @@ def test_one_broken_line_in_a_hundred_is_skipped_and_said_more_are_refused(broke
 
 
 def test_a_damaged_gz_is_refused_by_name(tmp_path):
-    """Would catch: EOFError and BadGzipFile, which are no InputError, or half a file that is taken for all of it."""
+    """Would catch: EOFError and BadGzipFile, which are not InputErrors, or half a file that is taken for all of it."""
     whole = gzip.compress(jsonl([{"text": str(i)} for i in range(5000)]).encode())
     for content in (whole[: len(whole) // 2], b"no gzip", whole[:100] + bytes(50) + whole[150:]):
         write(tmp_path, {"a.jsonl.gz": content})
@@ -519,7 +519,7 @@ def test_written_documents_come_back_and_an_error_on_the_way_writes_none(tmp_pat
 
 
 def draft_vocabulary(counts, n):
-    """`data.draft_vocabulary` of a token file in which id i stands counts[i] times -> (its ids, the lines printed)."""
+    """`data.draft_vocabulary` of a token file with id i counts[i] times -> (its ids, the lines printed)."""
     ids, lines = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts)), []
     return data.draft_vocabulary(ids.astype(np.uint16), n, len(counts), lines.append), lines
 
@@ -538,7 +538,7 @@ def test_a_draft_vocabulary_covers_most_of_the_text_with_few_ids():
 @pytest.mark.parametrize("seen, V, size", [(1024, 2049, 1024), (1024, 2048, 0), (1025, 4097, 2048), (1025, 4096, 0),
                                            (1, 258, 0)])
 def test_a_draft_vocabulary_of_half_the_ids_or_more_is_all_of_them(seen, V, size, monkeypatch):
-    """Would catch: a size that is no smaller than the ids there are, or that gains next to nothing."""
+    """Would catch: a size that is not smaller than the number of ids, or that gains next to nothing."""
     monkeypatch.setattr(data, "COVERAGE", 1.0)  # all that are seen
     ids, [line] = draft_vocabulary([2] * seen + [0] * (V - seen), "auto")
     assert ids == list(range(size))
