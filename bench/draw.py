@@ -21,11 +21,14 @@ from model import InputError, read_json
 from tools.cli import DEMO, HEAD_COLOURS, LOOKUP_COLOUR
 from tools.tune import PREFIX
 
-WIDTH, LARGEST = 760, 100_000    # of a picture: pixels, bytes
-COLUMNS, LINES = 88, 40          # of text.svg, at most
-LETTER = 0.61                    # width of a monospaced character, in font sizes
-LABEL, NODES, GAP = 14, 16, 24   # of tree.svg: characters of a box, boxes, pixels between columns
-TREE_SIZE = 17                   # of tokens-per-step.svg
+WIDTH = 760        # of a picture, in pixels
+LARGEST = 100_000  # bytes of a picture
+COLUMNS, LINES = 88, 40  # of text.svg, at most
+LETTER = 0.61      # width of a monospaced character, in font sizes
+LABEL = 14         # of tree.svg: characters of a box,
+NODES = 16         # boxes,
+GAP = 24           # pixels between columns
+TREE_SIZE = 17     # of tokens-per-step.svg
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
@@ -38,7 +41,8 @@ BARS = {"plain": ("plain decoding", GREY), "medusa": ("Medusa", GREEN), "hydra":
 LOOKS = {"heads": ("{} heads", GREEN, 2), "heads + lookup": ("{} + lookup", BLUE, 2),
          "plain": ("plain decoding", GREY, 2), "lookup": ("lookup", AMBER, 2),
          "auto": ("auto (default)", PINK, 4)}                   # of batch.svg: name, colour, width
-GPU, MODELS = "h200", {"30b": PINK, "8b": GREEN, "1.5b": BLUE}  # of roofline.svg
+GPU = "h200"  # of roofline.svg
+MODELS = {"30b": PINK, "8b": GREEN, "1.5b": BLUE}
 
 
 def canvas(height, card=False):
@@ -87,7 +91,8 @@ def colour_of(guessed_by):
 
 def legend(axes, y, own, drafted_by):
     """What the colours on the card mean. own: the words for the model's own tokens."""
-    x, pairs = 24, [("guessed by:", BRIGHT), *((by, colour_of(by)) for by in sorted(drafted_by))]
+    x = 24
+    pairs = [("guessed by:", BRIGHT), *((by, colour_of(by)) for by in sorted(drafted_by))]
     for words, colour in [(own, DIM), *(pairs if drafted_by else ())]:
         text(axes, x, y, words, colour)
         x += 7.2 * len(words) + 16
@@ -139,9 +144,10 @@ def layout(step):
     accepted = {*step["path"], len(step["nodes"])}
     labels = [label(words) for words in (*step["nodes"], step["emitted"][-1])]
     colours = [BRIGHT, *map(colour_of, (*step["drafted_by"][1:], "model"))]
-    depths, rows, n_rows, todo = [0], {}, 0, [0]
+    depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
+    rows, n_rows, todo = {}, 0, [0]
     while todo:  # a node has the row of its first child; one without children a row of its own
         rows[node := todo.pop()] = n_rows
         children = [i for i, parent in enumerate(parents) if parent == node]
@@ -169,7 +175,8 @@ def draw_tree(run):
         raise InputError(f"the run has no step of fewer than {NODES} nodes with two accepted "
                          "guesses and another branch; save a run with a smaller --tree-size")
     step, nodes = max(steps, key=lambda pair: len(pair[0]["path"]))
-    guesses, below = len(step["path"]) - 1, max(y for _, y, *_ in nodes) + 34
+    guesses = len(step["path"]) - 1
+    below = max(y for _, y, *_ in nodes) + 34
     axes = canvas(below + 26, card=True)
     text(axes, 24, 36, f"One step: {guesses} guesses accepted, {guesses + 1} tokens", BRIGHT, 16,
          weight="bold")
@@ -219,7 +226,8 @@ def draw_tokens_per_step(record):
     axes = chart("Tokens per step", 70 + 32 * len(bars),
                  f"{TREE_SIZE - 1} guesses per step, heads of {steps} training steps.",
                  measured(record))
-    left, one = 130, (WIDTH - 190) / max(value for *_, value in bars)
+    left = 130
+    one = (WIDTH - 190) / max(value for *_, value in bars)
     text(axes, left, 50, "not guessed", GREY, 12)
     text(axes, left + max(one + 2, 100), 50, "guessed right", GREY, 12)
     for i, (words, colour, value) in enumerate(bars):

@@ -170,7 +170,7 @@ def timed_row(label, size, ours, rivals, bandwidth):
         try:
             apart = difference(calls[0](), ours[0]())  # bfloat16, and torch rounds even the logits
             found[name] = median_us(calls) if apart < 0.1 else f"the result differs by {apart}"
-        except Exception as error:  # out of memory, or whatever a compiler raises
+        except Exception as error:  # out of memory, or what a compiler raises
             found[name] = f"{type(error).__name__}: {error}"[:300]
     best = min((time for time in found.values() if not isinstance(time, str)), default=None)
     return label | dict(us=us, bytes=size, share_of_copy=size / bandwidth * 1e6 / us,

@@ -6,7 +6,7 @@ its FLOPs over the peak of dense bfloat16 products, and some time for each of it
 
     seconds = sum of max(bytes / bandwidth, FLOPs / peak) + launches * launch
 
-Counted are: a product's weights once, whatever the number of rows, and 2 FLOPs for each weight and
+Counted are: a product's weights once, for any number of rows, and 2 FLOPs for each weight and
 row; the keys and values that a sequence has in the cache; K passes of drafting over the heads and
 the LM head, or its draft vocabulary. Taken as free: activations, norms, sampling, choosing a tree.
 All weights are bfloat16, on one GPU. So this is about the least that a step can take: real kernels

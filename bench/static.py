@@ -30,7 +30,8 @@ from generate import Engine, Fixed, tree_variant
 from model import GPT, InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INT32, INT64 = torch.int32, torch.int64
+INT32 = torch.int32
+INT64 = torch.int64
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
         "_unsafe_view"}
 
@@ -92,7 +93,7 @@ def step_launches(model, heads=None, **options):
     device; options are the Engine's."""
     with recorded() as launches:
         step = Engine(model, heads, graph=False, **options).body()
-        step()  # whatever only the first one does
+        step()  # with what only the first one does
         launches.clear()
         with Launches() as operations:
             step()
@@ -105,7 +106,8 @@ def bench_launches(args):
     model = GPT.from_pretrained(args.model, BF16, "cpu")  # the default on CUDA
     heads = CloverHeads.from_pretrained(args.heads, model).to("meta")
     model.to("meta")
-    table, capacity = Table(STEP), min(512, model.config.block_size)
+    table = Table(STEP)
+    capacity = min(512, model.config.block_size)
     drafters = [(heads, False), (None, True), (heads, True)]  # heads, lookup
     for size in args.tree_sizes:
         for variant in (tree_variant(size, *who) for who in drafters[:3 if size > 2 else 1]):
@@ -134,8 +136,9 @@ def signature(name, args, named):
     kinds, constants, multiples = [], [], []
     for i, parameter in enumerate(getattr(kernels, name).params):
         value, key = args[i] if i < len(args) else named[parameter.name], None
-        kind, special = "constexpr", not parameter.do_not_specialize
+        kind = "constexpr"
         if not parameter.is_constexpr:
+            special = not parameter.do_not_specialize
             kind, key = native_specialize_impl(BaseBackend, value, False, special, True)
         kinds.append(kind)
         constants += [(i, value)] if kind == "constexpr" else []
@@ -150,21 +153,21 @@ def signatures(launches):
 
 
 def attention_launches(T, G, D, dtype, aligned=True, S=4096, alibi=False):
-    q, slopes = torch.empty(2, T, 2 * G, D, dtype=dtype), torch.zeros(2 * G) if alibi else None
     cache = torch.empty(2, 2, S, D, dtype=dtype)
     cache = cache if aligned else torch.empty(2, 2, D, S + 1, dtype=dtype).mT
-    lengths, ancestors = torch.zeros(2, dtype=INT32), torch.zeros(2, T, dtype=INT64)
-    return record(kernels.tree_attention, q, cache, cache, lengths, ancestors, slopes=slopes)
+    return record(kernels.tree_attention, torch.empty(2, T, 2 * G, D, dtype=dtype), cache, cache,
+                  torch.zeros(2, dtype=INT32), torch.zeros(2, T, dtype=INT64),
+                  slopes=torch.zeros(2 * G) if alibi else None)
 
 
 def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True, C=4096, V=32000,
                      multiprocessors=132):
     weight = torch.empty(V, C, dtype=dtype) if aligned else torch.empty(C, V + 1, dtype=dtype).T
     vocab_ids = torch.zeros(V, dtype=INT32) if gathered else None
-    hidden, zeros = torch.empty(M, C, dtype=dtype), torch.zeros(M, dtype=INT64)
+    zeros = torch.zeros(M, dtype=INT64)
     noise = None if temperature is None else (temperature, 2**40, zeros, zeros, 0)
-    return record(kernels._project_triton, hidden, weight, vocab_ids, k, noise,
-                  multiprocessors=multiprocessors)
+    return record(kernels._project_triton, torch.empty(M, C, dtype=dtype), weight, vocab_ids, k,
+                  noise, multiprocessors=multiprocessors)
 
 
 def draft_launches(K, W, T):
@@ -217,7 +220,8 @@ def all_launches():
     D = 16, 32, 64, 128, 256  # others have the tile of the next power of two, and masks
     T, M = (2, 8, 16, 32), (8, 32, 64)  # with 4 query heads a group: tiles of up to 128 query rows
     attention = partial(cases, attention_launches, G=[4])
-    project, small = partial(cases, project_launches), partial(cases, small_launches)
+    project = partial(cases, project_launches)
+    small = partial(cases, small_launches)
     found = attention(T=T, D=(*D, 80, 192), dtype=[BF16]) + attention(T=T, D=D, dtype=[FP16])
     # loads of single elements take fewer registers with a mask than without, float32 the same
     found += attention(T=[5], D=D, dtype=[FP32, BF16, FP16], aligned=[True, False])
@@ -276,13 +280,13 @@ def usage(target, launch):
     compiled = compile_launch(target, launch)
     if target.startswith("cuda"):
         text = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
-        pattern, registers = r"\b(REG|STACK|LOCAL):(\d+)", "REG"
+        pattern = r"\b(REG|STACK|LOCAL):(\d+)"
     else:
-        text, registers = compiled.asm["amdgcn"], "vgpr_count"
+        text = compiled.asm["amdgcn"]
         pattern = r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)"
     found = {name: int(value) for name, value in re.findall(pattern, text)}
-    return dict(registers=found.pop(registers), spilled=sum(found.values()),
-                shared=compiled.metadata.shared)
+    registers = found.pop("REG" if "REG" in found else "vgpr_count")
+    return dict(registers=registers, spilled=sum(found.values()), shared=compiled.metadata.shared)
 
 
 def cuobjdump(cubin, what):
@@ -321,7 +325,8 @@ def figures(row):
 def bench(args):
     """`python -m bench kernels --static`: prints one row per shape class, the worst of its launches
     for each target; returns the Record."""
-    launches, classes = all_launches(), defaultdict(lambda: defaultdict(Counter))
+    launches = all_launches()
+    classes = defaultdict(lambda: defaultdict(Counter))
     pairs = [(target, launch) for launch, target in product(launches, TARGETS)]
     for (target, launch), used in zip(pairs, compile_all(pairs)):
         worst = classes[shape_class(launch)][target]

@@ -172,7 +172,7 @@ def test_a_name_is_changed_everywhere_in_the_repetition(checkpoint):
 
 
 def spent(*seconds):
-    """What each run gives that emits 12 tokens in so many seconds."""
+    """What each run gives that emits 12 tokens in this many seconds."""
     return [SimpleNamespace(tokens=[[7] * 12], seconds=s, tokens_per_second=12 / s, tokens_per_step=1.0, tree_size=2,
                             variants={Variant(0, 3): [8, 9]}) for s in seconds]
 

@@ -128,7 +128,7 @@ def test_flex_attention_can_be_left_out():
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
 def test_narrow_tiles_are_timed_where_a_tile_has_128_rows(monkeypatch):
-    """Bug: the column times the same tiles again, or stands where there is nothing to compare."""
+    """Bug: the column times the same tiles again, or is there where there is nothing to compare."""
     monkeypatch.setattr(operations, "copies", lambda size: 1)
     args = SimpleNamespace(no_flex=True, capacity=0)
     assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[2]

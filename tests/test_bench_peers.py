@@ -1,4 +1,4 @@
-"""bench/peers.py: other programs run the same model, and their times stand beside ours."""
+"""bench/peers.py: other programs run the same model, and their times are shown beside ours."""
 
 import sys
 
@@ -20,7 +20,7 @@ FIELDS = dict(block_size=512, rope_theta=300.0, norm_eps=1e-3)  # none of which 
 
 @torch.inference_mode()
 def expected_logits(model, tokens):
-    """Our logits [T, V] of tokens behind a prefix as the programs have it in their caches."""
+    """Our logits [T, V] of tokens after a prefix as the programs have it in their caches."""
     prefix = torch.arange(PREFIX) % model.config.vocab_size
     return model.lm_head(model(torch.cat((prefix, tokens))[None]))[0, PREFIX:].float()
 
@@ -175,7 +175,7 @@ def test_llama_cpp_wants_room_for_its_file(monkeypatch):
 
 @pytest.mark.parametrize("tokens, flag, want", [(97, None, 0), (97, 10, 10), (2**14, None, 2**13), (2**14, 0, 0)])
 def test_the_draft_vocabulary_is_that_of_the_flag(run, monkeypatch, tokens, flag, want):
-    """Bug: heads that draft among all ids whatever the flag says, a default that a small vocabulary does not have."""
+    """Bug: heads that draft among all ids in spite of the flag, a default that a small vocabulary does not have."""
     monkeypatch.setitem(steps.SIZES, "7b", ("a toy", (tokens, *TOY[1][1:]), {}))
     assert steps.draft_vocabulary(bench.parse(
         [*TIMES, "--tree-sizes", "5", *([] if flag is None else ["--draft-vocabulary", str(flag)])])) == want

@@ -144,7 +144,7 @@ def test_figures_are_read_from_the_binary():
         "project-64-rows": (static.project_launches, (64, 8, BF16), "HGMMA"),
         "gathered-rows": (static.project_launches, (8, 8, BF16, None, True), "HGMMA")}.items())])
 def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
-    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores stand
+    """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores are
     idle."""
     name, _, values, named = launches(*args)[0]
     compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
