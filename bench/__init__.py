@@ -1,4 +1,5 @@
-"""Measurements, `python -m bench ...`. Here: the tables they print, the record they keep, the machine they ran on."""
+"""Measurements, `python -m bench ...`. Here: their tables, their records, the machine they ran
+on."""
 
 import json
 import os
@@ -14,8 +15,9 @@ from model import InputError, atomic_write, read_json
 
 
 def cell(row, column):
-    """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key such as "stages.draft" leads into a
-    dict. What is missing or None is a dash. A text stands as it is, up to a colon: an error without its message."""
+    """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key such as
+    "stages.draft" leads into a dict. What is missing or None is a dash; of a text counts what is
+    before a colon: an error without its message."""
     key, form = column.rsplit(" ", 1)
     for name in key.split("."):
         row = row.get(name) if isinstance(row, dict) else None
@@ -23,8 +25,8 @@ def cell(row, column):
 
 
 class Table(list):
-    """Rows, as dicts, each printed when it is added. columns: {heading: column, see `cell`}. kept: rows that are there
-    already. save() is called after every addition."""
+    """Rows, as dicts, each printed when it is added. columns: {heading: column, see `cell`}. kept:
+    rows that are there already. save() is called after every addition."""
 
     def __init__(self, columns, kept=(), save=lambda: None):
         super().__init__(kept)
@@ -50,28 +52,25 @@ class Table(list):
 
 
 class Record(dict):
-    """What a command measures, the object of its JSON line. With a path it is also a file, written anew after every
-    row, so that a command that was stopped goes on with what is missing. `complete` says whether nothing is.
-
-    Raises InputError for a file that holds a run with other settings or on another machine."""
+    """What a command measures, the object of its JSON line. With a path it is also a file, written
+    anew after every row, so that a command that was stopped goes on with what is missing.
+    `complete` says whether nothing is. Raises InputError for a file that holds a run with other
+    settings or on another machine."""
 
     def __init__(self, path=None, **settings):
         super().__init__(settings, machine=machine())
-        self.path = path
-        kept, now = read_json(path) if path and Path(path).is_file() else {}, json.loads(json.dumps(self))
-        for name, value in now.items() if kept else ():
+        self.path, kept = path, read_json(path) if path and Path(path).is_file() else {}
+        for name, value in json.loads(json.dumps(self)).items() if kept else ():
             if kept.get(name) != value:
-                raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; delete it, or choose "
-                                 "another --out")
-        self.update({name: value for name, value in kept.items() if name != "error"}, complete=False)
+                raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; "
+                                 "delete it, or choose another --out")
+        kept.pop("error", None)
+        self.update(kept, complete=False)
         self.save()
 
     def save(self):
-        try:
-            if self.path:
-                atomic_write(self.path, lambda tmp: Path(tmp).write_text(json.dumps(self) + "\n"))
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+        if self.path:
+            write_file(self.path, (json.dumps(self) + "\n").encode())
 
     def table(self, name, columns):
         """A Table whose rows are kept under this name."""
@@ -91,13 +90,38 @@ class Record(dict):
         return self
 
 
+def write_file(path, content):
+    """Writes bytes. Raises InputError where the folder takes no file."""
+    try:
+        atomic_write(path, lambda tmp: Path(tmp).write_bytes(content))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); "
+                         "choose another --out") from None
+
+
+def make_folder(path):
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made a folder ({error.strerror}); "
+                         "choose another --out") from None
+
+
 def machine():
     """What the numbers were measured on, for the JSON line."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True,
-                            text=True).stdout.strip()  # nothing where git is not installed
-    return dict(cpu=names[0] if names else platform.processor() or platform.machine(), cores=os.cpu_count(),
-                threads=torch.get_num_threads(), python=platform.python_version(), torch=torch.__version__,
+    commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=Path(__file__).parent,
+                            capture_output=True, text=True).stdout.strip()  # "" without git
+    return dict(cpu=names[0] if names else platform.processor() or platform.machine(),
+                cores=os.cpu_count(), threads=torch.get_num_threads(),
+                python=platform.python_version(), torch=torch.__version__,
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                triton=kernels.triton.__version__ if kernels.HAS_TRITON else None, commit=commit or None)
+                triton=kernels.triton.__version__ if kernels.HAS_TRITON else None,
+                commit=commit or None)
+
+
+def hardware(machine):
+    """Such as "2 cores of an AMD EPYC", of a record's machine."""
+    n, cpu = machine["threads"], machine["cpu"]
+    return machine["gpu"] or f"{n} core{'s' * (n > 1)} of a{'n' * (cpu[0] in 'AEIO')} {cpu}"

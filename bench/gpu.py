@@ -1,9 +1,11 @@
-"""`python -m bench gpu`: everything that only a GPU can tell, in slices of a few minutes, the most telling first.
+"""`python -m bench gpu`: everything that only a GPU can tell, in slices of a few minutes, the most
+telling first.
 
-A slice runs other commands of bench, each in a process of its own, so that a fault of one leaves the others' results.
-Each keeps its record in a file, DIR/NAME.json, and what it says in DIR/NAME.log. When a slice's time is up, the command
-that runs is stopped, and the next call goes on where it was. A file that is complete, or that says what failed, is left
-as it is: delete it to measure anew. `python -m bench report DIR` makes tables of them all.
+A slice runs other commands of bench, each in a process of its own, so that a fault of one leaves
+the others' results. Each keeps its record in a file, DIR/NAME.json, and what it says in
+DIR/NAME.log. When a slice's time is up, the command that runs is stopped, and the next call goes on
+where it was. A file that is complete, or that says what failed, is left as it is: delete it to
+measure anew. `python -m bench report DIR` makes tables of them all.
 """
 
 import json
@@ -19,36 +21,37 @@ from pathlib import Path
 
 import torch
 
-from bench import Record
-from model import InputError, atomic_write, read_json
+from bench import Record, make_folder, write_file
+from model import InputError, read_json
 
 ROOT = Path(__file__).parent.parent
 GRACE = 30  # seconds that a command has to save, once it is told to stop
 TREES = "--batch-sizes 1 8 32 --tree-sizes 1 4 8 16 64"
-CODE = " ".join(shlex.quote(f"{folder}.py") for folder in (  # Python's library and torch, to train a base on
-    *(f"{sysconfig.get_paths()['stdlib']}/{files}" for files in ("*", "*/*")), f"{Path(torch.__file__).parent}/**/*"))
-BASE = f"heads --base 124m --train {{out}}/124m --kinds medusa hydra clover clover2 --data {CODE} --prompts 32 " \
-       "--temperatures 0 --batch-sizes 1 8 32 --tree-sizes 5 17"
-SLICES = (  # {name: command of bench}; a command that takes longer than a slice goes on in the next
+CODE = " ".join(shlex.quote(f"{folder}.py") for folder in (  # Python and torch, to train a base on
+    *(f"{sysconfig.get_paths()['stdlib']}/{files}" for files in ("*", "*/*")),
+    f"{Path(torch.__file__).parent}/**/*"))
+BASE = ("heads --base 124m --train {out}/124m --kinds medusa hydra clover clover2 --prompts 32 "
+        f"--temperatures 0 --batch-sizes 1 8 32 --tree-sizes 5 17 --data {CODE}")
+SLICES = (  # {name: command of bench}; one that takes longer than a slice goes on in the next
     {"tests": "tests"},
     {"attention": "kernels --operations attention --heads 8b --tree-sizes 1 16 64 --no-flex",
      "projections": "kernels --operations projections commit lookup merge --heads 8b",
-     "flex": "kernels --operations attention --heads 8b --batch-sizes 1 8 --prefixes 512 8192 --tree-sizes 16"},
-    {"steps-8b": f"decode --random-weights 8b {TREES}", "steps-7b": f"decode --random-weights 7b {TREES}"},
+     "flex": "kernels --operations attention --heads 8b --batch-sizes 1 8 --prefixes 512 8192 "
+             "--tree-sizes 16"},
+    {"steps-8b": f"decode --random-weights 8b {TREES}",
+     "steps-7b": f"decode --random-weights 7b {TREES}"},
     {"demo": "decode --batch-sizes 1 8 32 64 --runs 2"},
     {"steps-70b-layer": f"decode --random-weights 70b-layer {TREES}"},
     {"heads-124m": BASE}, {"heads-124m": BASE}, {"heads-124m": BASE},
 )
+TESTS = {"test": "test {}", "outcome": "outcome {}", "seconds": "seconds {:.1f}"}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Slices
 
 def commands(parts, out):
     """{name: command of bench} -> {name: argv}, each of which keeps its record in `out`."""
     start = [sys.executable, "-m", "bench"]
-    return {name: [*start, *shlex.split(words.format(out=shlex.quote(str(out)))), "--out", str(out / f"{name}.json")]
-            for name, words in parts.items()}
+    return {name: [*start, *shlex.split(words.format(out=shlex.quote(str(out)))),
+                   "--out", str(out / f"{name}.json")] for name, words in parts.items()}
 
 
 def state(path):
@@ -60,74 +63,66 @@ def state(path):
 
 
 def run_slice(argvs, out, seconds):
-    """Runs {name: argv} in turns, for `seconds` in all; those that are complete or failed before are left out."""
+    """Runs {name: argv} in turns, for `seconds` in all, but for what is complete or failed
+    before."""
     deadline = time.monotonic() + seconds
     for name, argv in argvs.items():
-        path = out / f"{name}.json"
-        before, left = state(path), deadline - time.monotonic()
-        if before in ("missing", "begun") and left > 0:
-            code = run(argv, path.with_suffix(".log"), left)
+        path, left = out / f"{name}.json", deadline - time.monotonic()
+        log = path.with_suffix(".log")
+        if state(path) in ("missing", "begun") and left > 0:
+            code = run(argv, log, left)
             if code is not None and state(path) != "complete":
-                write_failure(path, code)
-        advice = {"complete": "", "failed": f"; see {path.with_suffix('.log')}, and delete {path} to run it again"}
-        print(f"{name}: {state(path)}{advice.get(state(path), '; the next call goes on with it')}", flush=True)
+                tail = log.read_text(errors="replace").splitlines()[-30:]
+                record = read_json(path) if path.is_file() else {}
+                record["error"] = dict(exit_code=code, tail=tail)
+                write_file(path, (json.dumps(record) + "\n").encode())
+        advice = {"complete": "", "failed": f"; see {log}, and delete {path} to run it again"}
+        print(f"{name}: {state(path)}{advice.get(state(path), '; the next call goes on with it')}",
+              flush=True)
 
 
 def run(argv, log, seconds):
-    """Runs a command -> its exit code, or None when its time was up. What it says is added to the file `log`."""
+    """Runs a command -> its exit code, or None when its time was up. What it says is added to the
+    file `log`."""
     with open(log, "a") as file:
-        process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:  # also after Ctrl-C, which only this process gets
-            if process.poll() is None:
-                stop(process)
+            stop(process)
 
 
 def stop(process):
-    """SIGTERM, which acts as Ctrl-C; after GRACE seconds the end of the process and of those it started."""
-    process.terminate()
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def write_failure(path, code):
-    """Adds to a record, or makes one, what its command ended with."""
-    tail = path.with_suffix(".log").read_text(errors="replace").splitlines()[-30:]
-    record = read_json(path) if path.is_file() else {}
-    text = json.dumps(record | dict(error=dict(exit_code=code, tail=tail)))
-    atomic_write(path, lambda tmp: Path(tmp).write_text(text + "\n"))
+    """SIGTERM, which acts as Ctrl-C; after GRACE seconds the end of the process and its
+    children."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def bench(args):
     """`python -m bench gpu`: runs the slices, returns the state of every part."""
     if not torch.cuda.is_available():
-        raise InputError("this needs a CUDA device, and there is none; without one run python -m bench decode, "
-                         "python -m bench kernels --static or python -m bench roofline")
+        raise InputError("this needs a CUDA device, and there is none; without one run python "
+                         "-m bench decode, bench kernels --static or bench roofline")
     out = Path(args.out).absolute()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another --out") from None
+    make_folder(out)
     for parts in [SLICES[args.slice - 1]] if args.slice else SLICES:
         run_slice(commands(parts, out), out, 60 * args.minutes)
-    return dict(bench="gpu", parts={name: state(out / f"{name}.json") for parts in SLICES for name in parts})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tests
-
-TESTS = {"test": "test {}", "outcome": "outcome {}", "seconds": "seconds {:.1f}"}
+    names = [name for parts in SLICES for name in parts]
+    return dict(bench="gpu", parts={name: state(out / f"{name}.json") for name in names})
 
 
 class Recorder:
-    """A plugin of pytest that keeps the outcome of every test in a Table, and leaves out those that are there. A test
-    that takes the process with it stays "unfinished"."""
+    """A plugin of pytest that keeps the outcome of every test in a Table, and leaves out those that
+    are there. A test that takes the process with it stays "unfinished"."""
 
     def __init__(self, table):
         self.table = table

@@ -1,10 +1,10 @@
-"""Other programs beside ours, each where it is installed: the step times of llama.cpp and transformers on the same
-random weights, and transformers' `generate` on the same checkpoint.
+"""Other programs beside ours, each where it is installed: the step times of llama.cpp and
+transformers on the same random weights, and transformers' `generate` on the same checkpoint.
 
-For the steps both get the model's own weights in its own dtype, and PREFIX tokens in their caches. A step is then a
-forward pass of T more tokens, whose logits are all computed and which leave the cache again. It neither drafts nor
-chooses a token, so it is a little less than a step of ours. llama.cpp reads the weights from a file that it maps into
-memory; transformers shares those that are in memory.
+For the steps both get the model's own weights in its own dtype, and PREFIX tokens in their caches.
+A step is then a forward pass of T more tokens, whose logits are all computed and which leave the
+cache again. It neither drafts nor chooses a token, so it is a little less than a step of ours.
+llama.cpp maps the weights from a file; transformers shares those in memory.
 """
 
 import contextlib
@@ -22,73 +22,64 @@ from model import InputError, check_memory
 from tools.tune import PREFIX
 
 COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",
-           "transformers, ms": "transformers_ms {:.2f}", "transformers over ours": "transformers_ratio {:.2f}x"}
-ROTATED = "self_attn.q_proj.", "self_attn.k_proj."
+           "transformers, ms": "transformers_ms {:.2f}",
+           "transformers over ours": "transformers_ratio {:.2f}x"}
+RATIOS = {"llama_cpp": ("step", "llama_cpp"), "transformers": ("transformers", "step")}
+GGUF = {  # what a GGUFWriter adds: the field of a GPTConfig
+    "vocab_size": "vocab_size", "context_length": "block_size", "block_count": "n_layer",
+    "embedding_length": "n_embd", "feed_forward_length": "n_inner", "head_count": "n_head",
+    "head_count_kv": "n_kv_head", "key_length": "head_size", "value_length": "head_size",
+    "rope_dimension_count": "head_size", "rope_freq_base": "rope_theta",
+    "layer_norm_rms_eps": "norm_eps"}
 
 
 def stored_weights(model):
-    """A model's weights as a checkpoint folder holds them: {tensor's name: tensor}, without a copy."""
-    config, found = model.config, {}
+    """A model's weights as a checkpoint folder holds them: {tensor's name: tensor}, no copies."""
+    found = {}
     for name, value in model.state_dict().items():
-        if not (config.tied and name == "head.weight"):
-            found |= split_weight(name, value, config)
+        if not (model.config.tied and name == "head.weight"):
+            found |= split_weight(name, value, model.config)
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# llama.cpp
-
 def interleaved(rows, head_size):
-    """Rows of a query or key projection [n D, ...], where the two that are rotated together stand half a head apart ->
-    the same rows with the two next to each other, as llama.cpp expects them in Llama's shape."""
-    return rows.view(-1, 2, head_size // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    """Rows of a query or key projection [n D, ...], where the two that are rotated together are
+    half a head apart -> the same rows with the two side by side, as llama.cpp expects them of
+    Llama."""
+    shape = -1, 2, head_size // 2, *rows.shape[1:]
+    return rows.view(shape).transpose(1, 2).reshape(rows.shape)
 
 
 def write_gguf(model, path):
-    """Writes a llama.cpp file without a tokenizer. Matrices keep their dtype; norms and biases are float32, as in the
-    files that llama.cpp's own converter writes. Raises InputError for a family that is neither llama nor qwen2."""
+    """Writes a llama.cpp file without a tokenizer. Matrices keep their dtype; norms and biases are
+    float32, as llama.cpp's own converter writes them. InputError for other families."""
     import gguf
     c = model.config
     if c.family not in ("llama", "qwen2"):
         raise InputError(f"the {c.family} family is not written here; expected llama or qwen2")
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, c.family.upper()), c.n_layer)
     writer = gguf.GGUFWriter(path, c.family)
-    write_sizes(writer, c)
+    writer.add_tokenizer_model("none")
+    for name, field in GGUF.items():
+        getattr(writer, f"add_{name}")(getattr(c, field))
     for name, value in stored_weights(model).items():
-        if c.family == "llama" and any(part in name for part in ROTATED):
+        if c.family == "llama" and ("self_attn.q_proj." in name or "self_attn.k_proj." in name):
             value = interleaved(value, c.head_size)
-        value = value.float() if value.dim() == 1 else value
-        raw = {}
+        value, raw = value.float() if value.dim() == 1 else value, {}
         if value.dtype == torch.bfloat16:  # which numpy does not know
             value, raw = value.view(torch.uint8), dict(raw_dtype=gguf.GGMLQuantizationType.BF16)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), value.numpy(), **raw)
+        name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(name, value.numpy(), **raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_sizes(writer, config):
-    """The keys of a GGUF that say what a GPTConfig does."""
-    c = config
-    writer.add_tokenizer_model("none")
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_context_length(c.block_size)
-    writer.add_block_count(c.n_layer)
-    writer.add_embedding_length(c.n_embd)
-    writer.add_feed_forward_length(c.n_inner)
-    writer.add_head_count(c.n_head)
-    writer.add_head_count_kv(c.n_kv_head)
-    writer.add_key_length(c.head_size)
-    writer.add_value_length(c.head_size)
-    writer.add_rope_dimension_count(c.head_size)
-    writer.add_rope_freq_base(c.rope_theta)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-
-
 class LlamaCpp:
-    """llama.cpp on as many threads as torch, with PREFIX tokens in its cache, which by its default is float16. Raises
-    InputError where memory or disk have no room for the file, or llama.cpp does not take it."""
+    """llama.cpp on as many threads as torch, with PREFIX tokens in its cache, by default of
+    float16. Raises InputError where memory or disk have no room for the file, or it does not
+    load."""
     title, packages = "llama.cpp", "llama-cpp-python gguf"
     batch = context = model = None
 
@@ -97,7 +88,7 @@ class LlamaCpp:
         import llama_cpp
         self.lib, self.vocab_size = llama_cpp, model.config.vocab_size
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        LlamaCpp.silence = llama_cpp.llama_log_callback(lambda *_: None)  # which must outlive all calls
+        LlamaCpp.silence = llama_cpp.llama_log_callback(lambda *_: None)  # must outlive all calls
         llama_cpp.llama_log_set(LlamaCpp.silence, None)
         llama_cpp.llama_backend_init()
         try:
@@ -111,14 +102,16 @@ class LlamaCpp:
     def load(self, model):
         lib, size = self.lib, sum(p.nbytes for p in model.parameters())
         check_memory("the file of the weights takes", size, "cpu", "take a smaller size")
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the mapped file outlives its name
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             free = shutil.disk_usage(folder).free
             if size > free:
-                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free "
-                                 f"in {tempfile.gettempdir()}; set TMPDIR to another folder")
-            path = Path(folder) / "model.gguf"
+                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, but "
+                                 f"{free / 1e9:.1f} GB are free in {tempfile.gettempdir()}; "
+                                 "set TMPDIR to another folder")
+            path = str(Path(folder) / "model.gguf")  # mapped: it outlives its name
             write_gguf(model, path)
-            self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+            default = lib.llama_model_default_params()
+            self.model = lib.llama_model_load_from_file(path.encode(), default)
         settings = lib.llama_context_default_params()
         settings.n_ctx = settings.n_batch = PREFIX + MAX_TREE
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
@@ -128,12 +121,12 @@ class LlamaCpp:
         self.batch = lib.llama_batch_init(PREFIX + MAX_TREE, 0, 1)
 
     def fill(self, tokens, position, logits):
-        """Makes the batch these tokens, in a row from a position on; logits: whether to compute theirs."""
+        """Makes the batch these tokens, from a position on; logits: whether to compute theirs."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token % self.vocab_size, position + i, logits
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.token[i], batch.pos[i] = token % self.vocab_size, position + i
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, logits
 
     def decode(self):
         code = self.lib.llama_decode(self.context, self.batch)
@@ -152,32 +145,28 @@ class LlamaCpp:
 
     def close(self):
         """Frees what llama.cpp took."""
-        if self.batch:
-            self.lib.llama_batch_free(self.batch)
-        if self.context:
-            self.lib.llama_free(self.context)
-        if self.model:
-            self.lib.llama_model_free(self.model)
+        for free, what in ((self.lib.llama_batch_free, self.batch),
+                           (self.lib.llama_free, self.context),
+                           (self.lib.llama_model_free, self.model)):
+            if what:
+                free(what)
         self.batch = self.context = self.model = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# transformers
-
 class Transformers:
-    """transformers' model of the family with PREFIX tokens in a DynamicCache, as its generate runs it by default."""
+    """transformers' model of the family with PREFIX tokens in a DynamicCache, as its generate runs
+    it by default."""
     title = packages = "transformers"
 
     @torch.inference_mode()
     def __init__(self, model):
         import transformers
         self.version = f"transformers {transformers.__version__}"
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        silence(transformers)
         config = transformers.AutoConfig.for_model(**hf_config(model.config, model.dtype))
         kind = getattr(transformers, config.architectures[0])
-        self.model = kind.from_pretrained(None, config=config, state_dict=stored_weights(model), dtype=model.dtype)
-        self.model.eval()
+        self.model = kind.from_pretrained(None, config=config, state_dict=stored_weights(model),
+                                          dtype=model.dtype).eval()
         self.cache = transformers.DynamicCache()
         self.decode(torch.arange(PREFIX)[None] % model.config.vocab_size)
 
@@ -186,7 +175,7 @@ class Transformers:
         return self.model(tokens, past_key_values=self.cache, use_cache=True).logits
 
     def body(self, tree_size):
-        """A function that runs a step of one token; None for a tree, which needs a mask that generate does not give."""
+        """A function that runs a step of one token; None for a tree, whose mask generate lacks."""
         tokens = torch.zeros(1, 1, dtype=torch.int64)
 
         def step():
@@ -198,16 +187,18 @@ class Transformers:
         self.model = self.cache = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Both
+def silence(transformers):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
 
 PROGRAMS = {"llama_cpp": LlamaCpp, "transformers": Transformers}
 
 
 @contextlib.contextmanager
 def running(model):
-    """Yields ({name: a program that runs the model}, {name: its version, or why it does not}). None runs for a model on
-    CUDA."""
+    """Yields ({name: a program that runs the model}, {name: its version, or why it does not}). None
+    runs for a model on CUDA."""
     made, words = {}, {}
     try:
         for name, program in PROGRAMS.items():
@@ -218,7 +209,7 @@ def running(model):
                 words[name] = made[name].version
             except ImportError:
                 words[name] = f"not installed (pip install {program.packages})"
-            except (InputError, OSError, RuntimeError) as error:  # no room, or a library that does not load here
+            except (InputError, OSError, RuntimeError) as error:  # no room, or a broken library
                 words[name] = f"left out: {str(error).splitlines()[0]}"
         yield made, words
     finally:
@@ -226,14 +217,16 @@ def running(model):
             program.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # transformers' generate
 
-GENERATING = {"transformers": {}, "transformers, prompt lookup": dict(prompt_lookup_num_tokens=10)}
+GENERATING = {"transformers": {},
+              "transformers, prompt lookup": dict(prompt_lookup_num_tokens=10)}
 
 
 class Generate:
-    """transformers' greedy `generate`, one prompt at a time, with these flags. No text ends early, as with us."""
+    """transformers' greedy `generate`, one prompt at a time, with these flags. No text ends early,
+    as with us."""
 
     def __init__(self, model, **flags):
         self.model, self.flags = model, flags
@@ -245,17 +238,18 @@ class Generate:
         texts, start = [], time.perf_counter()
         for prompt in prompts:
             tokens = torch.tensor([prompt], device=self.model.device)
-            out = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
+            out = self.model.generate(tokens, attention_mask=torch.ones_like(tokens),
+                                      pad_token_id=0, do_sample=False,
                                       max_new_tokens=max_new_tokens, **self.flags)
             texts.append(out[0, len(prompt):].tolist())
         seconds = time.perf_counter() - start
-        return SimpleNamespace(tokens=texts, seconds=seconds, tokens_per_second=sum(map(len, texts)) / seconds,
-                               tokens_per_step=None, tree_size=None)
+        return SimpleNamespace(tokens=texts, seconds=seconds, tokens_per_step=None, tree_size=None,
+                               tokens_per_second=sum(map(len, texts)) / seconds)
 
 
 def generating(model, folder, temperature, batch_size, prompts):
-    """({name: a Generate of the checkpoint in the folder, with our model's dtype and device}, transformers' version, or
-    why there are none)."""
+    """({name: a Generate of the checkpoint in the folder, with our model's dtype and device},
+    transformers' version, or why there are none)."""
     if temperature:
         return {}, "measured at temperature 0 only"
     if batch_size != 1:
@@ -264,9 +258,9 @@ def generating(model, folder, temperature, batch_size, prompts):
         import transformers
     except ImportError:
         return {}, "not installed (pip install transformers)"
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+    silence(transformers)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+    theirs = theirs.to(model.device).eval()
     made = {name: Generate(theirs, **flags) for name, flags in GENERATING.items()}
     for program in made.values():
         program.generate(prompts[:1], 8)  # what only the first call does

@@ -1,17 +1,19 @@
-"""`python -m bench roofline`: predicts the time of a step, and what speculation gains, from a GPU's datasheet.
+"""`python -m bench roofline`: predicts from a GPU's datasheet the time of a step, and what
+speculation gains.
 
-A step is a list of operations. Each takes the longer of its bytes over the memory's bandwidth and its FLOPs over the
-peak of dense bfloat16 products, and some time for each of its launches:
+A step is a list of operations. Each takes the longer of its bytes over the memory's bandwidth and
+its FLOPs over the peak of dense bfloat16 products, and some time for each of its launches:
 
     seconds = sum of max(bytes / bandwidth, FLOPs / peak) + launches * launch
 
-Counted are: a product's weights once, whatever the number of rows, and 2 FLOPs for each weight and row; the keys and
-values that a sequence has in the cache; K passes of drafting over the heads and the LM head, or its draft vocabulary.
-Taken as free: activations, norms, sampling, choosing a tree. All weights are bfloat16, on one GPU. So this is about the
-least that a step can take: real kernels reach 80 to 90% of the bandwidth, and 60 to 80% of the peak.
+Counted are: a product's weights once, for any number of rows, and 2 FLOPs for each weight and
+row; the keys and values that a sequence has in the cache; K passes of drafting over the heads and
+the LM head, or its draft vocabulary. Taken as free: activations, norms, sampling, choosing a tree.
+All weights are bfloat16, on one GPU. So this is about the least that a step can take: real kernels
+reach 80 to 90% of the bandwidth, and 60 to 80% of the peak.
 """
 
-from itertools import product
+from itertools import cycle, product
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from bench import Table
-from bench.decoding import GB, SIZES, size_config
+from bench.decoding import GB
+from bench.steps import SIZES, size_config
 from clover import PRESETS, Head, preset, read_record
 from hf.checkpoint import read_config
 from model import GPT, Block, InputError, read_json
@@ -30,22 +33,24 @@ class GPU(NamedTuple):
     bandwidth: float     # TB/s
     peak: float          # TFLOP/s, dense bfloat16 products with float32 sums
     memory: float        # GB
-    launch: float = 2.0  # us of a small operation in a CUDA graph: an assumption, which no datasheet gives
+    launch: float = 2.0  # us of a small operation in a CUDA graph: an assumption, in no datasheet
 
 
 GPUS = {  # by the vendors' datasheets and architecture whitepapers; SXM where nothing else is said
-    "b200": GPU(8.0, 2250, 180), "h200": GPU(4.8, 989, 141), "h100": GPU(3.35, 989, 80), "h100-pcie": GPU(2.0, 756, 80),
-    "a100": GPU(2.039, 312, 80), "a100-40gb": GPU(1.555, 312, 40), "l40s": GPU(0.864, 362, 48), "l4": GPU(0.3, 121, 24),
-    "a10": GPU(0.6, 125, 24), "3090": GPU(0.936, 71, 24), "4090": GPU(1.008, 165, 24), "5090": GPU(1.792, 209, 32),
+    "b200": GPU(8.0, 2250, 180), "h200": GPU(4.8, 989, 141), "h100": GPU(3.35, 989, 80),
+    "h100-pcie": GPU(2.0, 756, 80), "a100": GPU(2.039, 312, 80), "a100-40gb": GPU(1.555, 312, 40),
+    "l40s": GPU(0.864, 362, 48), "l4": GPU(0.3, 121, 24), "a10": GPU(0.6, 125, 24),
+    "3090": GPU(0.936, 71, 24), "4090": GPU(1.008, 165, 24), "5090": GPU(1.792, 209, 32),
     "mi300x": GPU(5.3, 1307, 192),
 }
-PER_LAYER, PER_STEP = 10, 17  # launches, by bench/launches.py: of a layer, of the rest of a plain step,
+PER_LAYER, PER_STEP = 10, 17  # launches, by `bench launches`: of a layer, of the rest of a step,
 PER_HEAD, PER_TREE = 14, 10   # of drafting with a head, of the rest that a tree takes
 BYTES = 2        # of a weight
 MOST = 1024      # the largest batch size that is tried
-COLUMNS = {"batch size": "batch_size {}", "tree size": "tree_size {}", "tokens per step": "tokens_per_step {:.2f}",
-           "ms per step": "step_ms {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
-           "plain, ms per step": "plain_ms {:.2f}", "plain, tokens per second": "plain_tokens_per_second {:.0f}",
+COLUMNS = {"batch size": "batch_size {}", "tree size": "tree_size {}",
+           "tokens per step": "tokens_per_step {:.2f}", "ms per step": "step_ms {:.2f}",
+           "tokens per second": "tokens_per_second {:.0f}", "plain, ms per step": "plain_ms {:.2f}",
+           "plain, tokens per second": "plain_tokens_per_second {:.0f}",
            "over plain": "speed_up {:.2f}x"}
 CHECKED = {"model": "model {}", "batch size": "batch_size {}", "tree size": "tree_size {}",
            "predicted, ms": "predicted_ms {:.2f}", "measured, ms": "measured_ms {:.2f}",
@@ -53,46 +58,53 @@ CHECKED = {"model": "model {}", "batch size": "batch_size {}", "tree size": "tre
 
 
 class Prediction:
-    """Steps of a model (GPTConfig) with draft heads (CloverConfig) on a GPU; `prefix` tokens in the cache of each
-    sequence. chain: instead of a tree of beams, draft a chain, with a head for each guess."""
+    """Steps of a model (GPTConfig) with draft heads (CloverConfig) on a GPU; `prefix` tokens in the
+    cache of each sequence. chain: instead of a tree of beams, draft a chain, with a head for each
+    guess."""
 
     def __init__(self, gpu, config, heads, prefix=PREFIX, chain=False):
-        self.gpu, self.config, self.heads, self.prefix, self.chain = gpu, config, heads, prefix, chain
-        count = lambda module: sum(p.numel() for p in module.parameters())
+        self.gpu, self.config, self.heads, self.prefix = gpu, config, heads, prefix
+        self.chain = chain
         with torch.device("meta"):
-            self.model, self.block, self.head = count(GPT(config)), count(Block(config)), count(Head(heads, config))
+            self.model, self.block, self.head = (
+                sum(p.numel() for p in module.parameters())
+                for module in (GPT(config), Block(config), Head(heads, config)))
         self.lm_head = config.vocab_size * config.n_embd
         self.draft_lm_head = (heads.vocabulary or config.vocab_size) * config.n_embd
 
     def drafting(self, tree_size):
         """(K, W): how many heads draft a tree, and with how many beams."""
-        return (tree_size - 1, 1) if self.chain else (min(self.heads.n_draft, tree_size - 1), isqrt(tree_size - 1) + 1)
+        n = tree_size - 1
+        return (n, 1) if self.chain else (min(self.heads.n_draft, n), isqrt(n) + 1)
 
     def seconds(self, size, work, launches=0):
-        """Seconds for so many bytes and FLOPs."""
-        return max(size / self.gpu.bandwidth, work / self.gpu.peak) / 1e12 + launches * self.gpu.launch / 1e6
+        """Seconds for this many bytes and FLOPs."""
+        longest = max(size / self.gpu.bandwidth, work / self.gpu.peak)
+        return longest / 1e12 + launches * self.gpu.launch / 1e6
 
     def product(self, weights, rows, launches):
         return self.seconds(BYTES * weights, 2 * weights * rows, launches)
 
     def layers(self, n, batch_size, rows):
-        """Seconds of n blocks on so many rows of each sequence."""
+        """Seconds of n blocks on this many rows of each sequence."""
         c, keys = self.config, n * batch_size * (self.prefix + rows)
-        attention = self.seconds(2 * BYTES * keys * c.n_kv_head * c.head_size, 4 * rows * keys * c.n_head * c.head_size)
-        return self.product(n * self.block, batch_size * rows, n * PER_LAYER) + attention
+        size, work = 2 * BYTES * keys * c.n_kv_head, 4 * rows * keys * c.n_head
+        return (self.product(n * self.block, batch_size * rows, n * PER_LAYER)
+                + self.seconds(size * c.head_size, work * c.head_size))
 
     def step(self, batch_size, tree_size):
         """Seconds of a step: verify, then draft and commit where there is something to draft."""
-        B, T = batch_size, tree_size
-        seconds = self.layers(self.config.n_layer, B, T) + self.product(self.lm_head, B * T, PER_STEP)
+        B, T, heads = batch_size, tree_size, self.heads
+        seconds = self.layers(self.config.n_layer, B, T)
+        seconds += self.product(self.lm_head, B * T, PER_STEP)
         if T == 1:
             return seconds
         K, W = self.drafting(T)
-        reads_tokens = self.heads.mix != "none" or self.heads.projector == "linear"
+        reads_tokens = heads.mix != "none" or heads.projector == "linear"
         for depth in range(K):
-            rows = B * W if depth and reads_tokens else B  # one state at the root, then one for each beam
+            rows = B * W if depth and reads_tokens else B  # one state at the root, then one a beam
             seconds += self.product(self.head + self.draft_lm_head, rows, PER_HEAD)
-        return seconds + self.layers(self.heads.augment_layers, B, K + 1) + self.seconds(0, 0, PER_TREE)
+        return seconds + self.layers(heads.augment_layers, B, K + 1) + self.seconds(0, 0, PER_TREE)
 
     def memory(self, batch_size, tree_size):
         """GB of the weights and the cache."""
@@ -102,65 +114,62 @@ class Prediction:
         return BYTES * (weights + rows) / GB
 
     def row(self, batch_size, tree_size, tokens):
-        """What is predicted, where a step finds so many tokens; None where the memory has no room."""
+        """What is predicted where a step finds this many tokens; None where memory has no room."""
         if self.memory(batch_size, tree_size) > self.gpu.memory:
             return None
         plain, own = self.step(batch_size, 1), self.step(batch_size, tree_size)
-        return dict(batch_size=batch_size, tree_size=tree_size, tokens_per_step=tokens, step_ms=1e3 * own,
-                    tokens_per_second=batch_size * tokens / own, plain_ms=1e3 * plain,
-                    plain_tokens_per_second=batch_size / plain, speed_up=tokens * plain / own)
+        return dict(batch_size=batch_size, tree_size=tree_size, tokens_per_step=tokens,
+                    step_ms=1e3 * own, tokens_per_second=batch_size * tokens / own,
+                    plain_ms=1e3 * plain, plain_tokens_per_second=batch_size / plain,
+                    speed_up=tokens * plain / own)
 
     def pays_up_to(self, tree_size, tokens):
-        """In words: up to which batch size a step finds its tokens faster than plain decoding does."""
+        """In words: up to which batch size a step finds its tokens faster than plain decoding."""
         for batch_size in range(1, MOST + 1):
             row = self.row(batch_size, tree_size, tokens)
             if row is None:
                 return f"pays for all {batch_size - 1} sequences that the memory holds"
             if row["speed_up"] <= 1:
-                return f"pays up to batch size {batch_size - 1}" if batch_size > 1 else "does not pay"
+                last = batch_size - 1
+                return f"pays up to batch size {last}" if last else "does not pay"
         return f"pays up to batch size {MOST} and more"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
 
 def sizes(model):
     """The GPTConfig of a checkpoint folder or of a name in SIZES."""
     if model in SIZES:
         return size_config(model)
     if not Path(model).is_dir():
-        raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, not {model}")
+        raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, "
+                         f"not {model}")
     return read_config(model)
 
 
 def acceptance(args):
-    """(the draft heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
+    """(the heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
     if args.acceptance is not None:
-        return PRESETS["clover"], lambda tree_size: sum(args.acceptance ** depth for depth in range(tree_size))
+        chances = lambda size: (args.acceptance ** depth for depth in range(size))
+        return PRESETS["clover"], lambda size: sum(chances(size))
     config, record = read_record(Path(args.heads) / "heads.json")
     if not record.get("acceptance"):
-        raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with train_heads.py "
-                         "--evaluate, or give --acceptance X")
-    return config, lambda tree_size: expected_tokens(record["acceptance"], tree_size, args.temperature)
+        raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with "
+                         "train_heads.py --evaluate, or give --acceptance X")
+    return config, lambda size: expected_tokens(record["acceptance"], size, args.temperature)
 
 
 def plot(path, rows, title):
     """Draws the speed-up over the batch size, a line for each tree size."""
+    from bench import draw  # which draws a prediction of this file
+    lines, colours = {}, cycle((draw.GREEN, draw.AMBER, draw.BLUE, draw.PINK, draw.GREY))
+    for size, colour in zip(dict.fromkeys(row["tree_size"] for row in rows), colours):
+        lines[f"T = {size}", colour, 2, "-"] = {
+            row["batch_size"]: row["speed_up"] for row in rows if row["tree_size"] == size}
+    title = f"Predicted: {title} (logarithmic)"
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-    figure = Figure((7, 4), layout="constrained")
-    axes = figure.subplots()
-    for size in dict.fromkeys(row["tree_size"] for row in rows):
-        mine = [row for row in rows if row["tree_size"] == size]
-        x, y = zip(*((row["batch_size"], row["speed_up"]) for row in mine))
-        axes.plot(x, y, marker=".", label=f"T = {size}")
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(title=f"predicted: {title}", xlabel="batch size", ylabel="speed-up over plain decoding", xscale="log")
-    axes.legend()
-    try:
-        figure.savefig(path)
+        Path(path).write_bytes(draw.render(draw.line_chart, title, lines, "{:.2f}x",
+                                           kind=Path(path).suffix[1:] or "?"))
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be drawn to ({error}); take another --plot") from None
 
@@ -168,41 +177,43 @@ def plot(path, rows, title):
 def predict(args):
     """Prints the table -> what goes into the JSON line."""
     heads, tokens = acceptance(args)
-    prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix, args.acceptance is not None)
+    chain = args.acceptance is not None
+    prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix, chain)
     title = f"{Path(args.model).name} on {args.gpu}, {args.prefix} tokens in each cache"
     rows = [prediction.row(B, T, tokens(T)) for T, B in product(args.tree_sizes, args.batch_sizes)]
     if not any(rows):
         raise InputError(f"{title}: takes {prediction.memory(1, 1):.0f} GB or more, and there are "
                          f"{prediction.gpu.memory}; take another --gpu, or smaller sizes")
-    print(f"A prediction from datasheets, not a measurement: {title}. Left out: rows that the memory has no room for")
+    print(f"A prediction from datasheets, not a measurement: {title}. Left out: rows that the "
+          "memory has no room for")
     rows = Table(COLUMNS, [row for row in rows if row])
     pays = {T: prediction.pays_up_to(T, tokens(T)) for T in args.tree_sizes}
     print("", *(f"T = {T}: {words}" for T, words in pays.items()), sep="\n")
     if args.plot:
         plot(args.plot, rows, title)
-    return dict(bench="roofline", predicted=True, model=args.model, on=args.gpu, prefix=args.prefix, rows=rows,
-                pays=pays)
-
-
-def hold_against(args):
-    """Prints the predicted beside the measured steps of a folder's records -> what goes into the JSON line."""
-    records = [record for record in map(read_json, sorted(Path(args.check).glob("*.json")))
-               if record.get("bench") == "decode-random" and record["machine"]["gpu"]]
-    if not records:
-        raise InputError(f"{args.check}: holds no steps measured on a GPU; python -m bench decode --random-weights 8b "
-                         "--out FILE measures them")
-    print(f"A prediction for {args.gpu}, held against {', '.join({r['machine']['gpu'] for r in records})}")
-    table = Table(CHECKED)
-    for record in records:
-        heads = preset("clover", vocabulary=record.get("draft_vocabulary", 0))  # older records have none
-        prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), heads, record["prefix"])
-        for row in record["steps"]:
-            predicted = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
-            table.add(dict(model=record["model"], batch_size=row["batch_size"], tree_size=row["tree_size"],
-                           predicted_ms=predicted, measured_ms=row["step_ms"], ratio=row["step_ms"] / predicted))
-    return dict(bench="roofline-check", on=args.gpu, rows=table)
+    return dict(bench="roofline", predicted=True, model=args.model, on=args.gpu, prefix=args.prefix,
+                rows=rows, pays=pays)
 
 
 def bench(args):
-    """`python -m bench roofline`."""
-    return hold_against(args) if args.check else predict(args)
+    """`python -m bench roofline`. With --check, prints the predicted beside the measured steps of a
+    folder's records. Returns what goes into the JSON line."""
+    if not args.check:
+        return predict(args)
+    records = [record for record in map(read_json, sorted(Path(args.check).glob("*.json")))
+               if record.get("bench") == "decode-random" and record["machine"]["gpu"]]
+    if not records:
+        raise InputError(f"{args.check}: holds no steps measured on a GPU; python -m bench decode "
+                         "--random-weights 8b --out FILE measures them")
+    gpus = {record["machine"]["gpu"] for record in records}
+    print(f"A prediction for {args.gpu}, held against {', '.join(gpus)}")
+    table = Table(CHECKED)
+    for record in records:
+        heads = preset("clover", vocabulary=record["draft_vocabulary"])
+        prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), heads, record["prefix"])
+        for row in record["steps"]:
+            predicted = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
+            table.add(dict(model=record["model"], batch_size=row["batch_size"],
+                           tree_size=row["tree_size"], predicted_ms=predicted,
+                           measured_ms=row["step_ms"], ratio=row["step_ms"] / predicted))
+    return dict(bench="roofline-check", on=args.gpu, rows=table)

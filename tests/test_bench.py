@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_heads
-from bench import Table, decoding, kinds
+from bench import Table, decoding, kinds, steps
 from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
@@ -23,14 +24,19 @@ from tools.tune import PREFIX, Choice, timing_engine
 from training import base
 from training.data import load_tokens, prompts
 
-TOY = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+TOY = "a toy", (97, 2, 4, 2, 16, 64, 96), {}  # in the place of a row of SIZES
 MEASURED = dict(accuracy=[0.5] * 4, top_accuracy={n: [0.5] * 4 for n in (1, 2, 4, 8)}, prompts=2, tokens_per_step=1.0,
                 tokens_per_step_interval=[1.0, 1.0], acceptance={"0": [[0.5] * 63] * 4})
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a command line: (its printed lines, the object of its last line)."""
+@pytest.fixture(name="run")
+def run_fixture(capsys, monkeypatch):
+    """Runs a command line: (its printed lines, the object of its last line). What is timed runs once."""
+    for module in (steps, tune):
+        monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(decoding, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setitem(steps.SIZES, "7b", TOY)
+
     def run(*flags):
         bench.main([*flags, "--device", "cpu"])
         *lines, last = capsys.readouterr().out.strip().splitlines()
@@ -86,17 +92,22 @@ def test_heads_trains_every_kind_alike_and_once(run, flags, tmp_path, monkeypatc
     monkeypatch.setattr(train_heads, "measure", lambda *_: MEASURED)  # measuring would take most of the time
     monkeypatch.setattr(train_heads, "plot", lambda folder: None)  # as would drawing
     out = tmp_path / "out"
-    flags = ["heads", *flags, "--train", str(out), "--steps", "2", "--tree-sizes", "4", "--temperatures", "0"]
-    _, result = run(*flags)
-    assert [row["heads"] for row in result["decoding"][:-2]] == list(result["accuracy"]) == list(KINDS)
+    flags = ["heads", *flags, "--train", str(out), "--steps", "2", "--tree-sizes", "4", "--temperatures", "0",
+             "--max-new-tokens", "3", "--prompts", "1"]
+    _, result = run(*flags, "--kinds", "medusa", "clover")
+    assert [row["heads"] for row in result["decoding"][:-2]] == list(result["accuracy"]) == ["medusa", "clover"]
     assert len({json.dumps(training) for training in result["training"].values()}) == 1
-    config = {name: json.loads((out / name / "heads.json").read_text())["config"] for name in KINDS}
+    monkeypatch.setattr(train_heads, "main", lambda flags: pytest.fail("trained again"))
+    _, again = run(*flags, "--kinds", "clover")
+    assert again["accuracy"] == {"clover": result["accuracy"]["clover"]}
+
+
+def test_ablations_differ_from_clover_in_one_switch():
+    config = {name: train_heads.parse([*flags.split(), "--out", "x"]).config for name, flags in KINDS.items()}
     switches = dict(regressive=dict(mix="none"), attention=dict(mix="concat"), augmenting=dict(augment_layers=0))
     for name, switch in switches.items():
-        assert config[f"clover-no-{name}"] == config["clover"] | switch
-    monkeypatch.setattr(train_heads, "main", lambda flags: pytest.fail("trained again"))
-    _, again = run(*flags, "--kinds", "medusa", "clover2")
-    assert again["accuracy"] == {name: result["accuracy"][name] for name in ("medusa", "clover2")}
+        assert config[f"clover-no-{name}"] == replace(config["clover"], **switch)
+    assert len(set(map(str, config.values()))) == 7 and config["hydra"] == PRESETS["hydra"]
 
 
 OURS = ["plain", "medusa 1", "heads 1", "lookup 3", "heads 1 + lookup 3", "auto"]
@@ -161,7 +172,7 @@ def test_a_name_is_changed_everywhere_in_the_repetition(checkpoint):
 
 
 def spent(*seconds):
-    """What each run gives that emits 12 tokens in so many seconds."""
+    """What each run gives that emits 12 tokens in this many seconds."""
     return [SimpleNamespace(tokens=[[7] * 12], seconds=s, tokens_per_second=12 / s, tokens_per_step=1.0, tree_size=2,
                             variants={Variant(0, 3): [8, 9]}) for s in seconds]
 
@@ -215,16 +226,15 @@ def test_every_run_of_auto_starts_afresh(toy):
 def test_decode_on_random_weights(run, monkeypatch):
     """Catches sizes that differ from the model's, a floor that counts an embedding table which no step reads, and a
     table that ends at the first size without room."""
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    timing_engine = decoding.timing_engine
+    timing_engine = steps.timing_engine
 
     def without_room(model, heads, batch_size, *rest, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
         return timing_engine(model, heads, batch_size, *rest, **options)
 
-    monkeypatch.setattr(decoding, "timing_engine", without_room)
-    monkeypatch.setattr(decoding.peers, "PROGRAMS", {})  # see test_bench_peers.py
+    monkeypatch.setattr(steps, "timing_engine", without_room)
+    monkeypatch.setattr(steps.peers, "PROGRAMS", {})  # see test_bench_peers.py
     lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5",
                         "--runs", "1")
     assert [(row["batch_size"], row["tree_size"]) for row in result["steps"]] == [(1, 1), (1, 5)]
@@ -232,28 +242,27 @@ def test_decode_on_random_weights(run, monkeypatch):
     assert "| 2 | 1 | does not fit the memory |" + " - |" * 11 in lines
     assert all(row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"]) for row in result["steps"])
     assert result["prefix"] == PREFIX and result["complete"]
-    model = decoding.random_model("7b", "cpu", torch.float32)
+    model = steps.random_model("7b", "cpu", torch.float32)
     weights = sum(p.numel() for p in model.parameters()) - 97 * 64
     assert decoding.step_bytes(model, 10) == 4 * (weights + 10 * PREFIX * 2 * 2 * 2 * 16)
     monkeypatch.setattr("model.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="random weights of 7b in float32 take .* GB"):
-        decoding.random_model("7b", "cpu", torch.float32)
+        steps.random_model("7b", "cpu", torch.float32)
 
 
 def test_a_stopped_run_goes_on_with_what_is_missing(run, monkeypatch, tmp_path):
     """Catches a row that is measured twice or lost, and rows of two runs in one file."""
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    monkeypatch.setattr(decoding.peers, "PROGRAMS", {})
+    monkeypatch.setattr(steps.peers, "PROGRAMS", {})
     flags, timed = ["decode", "--random-weights", "7b", "--batch-sizes", "1", "--tree-sizes", "1", "3", "4",
                     "--runs", "1", "--out", str(tmp_path / "steps.json")], []
-    measure_step = decoding.measure_step
+    measure_step = steps.measure_step
 
     def stopped(model, heads, batch_size, tree_size, *rest):
         timed.append(tree_size)
         if timed == [1, 3]:
             raise KeyboardInterrupt
         return measure_step(model, heads, batch_size, tree_size, *rest)
-    monkeypatch.setattr(decoding, "measure_step", stopped)
+    monkeypatch.setattr(steps, "measure_step", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(*flags)
     kept = json.loads((tmp_path / "steps.json").read_text())
@@ -327,11 +336,11 @@ def test_the_memory_of_a_graph_counts(device):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_launches_of_a_captured_step_are_counted(device):
     """Catches a profile that sees a graph as one launch, or counts what the host does."""
-    config = GPTConfig(**TOY)
-    model = GPT(config).to(device, torch.bfloat16).requires_grad_(False).eval()
+    model = GPT(GPTConfig(vocab_size=97, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16))
+    model = model.to(device, torch.bfloat16).requires_grad_(False).eval()
     engines = [timing_engine(model, None, 8, Variant(), Sampling(), graph=graph) for graph in (False, True)]
     with torch.inference_mode():
-        found = [decoding.kernel_times(engine.body(), model.device) for engine in engines]
+        found = [steps.kernel_times(engine.body(), model.device) for engine in engines]
     launches = [sum(count for count, _ in kernels.values()) for kernels in found]
     assert launches[0] >= 20 and abs(launches[1] - launches[0]) <= 4
     assert any("tree_attention" in name for name in found[1]) and all(ms > 0 for _, ms in found[1].values())
@@ -341,11 +350,11 @@ def test_steps_are_profiled_once_each(monkeypatch, capsys):
     """Catches launches beside another step, a profile that is taken again, and one that is not kept."""
     engines, saved = [], []
     engine = lambda *args, **_: engines.append(args) or SimpleNamespace(body=lambda: args[2:4])
-    monkeypatch.setattr(decoding, "timing_engine", engine)
-    monkeypatch.setattr(decoding, "kernel_times", lambda body, _: {"a": [body[0], 0.5], "b": [body[1].heads, 0.25]})
+    monkeypatch.setattr(steps, "timing_engine", engine)
+    monkeypatch.setattr(steps, "kernel_times", lambda body, _: {"a": [body[0], 0.5], "b": [body[1].heads, 0.25]})
     row = lambda batch_size, **more: dict(batch_size=batch_size, tree_size=4, **more)
     table = Table({}, [row(1, launches=7, kernels_ms=1.0, kernels={}), row(2), row(3)], lambda: saved.append(1))
-    decoding.profile_steps(SimpleNamespace(device="cpu"), None, table, Sampling(), True)
+    steps.profile_steps(SimpleNamespace(device="cpu"), None, table, Sampling(), True)
     assert [row["launches"] for row in table] == [7, 5, 6] and table[1]["kernels"] == {"a": [2, 0.5], "b": [3, 0.25]}
     assert len(engines) == len(saved) == 2 and "| 3 | 4 | 6 | 0.75 |" in capsys.readouterr().out
 
@@ -354,25 +363,22 @@ def test_real_sizes_are_those_of_the_models():
     for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "1.5b": 1.5437, "7b": 6.74, "8b": 8.03,
                            "30b": 32.53, "70b": 70.55, "70b-layer": 2.96}.items():
         with torch.device("meta"):
-            model = GPT(decoding.size_config(name))
+            model = GPT(steps.size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
         assert parse_config(hf_config(model.config, torch.float32), name) == model.config  # its family has all of it
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("decode --tree-size 65", "tree size must be"), ("decode --runs 0", "runs must be"),
-    ("heads --prompts 0", "prompts must be"), ("heads --temperatures -1", "temperature must be"),
+    ("decode --tree-size 65", "--tree-size: the value must be"), ("decode --runs 0", "--runs: the value must be"),
+    ("heads --temperatures 0 -1", "--temperatures: the value must be a number from 0"), ("gpu", "--out"),
     ("decode --draft-vocabulary 5", "--draft-vocabulary needs --random-weights"),
     ("decode --random-weights 8b --draft-vocabulary 7", "from 8, the beams of the largest tree, to 128256, not 7"),
     ("decode --random-weights 7b --tree-sizes 5 --draft-vocabulary 32001", "from 3, .* to 32000, not 32001"),
     ("decode --heads a/clover b/clover", "same name"), ("decode --heads a/plain", "plain"), ("kernel", "kernel"),
     ("decode --heads a/lookup b/clover", "called plain, heads or lookup"), ("decode --text novel", "'novel'"),
-    ("decode --heads none b/clover", "only the last can be none"),
-    ("kernels --tree-sizes 65", "tree sizes must be"), ("kernels --prefixes -1", "prefixes must be"),
-    ("kernels --rows 0", "rows must be"), ("heads --base 124m", "--base needs --train"), ("gpu", "--out"),
-    ("gpu --out x --slice 0", "slice must be"), ("gpu --out x --minutes 10", "minutes must be"),
-    ("roofline --gpu h3", "'h3' .*'h200', 'h100'"), ("roofline --acceptance 1.5", "acceptance must be"),
-    ("roofline --prefix -1", "prefix must be")])
+    ("decode --heads none b/clover", "only the last can be none"), ("kernels --heads 9b", "of 7b, 8b, 70b, not"),
+    ("heads --base 124m", "--base needs --train"), ("gpu --out x --minutes 10", "a whole number from 1 to 9"),
+    ("roofline --gpu h3", "'h3' .*'h200', 'h100'"), ("roofline --acceptance 1.5", "a number from 0 to 1, not 1.5")])
 def test_bad_flags_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         bench.main(flags.split())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from bench import Record, Table, operations
+from bench import Record, Table, operations, steps
 from bench import __main__ as bench
 from bench.static import record
 from model import InputError
@@ -66,8 +66,7 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     """Bug: a row that belongs to other shapes, a wrong byte count, or a rival that differs and still gets a time."""
     monkeypatch.setattr(operations, "median_us", lambda calls: (len(calls) * 1000.0, calls[0]())[0])
     monkeypatch.setattr(operations, "copies", lambda size: 2)
-    monkeypatch.setattr(operations, "HEADS", {"toy": (8, 2, 16)})
-    monkeypatch.setattr(operations, "LAYERS", {"toy": 3})
+    monkeypatch.setitem(steps.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 64, 96), {}))
     monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200,
@@ -129,7 +128,7 @@ def test_flex_attention_can_be_left_out():
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
 def test_narrow_tiles_are_timed_where_a_tile_has_128_rows(monkeypatch):
-    """Bug: the column times the same tiles again, or stands where there is nothing to compare."""
+    """Bug: the column times the same tiles again, or is there where there is nothing to compare."""
     monkeypatch.setattr(operations, "copies", lambda size: 1)
     args = SimpleNamespace(no_flex=True, capacity=0)
     assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[2]

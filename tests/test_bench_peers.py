@@ -1,38 +1,26 @@
-"""bench/peers.py: other programs run the same model, and their times stand beside ours."""
+"""bench/peers.py: other programs run the same model, and their times are shown beside ours."""
 
-import json
 import sys
 
 import pytest
 import torch
 from conftest import toy_model
-from test_bench import TOY
+from test_bench import TOY, run_fixture  # noqa: F401
 
 from bench import __main__ as bench
-from bench import decoding, peers
+from bench import peers, steps
 from generate import generate
 from model import GPT, InputError, packs
 from tools.tune import PREFIX
 
+TIMES = "decode", "--random-weights", "7b"
 SHAPES = {"llama": dict(), "untied": dict(tied=False), "qwen2": dict(family="qwen2", qkv_bias=True)}
 FIELDS = dict(block_size=512, rope_theta=300.0, norm_eps=1e-3)  # none of which is anybody's default
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Runs `decode --random-weights 7b` on a toy: (its printed lines, the object of its last line)."""
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-
-    def run(*flags):
-        bench.main(["decode", "--random-weights", "7b", "--device", "cpu", *flags])
-        *lines, last = capsys.readouterr().out.strip().splitlines()
-        return lines, json.loads(last)
-    return run
-
-
 @torch.inference_mode()
 def expected_logits(model, tokens):
-    """Our logits [T, V] of tokens behind a prefix as the programs have it in their caches."""
+    """Our logits [T, V] of tokens after a prefix as the programs have it in their caches."""
     prefix = torch.arange(PREFIX) % model.config.vocab_size
     return model.lm_head(model(torch.cat((prefix, tokens))[None]))[0, PREFIX:].float()
 
@@ -107,8 +95,8 @@ def test_times_are_taken_in_turns_and_ratios_round_by_round(run, monkeypatch):
     def seconds(body, device, group):
         order.append(getattr(body(), "__name__", "ours"))
         return next(times) / 1000
-    monkeypatch.setattr(decoding, "seconds", seconds)
-    lines, result = run("--batch-sizes", "1", "--tree-sizes", "1", "4", "--runs", "3")
+    monkeypatch.setattr(steps, "seconds", seconds)
+    lines, result = run(*TIMES, "--batch-sizes", "1", "--tree-sizes", "1", "4", "--runs", "3")
     one, tree = result["steps"]
     assert order == ["ours", "Fake", "FakeOfOne"] * 3 + ["ours", "Fake"] * 3
     assert [one[f"{name}_ms"] for name in ("step", "llama_cpp", "transformers")] == pytest.approx([3, 3, 10])
@@ -117,7 +105,7 @@ def test_times_are_taken_in_turns_and_ratios_round_by_round(run, monkeypatch):
     assert tree["llama_cpp_ms"] == pytest.approx(3) and "transformers_ms" not in tree
     assert any(line.startswith("| 1 | 1 | 3.00 |") and line.endswith("| 3.00 | 0.50x | 10.00 | 4.00x |")
                for line in lines)
-    _, larger = run("--batch-sizes", "2", "--tree-sizes", "4", "--runs", "3")
+    _, larger = run(*TIMES, "--batch-sizes", "2", "--tree-sizes", "4", "--runs", "3")
     assert set(larger["steps"][0]) == {"batch_size", "tree_size", "step_ms", "floor_ms", "share", "stages_ms"}
     assert larger["steps"][0]["step_ms"] == pytest.approx(8) and "peers" not in larger
     assert result["peers"] == dict(llama_cpp="1.0", transformers="1.0") and "fake: 1.0" in lines
@@ -127,7 +115,7 @@ def test_times_are_taken_in_turns_and_ratios_round_by_round(run, monkeypatch):
 def test_a_program_that_is_not_installed_is_said_to_be_missing(run, monkeypatch, missing):
     for name in (missing, "transformers"):
         monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
-    lines, result = run("--batch-sizes", "1", "--tree-sizes", "1", "--runs", "1")
+    lines, result = run(*TIMES, "--batch-sizes", "1", "--tree-sizes", "1", "--runs", "1")
     assert lines[-2:] == ["llama.cpp: not installed (pip install llama-cpp-python gguf)",
                           "transformers: not installed (pip install transformers)"]
     assert result["peers"]["llama_cpp"] == "not installed (pip install llama-cpp-python gguf)" and result["complete"]
@@ -185,32 +173,29 @@ def test_llama_cpp_wants_room_for_its_file(monkeypatch):
         peers.write_gguf(toy_model(family="gpt2"), "nowhere")
 
 
-def test_the_draft_vocabulary_is_that_of_the_flag(run, monkeypatch):
-    """Bug: heads that draft among all ids whatever the flag says, a default that a small vocabulary does not have."""
-    monkeypatch.setattr(peers, "PROGRAMS", {})
-    used, measure_step = [], decoding.measure_step
-    monkeypatch.setattr(decoding, "measure_step", lambda *args: used.append(args[1]) or measure_step(*args))
-    flags = "--batch-sizes", "1", "--tree-sizes", "5", "--runs", "1"
-    assert [run(*flags, *more)[1]["draft_vocabulary"] for more in ([], ["--draft-vocabulary", "10"])] == [0, 10]
-    assert used[0].vocabulary is None and used[1].vocabulary.tolist() == list(range(10))
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY | dict(vocab_size=2**14), "a toy"))
-    assert run(*flags)[1]["draft_vocabulary"] == 2**13 and len(used[2].vocabulary) == 2**13
-    assert run(*flags, "--draft-vocabulary", "0")[1]["draft_vocabulary"] == 0 and used[3].vocabulary is None
+@pytest.mark.parametrize("tokens, flag, want", [(97, None, 0), (97, 10, 10), (2**14, None, 2**13), (2**14, 0, 0)])
+def test_the_draft_vocabulary_is_that_of_the_flag(run, monkeypatch, tokens, flag, want):
+    """Bug: heads that draft among all ids in spite of the flag, a default that a small vocabulary does not have."""
+    monkeypatch.setitem(steps.SIZES, "7b", ("a toy", (tokens, *TOY[1][1:]), {}))
+    assert steps.draft_vocabulary(bench.parse(
+        [*TIMES, "--tree-sizes", "5", *([] if flag is None else ["--draft-vocabulary", str(flag)])])) == want
+    heads = steps.random_heads(steps.random_model("7b", torch.device("cpu"), torch.float32), want)
+    assert heads.vocabulary.tolist() == list(range(want)) if want else heads.vocabulary is None
 
 
 def test_weights_and_peak_memory_are_recorded(run, monkeypatch):
     """Bug: the bytes of another dtype, a tied table counted twice, a peak taken before the weights are packed."""
     monkeypatch.setattr(peers, "PROGRAMS", {})
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY | dict(tied=True, qkv_bias=True, family="qwen2"), "a toy"))
-    packed, peak_memory = [], decoding.peak_memory
+    monkeypatch.setitem(steps.SIZES, "7b", (*TOY[:2], steps.QWEN))
+    packed, peak_memory = [], steps.peak_memory
 
     def spy(body):
         packed.append(body.args[0].head.copy)
         peak = peak_memory(body)
         packed.append(body.args[0].head.copy)
         return peak
-    monkeypatch.setattr(decoding, "peak_memory", spy)
-    result = run("--batch-sizes", "1", "--tree-sizes", "3", "--runs", "1", "--dtype", "float32")[1]
+    monkeypatch.setattr(steps, "peak_memory", spy)
+    result = run(*TIMES, "--batch-sizes", "1", "--tree-sizes", "3", "--runs", "1", "--dtype", "float32")[1]
     per_layer = 64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert result["weights_gb"] == pytest.approx(4e-9 * (97 * 64 + 2 * per_layer + 64))
     assert result["heads_gb"] > 0 and result["peak_rss_gb"] > result["weights_gb"]
@@ -223,8 +208,8 @@ def test_a_peak_of_memory_is_that_of_the_body():
         open("/proc/self/clear_refs", "w").close()
     except OSError:
         pytest.skip("needs Linux, which forgets a peak")
-    large = decoding.peak_memory(lambda: torch.ones(10**8))  # 0.4 GB, freed when it returns
-    assert 0.3 < large - decoding.peak_memory(lambda: None) < 0.5
+    large = steps.peak_memory(lambda: torch.ones(10**8))  # 0.4 GB, freed when it returns
+    assert 0.3 < large - steps.peak_memory(lambda: None) < 0.5
 
 
 def test_runs_default_to_three_and_to_five_with_random_weights():

@@ -10,7 +10,7 @@ import torch
 
 import train_heads
 from bench import __main__ as bench
-from bench.decoding import size_config
+from bench.steps import size_config
 from clover import PRESETS, Head
 from model import GPT, Block, Group
 from tools import cli

@@ -1,55 +1,48 @@
-"""bench/exact.py: the three ways compute the same, and the times are theirs."""
+"""bench/steps.py, `bench exact`: the three ways compute the same, and the times are theirs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_bench import TOY
 
 import kernels
 from bench import __main__ as bench
-from bench import decoding, exact
-from model import NATIVE_BFLOAT16, pack
-
-TOY = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
+from bench import steps
+from model import NATIVE_BFLOAT16, InputError, pack
 
 
 @pytest.mark.skipif(not NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
-def test_three_ways_are_timed_in_turns(monkeypatch, capsys):
+def test_three_ways_are_timed_in_turns_and_agree(monkeypatch, capsys):
     """Bug: a way timed under another's name, a cache of the wrong dtype, a chain that does not see its prefix, and
     attention left replaced."""
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
+    monkeypatch.setitem(steps.SIZES, "7b", TOY)
     original, seen = kernels.cached_attention, []
 
     def clock(verify, device, group):
         dtypes = []
         spy = lambda q, k, *a, **options: dtypes.append((k.dtype, k.shape[2])) or sdpa(q, k, *a, **options)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-        verify()
-        monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "scaled_dot_product_attention", spy)
+            verify()
         seen.append(dtypes)
         return [0.003, 0.006, 0.002][len(seen) % 3 - 1]
     sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr(decoding, "seconds", clock)
+    monkeypatch.setattr(steps, "seconds", clock)
     bench.main("exact --random-weights 7b --prefixes 20 --tree-sizes 3 --runs 2".split())
     assert "| 20 | 3 | 3.0 | 6.0 | 2.0 | 1.50x | 3.00x |" in capsys.readouterr().out
     double, half = (torch.float64, 23), (torch.bfloat16, 23)
     assert seen == 2 * [[double] * 2, [double] * 4, [half] * 2]  # cast: once for each key/value head of each layer
     assert kernels.cached_attention is original
-
-
-@pytest.mark.skipif(not NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
-def test_the_ways_agree(monkeypatch):
-    monkeypatch.setitem(decoding.SIZES, "7b", (TOY, "a toy"))
-    model = decoding.random_model("7b", torch.device("cpu"), torch.bfloat16)
+    model = steps.random_model("7b", torch.device("cpu"), torch.bfloat16)
     pack(model)
     with torch.inference_mode():
-        wide, narrow = (exact.chain(model, dtype, 5, 4)() for dtype in (torch.float64, torch.bfloat16))
-        monkeypatch.setattr(kernels, "cached_attention", exact.rounded_attention)
-        rounded = exact.chain(model, torch.bfloat16, 5, 4)()
+        wide, narrow = (steps.chain(model, dtype, 5, 4)() for dtype in (torch.float64, torch.bfloat16))
+        rounded = steps.chain(model, torch.bfloat16, 5, 4, steps.rounded_attention)()
     assert torch.equal(wide, narrow)
     torch.testing.assert_close(rounded, wide, atol=0.01, rtol=0.05)
 
 
 def test_a_cpu_without_bfloat16_is_refused(monkeypatch):
-    monkeypatch.setattr(exact, "packs", lambda dtype: False)
-    with pytest.raises(exact.InputError, match="no instructions for bfloat16"):
+    monkeypatch.setattr(steps, "packs", lambda dtype: False)
+    with pytest.raises(InputError, match="no instructions for bfloat16"):
         bench.main(["exact"])

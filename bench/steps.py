@@ -1,0 +1,285 @@
+"""Single steps at the sizes of real models, with random weights: their times, what a GPU does in
+them, and what exact attention costs on a CPU."""
+
+import contextlib
+import statistics
+import sys
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from bench import Record, Table, peers
+from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
+from clover import CloverHeads, preset
+from generate import STAGES, Sampling, Variant, capture
+from model import GPT, GPTConfig, InputError, KVCache, check_memory, default_dtype, pack, packs
+from tools.cli import pick_device
+from tools.tune import PREFIX, no_room, seconds, stage_times, step_time, timing_engine
+
+FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
+QWEN = dict(tied=True, qkv_bias=True, family="qwen2")
+SIZES = {  # name: (the model, its FIELDS, and other fields of its GPTConfig)
+    "135m": ("SmolLM2 135M", (49152, 30, 9, 3, 64, 576, 1536), dict(tied=True)),
+    "360m": ("SmolLM2 360M", (49152, 32, 15, 5, 64, 960, 2560), dict(tied=True)),
+    "0.5b": ("Qwen2.5 0.5B", (151936, 24, 14, 2, 64, 896, 4864), QWEN),
+    "1.5b": ("Qwen2.5 1.5B", (151936, 28, 12, 2, 128, 1536, 8960), QWEN),
+    "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), {}),
+    "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), {}),
+    "30b": ("LLaMA 30B", (32000, 60, 52, 52, 128, 6656, 17920), {}),
+    "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), {}),
+    "70b-layer": ("one layer of Llama 3 70B, and its LM head",
+                  (128256, 1, 64, 8, 128, 8192, 28672), {}),
+}
+FEW_TOKENS = 8192  # of a vocabulary of twice as many or more, random heads draft among these
+SIZED = {"batch size": "batch_size {}", "tree size": "tree_size {}"}
+STEPS = {**SIZED, "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
+         "share of the floor": "share {:.0%}",
+         **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
+GATHERS = {"gathers from the ranks, ms": "gathers_ms {:.2f}"}  # by themselves
+LAUNCHES = {**SIZED, "launches": "launches {}", "in kernels, ms": "kernels_ms {:.2f}"}
+EXACT = {"tokens in the cache": "prefix {}", "T": "tree_size {}",
+         "float64, ms": "float64_ms {:.1f}", "cast, ms": "cast_ms {:.1f}",
+         "bfloat16, ms": "bfloat16_ms {:.1f}", "float64 over bfloat16": "float64_ratio {:.2f}x",
+         "cast over bfloat16": "cast_ratio {:.2f}x"}
+
+
+def size_config(name):
+    """The GPTConfig of a name in SIZES."""
+    _, sizes, others = SIZES[name]
+    fields = dict(tied=False, block_size=4096, rope_theta=500000.0) | dict(zip(FIELDS, sizes))
+    return GPTConfig(**fields | others)
+
+
+def random_model(name, device, dtype, group=None):
+    """A GPT of a real model's sizes with random weights. InputError where the memory has no
+    room."""
+    with torch.device("meta"):
+        model = GPT(size_config(name), group).to(dtype)
+    check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
+                 parameter_bytes(model), device, "take another size or --dtype bfloat16", group)
+    model = model.to_empty(device=device)
+    model.tie_and_place()
+    for parameter_name, p in model.named_parameters():
+        p.data.fill_(1) if parameter_name.endswith("norm.weight") else p.data.normal_(0, 0.02)
+    return model.requires_grad_(False).eval()
+
+
+def random_heads(model, vocabulary):
+    """Untrained Clover heads, which draft among the first ids of the vocabulary; 0: among all."""
+    with model.device:
+        heads = CloverHeads(preset("clover"), model).to(model.dtype)
+    heads.set_vocabulary(torch.arange(vocabulary))
+    return heads.requires_grad_(False).eval()
+
+
+def draft_vocabulary(args):
+    """How many ids the random heads draft among, 0 for all. Raises InputError for fewer than a tree
+    has beams, and for more than there are."""
+    V, beams = size_config(args.random_weights).vocab_size, isqrt(max(args.tree_sizes) - 1) + 1
+    default = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
+    n = default if args.draft_vocabulary is None else args.draft_vocabulary
+    if n and not beams <= n <= V:
+        raise InputError(f"--draft-vocabulary must be 0, for all, or from {beams}, the beams of "
+                         f"the largest tree, to {V}, not {n}")
+    return n
+
+
+def peak_memory(body):
+    """GB of memory that this process has at most while body() runs, libraries and all. Where the
+    system does not forget an earlier peak, this may be that one."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+    body()
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024 / GB
+    except (OSError, IndexError):  # not Linux
+        import resource  # which Windows has not
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
+
+
+def in_turns(bodies, runs, device, group=None):
+    """({name: median milliseconds of its body()}, a function from two names to the median ratio of
+    their times in a round). In a round all take turns, so that what else the machine does meets
+    them alike. group: see `tools.tune.seconds`."""
+    times = {name: [] for name in bodies}
+    for _ in range(runs):
+        for name, body in bodies.items():
+            times[name].append(seconds(body, device, group))
+    return ({f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()},
+            lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b])))
+
+
+# -------------------------------------------------------------------------------------------------
+# `python -m bench decode --random-weights`
+
+def gathers(engine, graph):
+    """A function that does nothing of an engine's step but to gather from all ranks what it
+    gathers."""
+    group, device, gathered = engine.model.group, engine.model.device, []
+    gather = group.gather
+    group.gather = lambda x: gathered.append(x.clone()) or gather(x)
+    try:
+        engine.step(engine.variants[0])
+    finally:
+        del group.gather
+    body = lambda: [group.gather(x) for x in gathered]
+    if graph and device.type == "cuda":
+        replay = capture(body, device)[1]
+        return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
+    return body
+
+
+@torch.inference_mode()
+def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, runs, others):
+    """A row of one step: its time and that of its stages, and the times of other programs' steps,
+    all medians of `runs` rounds. floor: in seconds. others: {name: a running one of
+    peers.PROGRAMS}."""
+    step = model, heads, batch_size, Variant(tree_size - 1), sampling
+    engine = timing_engine(*step, graph=graph)
+    bodies = dict(step=engine.body())
+    bodies |= dict(gathers=gathers(engine, graph)) if model.group.size > 1 else {}
+    bodies |= {name: program.body(tree_size) for name, program in others.items()}
+    bodies = {name: body for name, body in bodies.items() if body}
+    row, ratio = in_turns(bodies, runs, model.device, model.group)
+    for name, pair in peers.RATIOS.items():
+        row |= {f"{name}_ratio": ratio(*pair)} if name in bodies else {}
+    stages = stage_times(*step, graph=graph)
+    return row | dict(floor_ms=1e3 * floor, share=1e3 * floor / row["step_ms"],
+                      stages_ms={name: 1e3 * time for name, time in stages.items()})
+
+
+def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
+    """Adds the rows of one batch size that are missing. Others run beside a batch of one."""
+    sizes = [size for size in args.tree_sizes
+             if not table.has(batch_size=batch_size, tree_size=size)]
+    compared = sizes and batch_size == 1 and model.group.size == 1
+    rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
+    with rivals as (others, words):
+        record.update(dict(peers=words) if words else {})
+        for size in sizes:
+            label = dict(batch_size=batch_size, tree_size=size)
+            try:
+                table.add(label | measure_step(
+                    model, heads, batch_size, size, step_bytes(model, batch_size) / bandwidth,
+                    Sampling(args.temperature), not args.no_graph, args.runs, others))
+            except no_room(model.group):
+                table.show(label | dict(step_ms="does not fit the memory"))
+
+
+def kernel_times(body, device):
+    """{kernel: [launches, ms]} of one body() on a GPU, by torch's profiler, the longest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        body()
+        torch.cuda.synchronize(device)
+    found = {event.key: [event.count, event.self_device_time_total / 1e3]
+             for event in profile.key_averages()
+             if event.device_type == torch.autograd.DeviceType.CUDA}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1][1]))
+
+
+@torch.inference_mode()
+def profile_steps(model, heads, table, sampling, graph):
+    """Adds to the rows what the GPU did in their steps. Last: a profiler may slow down what
+    follows."""
+    shown = Table(LAUNCHES)
+    for row in table:
+        if "kernels" not in row:
+            variant = Variant(row["tree_size"] - 1)
+            engine = timing_engine(model, heads, row["batch_size"], variant, sampling, graph=graph)
+            found = kernel_times(engine.body(), model.device)
+            row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
+                        kernels_ms=sum(ms for _, ms in found.values()))
+            table.save()
+        shown.show(row)
+
+
+def bench(args, group):
+    """The time of one step for each batch and tree size -> the Record."""
+    device, vocabulary = pick_device(args.device), draft_vocabulary(args)
+    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device, torch.bfloat16)
+    record = open_record(args, group, bench="decode-random", model=args.random_weights,
+                         device=str(device), dtype=str(dtype), prefix=PREFIX,
+                         draft_vocabulary=vocabulary)
+    model = random_model(args.random_weights, device, dtype, group)
+    heads, sampling = random_heads(model, vocabulary), Sampling(args.temperature)
+    record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
+    if device.type == "cpu":  # before anything else takes memory
+        step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes) - 1), sampling)
+        record.once("peak_rss_gb", partial(peak_memory, step))
+    bandwidth = measure_bandwidth(record, device, group)
+    parameters = sum(p.numel() for p in model.parameters())
+    held = "" if group.size == 1 else f" on each of {group.size} ranks"
+    print(f"{SIZES[args.random_weights][0]}, {parameters / 1e9:.2f}B random parameters{held}; copy "
+          f"bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
+    columns = GATHERS if group.size > 1 else peers.COLUMNS if device.type == "cpu" else {}
+    table = record.table("steps", STEPS | columns)
+    for batch_size in args.batch_sizes:
+        measure_steps(model, heads, batch_size, bandwidth, args, record, table)
+    if device.type == "cuda":
+        profile_steps(model, heads, table, sampling, not args.no_graph)
+    for name, words in record.get("peers", {}).items():
+        print(f"{peers.PROGRAMS[name].title}: {words}")
+    return record.done()
+
+
+# -------------------------------------------------------------------------------------------------
+# `python -m bench exact`: what it costs on a CPU that a token's hidden state is the same bits
+# wherever it is. A bfloat16 model verifies chains of T tokens with attention computed in three
+# ways: in float64 over a cache of float64, as where memory allows; in float64 over a cache of
+# bfloat16, cast in each step, as where not; and as torch does it in bfloat16, where the order of
+# the sums decides the last bits.
+
+def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
+    """`kernels.cached_attention` in the cache's own dtype."""
+    bias = bias if bias is None else bias.to(k.dtype)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
+        enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2)
+
+
+def chain(model, dtype, prefix, tree_size, attention=kernels.cached_attention):
+    """A function that verifies a chain of tokens after `prefix` rows of a cache of this dtype."""
+    c, nodes = model.config, torch.arange(tree_size)[None]
+    cache = KVCache(c.n_layer, 1, c.n_kv_head, prefix + tree_size, c.head_size, dtype)
+    cache.lengths.fill_(prefix)
+
+    def verify():
+        with patch.object(kernels, "cached_attention", attention), kernels.unchecked():
+            return model(nodes, prefix + nodes, cache, (2 << nodes) - 1)
+    return verify
+
+
+@torch.inference_mode()
+def measure_exact(model, prefix, tree_size, runs):
+    """A row: medians of the three ways over alternating rounds, and of the ratios of a round."""
+    ways = dict(float64=chain(model, torch.float64, prefix, tree_size),
+                cast=chain(model, torch.bfloat16, prefix, tree_size),
+                bfloat16=chain(model, torch.bfloat16, prefix, tree_size, rounded_attention))
+    row, ratio = in_turns(ways, runs, model.device)
+    return dict(prefix=prefix, tree_size=tree_size, **row, cast_ratio=ratio("cast", "bfloat16"),
+                float64_ratio=ratio("float64", "bfloat16"))
+
+
+def bench_exact(args):
+    """Prints the table, returns the Record."""
+    if not packs(torch.bfloat16):
+        raise InputError("this CPU has no instructions for bfloat16, so there is nothing to "
+                         "compare; expected one with AVX512-BF16")
+    record = Record(args.out, bench="exact", model=args.random_weights, device="cpu",
+                    dtype="torch.bfloat16", runs=args.runs)
+    model = random_model(args.random_weights, torch.device("cpu"), torch.bfloat16)
+    pack(model)
+    table = record.table("verify", EXACT)
+    for prefix in args.prefixes:
+        for size in args.tree_sizes:
+            if not table.has(prefix=prefix, tree_size=size):
+                table.add(measure_exact(model, prefix, size, args.runs))
+    return record.done()
