@@ -27,10 +27,10 @@ import json
 import sys
 from pathlib import Path
 
+from backends import tensor_parallel
 from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, static, steps
 from clover import MAX_TREE
 from model import InputError
-from tools import ranks
 from tools.cli import DEMO, Parser, add_model_flags, command
 from tools.tune import PREFIX
 from training.common import add_data_flag, add_number
@@ -167,7 +167,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     if args.what == "decode":
-        with ranks.joined(args, argv) as group:
+        with tensor_parallel.joined(args, argv) as group:
             result = (steps if args.random_weights else decoding).bench(args, group)
     elif args.what == "kernels" and args.static:
         result = static.bench(args)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from backends.tensor_parallel import group_of
 from bench import Record, Table, peers
 from clover import CloverHeads
-from generate import DEFAULT_TREE, Fixed, Sampling, Variant, prepare
+from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, Sampling, prepare
 from hf.chat import load_chat_template
 from hf.tokenizer import tokenizer_hash
 from tools.cli import load_model
@@ -74,18 +75,19 @@ def decode_in_turns(model, given, ways, args, runs=1, **options):
     return rows, outputs
 
 
-def decode_once(model, given, max_new_tokens, choice=None, **options):
+def decode_once(model, given, max_new_tokens, policy=None, **options):
     """(Output, GB of a GPU's memory or None), on an engine of its own, so that each has the memory
-    to itself, after a few tokens that compile and load everything. The choice starts with what it
+    to itself, after a few tokens that compile and load everything. The policy starts with what it
     expected at first: a copy learns."""
     def ready_engine():
-        engine = prepare(model, given, max_new_tokens, choice=deepcopy(choice), **options)
-        afresh = deepcopy(engine.choice)
-        engine.generate(given[:engine.batch_size], min(8, max_new_tokens))
-        engine.choice, engine.drafting = afresh, engine.variants[0]
+        engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
+        afresh = deepcopy(engine.policy)
+        engine.generate(given[:engine.decoder.batch_size], min(8, max_new_tokens))
+        engine.policy = afresh
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
-    weights = sum(parameter_bytes(module) for module in (model, engine.heads) if module) / GB
+    modules = filter(None, (model, engine.decoder.heads))
+    weights = sum(map(parameter_bytes, modules)) / GB
     return engine.generate(given, max_new_tokens), None if taken is None else weights + taken
 
 
@@ -118,8 +120,9 @@ def parameter_bytes(module):
 def step_bytes(model, batch_size):
     """What one step must read, on each rank: all weights that it holds, but for an embedding table
     that is not the LM head as well, and the keys and values of PREFIX tokens of each sequence."""
-    c, tied = model.share, model.head.weight is model.embed.weight
-    weights = parameter_bytes(model) - (0 if tied else model.embed.weight.nbytes)
+    c = model.blocks[0].attn.config
+    table = 0 if model.config.tied and group_of(model).size == 1 else model.embed.weight.nbytes
+    weights = parameter_bytes(model) - table
     rows = batch_size * PREFIX * 2 * c.n_layer * c.n_kv_head
     return weights + rows * c.head_size * model.dtype.itemsize
 
@@ -130,13 +133,13 @@ def open_record(args, group, **settings):
     ranks = dict(ranks=group.size) if group.size > 1 else {}
     record = Record(None if group.rank else args.out, temperature=args.temperature, runs=args.runs,
                     **ranks, **settings)
-    record.update(group.first(dict(record)))
+    record.update(group.broadcast(dict(record)))
     return record
 
 
 def measure_bandwidth(record, device, group):
     """Bytes per second of a copy, by `copy_bandwidth`; of ranks that copy at once, the first's."""
-    return GB * record.once("copy_gb_per_s", lambda: group.first(copy_bandwidth(device) / GB))
+    return GB * record.once("copy_gb_per_s", lambda: group.broadcast(copy_bandwidth(device) / GB))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -166,24 +169,26 @@ def text_prompts(heldout, encoding, n, args):
 def ways_to_draft(heads, fitted, tree_size):
     """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
 
-    heads: {name: heads}, the last of which, or None, draft beside lookup: each variant of their
-    Choice is a way, and the Choice itself. The others draft alone, with a tree of this size, or
-    else with their best of more than one node. fitted(heads, lookup) -> a Choice."""
+    heads: {name: heads}, the last of which, or None, draft beside lookup: each plan of their policy
+    is a way, and the policy itself. The others draft alone, with a tree of this size, or else with
+    their best of more than one node. fitted(heads, lookup) -> an AdaptivePolicy."""
     *others, (_, last) = heads.items()
-    choice = fitted(last, True)
-    plain, *variants = choice.variants
-    ways, times = {"plain": dict(choice=Fixed(plain))}, {"plain": choice.seconds[plain]}
+    policy = fitted(last, True)
+    plain, *plans = policy.plans
+    ways = {"plain": dict(policy=FixedPolicy(plain))}
+    times = {"plain": policy.seconds[plain]}
     for name, kind in others:
         found = fitted(kind, False)
-        drafting = (variant for variant in found.variants if variant.heads)
-        best = max(drafting, key=found.rate, default=Variant(DEFAULT_TREE - 1))
-        variant = Variant(tree_size - 1) if tree_size else best
-        way = f"{name} {variant.heads}"  # as in str(variant)
-        ways[way], times[way] = dict(heads=kind, choice=Fixed(variant)), found.seconds.get(variant)
-    for variant in variants:
-        ways[str(variant)] = dict(heads=last, choice=Fixed(variant))
-        times[str(variant)] = choice.seconds[variant]
-    return ways | {"auto": dict(heads=last, choice=choice)}, times
+        drafting = (plan for plan in found.plans if plan.head_nodes)
+        best = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
+        plan = DraftPlan(tree_size - 1) if tree_size else best
+        way = f"{name} {plan.head_nodes}"  # as in str(plan)
+        ways[way] = dict(heads=kind, policy=FixedPolicy(plan))
+        times[way] = found.seconds.get(plan)
+    for plan in plans:
+        ways[str(plan)] = dict(heads=last, policy=FixedPolicy(plan))
+        times[str(plan)] = policy.seconds[plan]
+    return ways | {"auto": dict(heads=last, policy=policy)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
@@ -195,15 +200,15 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
                                       graph=graph)
     ways, times = ways_to_draft(heads, fitted, args.tree_size)
     others, words = {}, RANKS
-    if model.group.size == 1:
+    if group_of(model).size == 1:
         others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
     rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, graph=graph,
                                     batch_size=batch_size, temperature=args.temperature)
     for name, row in rows.items():
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}
-    steps = median_run(outputs["auto"]).variants
-    rows["auto"]["variants"] = {str(variant): count for variant, (count, _) in steps.items()}
-    names = map(str, ways["auto"]["choice"].variants)
+    steps = median_run(outputs["auto"]).plans
+    rows["auto"]["plans"] = {str(plan): count for plan, (count, _) in steps.items()}
+    names = map(str, ways["auto"]["policy"].plans)
     best = max(names, key=lambda name: rows[name]["tokens_per_second"])
     ratio = paired_ratio(outputs["auto"], outputs[best])
     record.setdefault("auto_over_best", {})[str(batch_size)] = ratio
@@ -256,7 +261,7 @@ def bench(args, group):
             measure_batch(model, given, heads, batch_size, floor, args, record, table)
     ratios = [f"{ratio:.2f}x at batch size {size}"
               for size, ratio in record["auto_over_best"].items()]
-    print(f"\nauto over the best single variant: {', '.join(ratios)}\n"
+    print(f"\nauto over the best single plan: {', '.join(ratios)}\n"
           f"transformers: {record['transformers']}")
     given = text_prompts(heldout, encoding, args.prompts, args)
     record.once("trees", lambda: measure_trees(model, given, heads, args))

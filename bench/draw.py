@@ -18,7 +18,8 @@ from bench import hardware, make_folder, roofline, write_file
 from bench.steps import SIZES
 from clover import MAX_TREE
 from model import InputError, read_json
-from tools.cli import DEMO, HEAD_COLOURS, LOOKUP_COLOUR
+from tools.cli import DEMO
+from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.tune import PREFIX
 
 WIDTH = 760        # of a picture, in pixels

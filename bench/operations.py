@@ -127,7 +127,7 @@ def gumbel(hidden, weight, k, temperature=0.8):
 
 
 def windows(history, lengths, n, last):
-    """`kernels.lookup` by windows of four tokens, without asking the GPU for a length, for texts
+    """`kernels.ngram_lookup` by windows of four tokens, without asking for a length, for texts
     whose newest token is at index `last`."""
     window = F.pad(history[:, :last + 1], (3, 0), value=-1).unfold(1, 4, 1).flip(2)  # newest first
     length = (window[:, :-1] == window[:, -1:]).cumprod(2).sum(2)  # (B, last)
@@ -145,7 +145,7 @@ def median_us(calls):
     """Median microseconds of one call. All calls are replayed in one CUDA graph: no launch gaps,
     and no data in the L2 where together they move more than it holds."""
     from triton.testing import do_bench
-    replay = capture(lambda: [call() for call in calls], torch.device("cuda"))[1]
+    replay = capture(lambda: [call() for call in calls], torch.device("cuda"))
     return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
 
 
@@ -228,7 +228,7 @@ def lookup_case(args, device, batch, prefix):
     draw = partial(torch.randint, 0, 32000, (batch, S), device=device, dtype=torch.int32)
     inputs = [(draw(), lengths) for _ in range(copies(size))]
     rival = each(windows, inputs, n=CHAIN, last=prefix)
-    return size, each(kernels.lookup, inputs, n=CHAIN), dict(torch=rival)
+    return size, each(kernels.ngram_lookup, inputs, n=CHAIN), dict(torch=rival)
 
 
 def merge_case(args, device, batch, T):

@@ -23,7 +23,7 @@ def decode_tables(record):
     yield f"{title}, temperature {record['temperature']:g}", DECODING, record["decoding"]
     ratios = [dict(size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()]
     columns = {"batch size": "size {}", "speed-up": "ratio {:.2f}x"}
-    yield "auto over the best single variant", columns, ratios
+    yield "auto over the best single plan", columns, ratios
     trees = record.get("trees", {})
     rows = [dict(drafted_by=name) | row for name, row in trees.items()]
     columns = tree_columns(next(iter(trees.values()), ()))

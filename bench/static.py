@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from bench import Record, Table
 from clover import CloverHeads
-from generate import Engine, Fixed, tree_variant
+from generate import Decoder, fixed_plan
 from model import GPT, InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -58,7 +58,7 @@ def recorded(multiprocessors=132):
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
           patch("model.runs_triton", lambda *_: True),
-          patch.object(kernels, "_multiprocessors", lambda _: multiprocessors)):
+          patch.object(kernels, "sm_count", lambda _: multiprocessors)):
         yield launches
 
 
@@ -90,9 +90,9 @@ class Launches(TorchDispatchMode):
 @torch.inference_mode()
 def step_launches(model, heads=None, **options):
     """Counter of the launches of one step, by operation. model and heads must be on the meta
-    device; options are the Engine's."""
+    device; options are the Decoder's."""
     with recorded() as launches:
-        step = Engine(model, heads, graph=False, **options).body()
+        step = Decoder(model, heads, graph=False, **options).body()
         step()  # with what only the first one does
         launches.clear()
         with Launches() as operations:
@@ -110,10 +110,11 @@ def bench_launches(args):
     capacity = min(512, model.config.block_size)
     drafters = [(heads, False), (None, True), (heads, True)]  # heads, lookup
     for size in args.tree_sizes:
-        for variant in (tree_variant(size, *who) for who in drafters[:3 if size > 2 else 1]):
-            counts = step_launches(model, heads, choice=Fixed(variant), capacity=capacity)
+        for plan in (fixed_plan(size, *who) for who in drafters[:3 if size > 2 else 1]):
+            used = heads if plan.head_nodes else None
+            counts = step_launches(model, used, plans=(plan,), capacity=capacity)
             most = ", ".join(f"{n} {name}" for name, n in counts.most_common(6))
-            table.add(dict(tree_size=variant.tree_size, drafted_by=str(variant), operations=counts,
+            table.add(dict(tree_size=plan.tree_size, drafted_by=str(plan), operations=counts,
                            launches=counts.total()), most=most)
     return dict(bench="launches", model=args.model, steps=table)
 
@@ -171,13 +172,14 @@ def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True
 
 
 def draft_launches(K, W, T):
-    """Of best_guesses at the last depth, and of best_tree."""
+    """Of select_candidates at the last depth, and of best_tree."""
     W = min(W, T - 1)
     n = min(W * W, T - 1)
-    joint, lists = torch.empty(2, K, n), torch.empty(2, K, n, dtype=INT64)
+    root = torch.zeros(2).long()
+    candidates = kernels.Candidates.empty(root, K, n)
     logprobs = torch.empty(2, W if K > 1 else 1, W)
-    guesses = record(kernels.best_guesses, logprobs, logprobs.long(), joint, lists, lists, K - 1)
-    return guesses + record(kernels.best_tree, torch.zeros(2).long(), joint, lists, lists, T)
+    selected = record(kernels.select_candidates, logprobs, logprobs.long(), candidates, K - 1)
+    return selected + record(kernels.best_tree, root, candidates, T)
 
 
 def rope_launches(D, dtype, normed):
@@ -201,7 +203,7 @@ SMALL = {
         rms=((3, C), (C,)), layer=((3, C), (C,), (C,)), scale=(None, None))[kind]),
     "cosine_mix": lambda C, n_head: ((3, C), (3, C), (3, 2 * C), n_head),
     "glu": lambda activation: ((3, 2 * 11008), activation),
-    "lookup": lambda n: ((2, 8192, INT32), (2, INT32), n),
+    "ngram_lookup": lambda n: ((2, 8192, INT32), (2, INT32), n),
     "merge_chain": lambda T, n: (*[(2, T)] * 4, (2, n)),
     "accept_path": lambda T: (*[(2, T)] * 5, (2, INT32), min(T, 5)),
     "nucleus": lambda V: ((3, V, FP32), 0.9),
@@ -249,7 +251,7 @@ def all_launches():
     found += small("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
     found += cases(draft_launches, K=[4], W=[4, 8, 32], T=[16, 64])
     found += cases(draft_launches, K=[8, 16, 32], W=[8], T=[64])
-    found += small("lookup", n=[1, 4, 10, 31, 63])
+    found += small("ngram_lookup", n=[1, 4, 10, 31, 63])
     found += small("merge_chain", T=[1, 8, 16, 33], n=[1, 4, 10, 31])
     for size, n in ((1, 63), (63, 1), (54, 10)):
         found += small("merge_chain", T=[size], n=[n])

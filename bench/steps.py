@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from backends import cpu
+from backends.tensor_parallel import Group, group_of
 from bench import Record, Table, peers
 from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
 from clover import CloverHeads, preset
-from generate import STAGES, Sampling, Variant, capture
-from model import GPT, GPTConfig, InputError, KVCache, check_memory, default_dtype, pack, packs
-from tools.cli import pick_device
-from tools.tune import PREFIX, no_room, seconds, stage_times, step_time, timing_engine
+from generate import DraftPlan, Sampling, capture
+from model import GPT, GPTConfig, InputError, KVCache, check_memory, free_memory, pick_device
+from tools.tune import PREFIX, STAGES, no_room, seconds, stage_times, step_time, timing_decoder
 
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 QWEN = dict(tied=True, qkv_bias=True, family="qwen2")
@@ -58,14 +59,18 @@ def size_config(name):
 def random_model(name, device, dtype, group=None):
     """A GPT of a real model's sizes with random weights. InputError where the memory has no
     room."""
+    group = group or Group()
     with torch.device("meta"):
-        model = GPT(size_config(name), group).to(dtype)
+        model = GPT(size_config(name))
+        group.divide(model)
+        model.to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
-                 parameter_bytes(model), device, "take another size or --dtype bfloat16", group)
+                 parameter_bytes(model), group.min(free_memory(device)), device,
+                 "take another size or --dtype bfloat16")
     model = model.to_empty(device=device)
-    model.tie_and_place()
     for parameter_name, p in model.named_parameters():
         p.data.fill_(1) if parameter_name.endswith("norm.weight") else p.data.normal_(0, 0.02)
+    group.connect(model)
     return model.requires_grad_(False).eval()
 
 
@@ -119,19 +124,18 @@ def in_turns(bodies, runs, device, group=None):
 # -------------------------------------------------------------------------------------------------
 # `python -m bench decode --random-weights`
 
-def gathers(engine, graph):
-    """A function that does nothing of an engine's step but to gather from all ranks what it
-    gathers."""
-    group, device, gathered = engine.model.group, engine.model.device, []
-    gather = group.gather
-    group.gather = lambda x: gathered.append(x.clone()) or gather(x)
+def gathers(decoder, graph):
+    """A function that does nothing of a step but to gather from all ranks what it gathers."""
+    group, device, gathered = group_of(decoder.model), decoder.model.device, []
+    gather = group.all_gather
+    group.all_gather = lambda x: gathered.append(x.clone()) or gather(x)
     try:
-        engine.step(engine.variants[0])
+        decoder.step(decoder.plans[0])
     finally:
-        del group.gather
-    body = lambda: [group.gather(x) for x in gathered]
+        del group.all_gather
+    body = lambda: [group.all_gather(x) for x in gathered]
     if graph and device.type == "cuda":
-        replay = capture(body, device)[1]
+        replay = capture(body, device)
         return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
     return body
 
@@ -141,13 +145,14 @@ def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, ru
     """A row of one step: its time and that of its stages, and the times of other programs' steps,
     all medians of `runs` rounds. floor: in seconds. others: {name: a running one of
     peers.PROGRAMS}."""
-    step = model, heads, batch_size, Variant(tree_size - 1), sampling
-    engine = timing_engine(*step, graph=graph)
-    bodies = dict(step=engine.body())
-    bodies |= dict(gathers=gathers(engine, graph)) if model.group.size > 1 else {}
+    plan = DraftPlan(tree_size - 1)
+    step = model, heads if plan.head_nodes else None, batch_size, plan, sampling
+    decoder = timing_decoder(*step, graph=graph)
+    bodies = dict(step=decoder.body())
+    bodies |= dict(gathers=gathers(decoder, graph)) if group_of(model).size > 1 else {}
     bodies |= {name: program.body(tree_size) for name, program in others.items()}
     bodies = {name: body for name, body in bodies.items() if body}
-    row, ratio = in_turns(bodies, runs, model.device, model.group)
+    row, ratio = in_turns(bodies, runs, model.device, group_of(model))
     for name, pair in peers.RATIOS.items():
         row |= {f"{name}_ratio": ratio(*pair)} if name in bodies else {}
     stages = stage_times(*step, graph=graph)
@@ -159,7 +164,7 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
     """Adds the rows of one batch size that are missing. Others run beside a batch of one."""
     sizes = [size for size in args.tree_sizes
              if not table.has(batch_size=batch_size, tree_size=size)]
-    compared = sizes and batch_size == 1 and model.group.size == 1
+    compared = sizes and batch_size == 1 and group_of(model).size == 1
     rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
     with rivals as (others, words):
         record.update(dict(peers=words) if words else {})
@@ -169,7 +174,7 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
                 table.add(label | measure_step(
                     model, heads, batch_size, size, step_bytes(model, batch_size) / bandwidth,
                     Sampling(args.temperature), not args.no_graph, args.runs, others))
-            except no_room(model.group):
+            except no_room(group_of(model)):
                 table.show(label | dict(step_ms="does not fit the memory"))
 
 
@@ -192,9 +197,10 @@ def profile_steps(model, heads, table, sampling, graph):
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
-            variant = Variant(row["tree_size"] - 1)
-            engine = timing_engine(model, heads, row["batch_size"], variant, sampling, graph=graph)
-            found = kernel_times(engine.body(), model.device)
+            plan = DraftPlan(row["tree_size"] - 1)
+            decoder = timing_decoder(model, heads if plan.head_nodes else None, row["batch_size"],
+                                     plan, sampling, graph=graph)
+            found = kernel_times(decoder.body(), model.device)
             row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
                         kernels_ms=sum(ms for _, ms in found.values()))
             table.save()
@@ -204,7 +210,7 @@ def profile_steps(model, heads, table, sampling, graph):
 def bench(args, group):
     """The time of one step for each batch and tree size -> the Record."""
     device, vocabulary = pick_device(args.device), draft_vocabulary(args)
-    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device, torch.bfloat16)
+    dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     record = open_record(args, group, bench="decode-random", model=args.random_weights,
                          device=str(device), dtype=str(dtype), prefix=PREFIX,
                          draft_vocabulary=vocabulary)
@@ -212,7 +218,7 @@ def bench(args, group):
     heads, sampling = random_heads(model, vocabulary), Sampling(args.temperature)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
-        step = partial(step_time, model, heads, 1, Variant(max(args.tree_sizes) - 1), sampling)
+        step = partial(step_time, model, heads, 1, DraftPlan(max(args.tree_sizes) - 1), sampling)
         record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = measure_bandwidth(record, device, group)
     parameters = sum(p.numel() for p in model.parameters())
@@ -238,21 +244,21 @@ def bench(args, group):
 # the sums decides the last bits.
 
 def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
-    """`kernels.cached_attention` in the cache's own dtype."""
+    """`backends.cpu.cached_attention` in the cache's own dtype."""
     bias = bias if bias is None else bias.to(k.dtype)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
         enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2)
 
 
-def chain(model, dtype, prefix, tree_size, attention=kernels.cached_attention):
+def chain(model, dtype, prefix, tree_size, attention=cpu.cached_attention):
     """A function that verifies a chain of tokens after `prefix` rows of a cache of this dtype."""
     c, nodes = model.config, torch.arange(tree_size)[None]
-    cache = KVCache(c.n_layer, 1, c.n_kv_head, prefix + tree_size, c.head_size, dtype)
+    cache = KVCache((c.n_layer, 2, 1, c.n_kv_head, prefix + tree_size, c.head_size), dtype)
     cache.lengths.fill_(prefix)
 
     def verify():
-        with patch.object(kernels, "cached_attention", attention), kernels.unchecked():
+        with patch.object(cpu, "cached_attention", attention), kernels.unchecked():
             return model(nodes, prefix + nodes, cache, (2 << nodes) - 1)
     return verify
 
@@ -270,13 +276,13 @@ def measure_exact(model, prefix, tree_size, runs):
 
 def bench_exact(args):
     """Prints the table, returns the Record."""
-    if not packs(torch.bfloat16):
+    if not cpu.packs(torch.bfloat16):
         raise InputError("this CPU has no instructions for bfloat16, so there is nothing to "
                          "compare; expected one with AVX512-BF16")
     record = Record(args.out, bench="exact", model=args.random_weights, device="cpu",
                     dtype="torch.bfloat16", runs=args.runs)
     model = random_model(args.random_weights, torch.device("cpu"), torch.bfloat16)
-    pack(model)
+    cpu.apply(model)
     table = record.table("verify", EXACT)
     for prefix in args.prefixes:
         for size in args.tree_sizes:
