@@ -225,7 +225,8 @@ class Decoder:
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
         token the next root. Rows from `count` on are junk, which the next step overwrites."""
         slots, lengths = self.slots, self.slots.cache.lengths
-        positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
+        if self.heads or slots.history is not None:
+            positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
         last = accepted.last[:, None]
         if plan.head_nodes:  # else the path's nodes are in the first rows already
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)

@@ -57,7 +57,6 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
-          patch("model.runs_triton", lambda *_: True),
           patch.object(kernels, "sm_count", lambda _: multiprocessors)):
         yield launches
 

@@ -15,12 +15,12 @@ from bench import Table, decoding, kinds, steps
 from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
-from generate import STAGES, Fixed, Sampling, Variant, capture, generate
+from generate import DraftPlan, FixedPolicy, Sampling, capture, generate
 from hf.checkpoint import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
 from tools import tune
-from tools.tune import PREFIX, Choice, timing_engine
+from tools.tune import PREFIX, STAGES, AdaptivePolicy, timing_decoder
 from training import base
 from training.data import load_tokens, prompts
 
@@ -56,7 +56,7 @@ def flags(checkpoint, tmp_path):
 @pytest.fixture
 def folders(checkpoint, tmp_path, monkeypatch):
     """Folders of Medusa and Clover heads, for which a step takes as long as this says, by its tree."""
-    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, variant, *_: 1 + variant.tree_size / 100)
+    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, plan, *_: 1 + plan.tree_size / 100)
     monkeypatch.setattr(tune, "TREE_SIZES", (1, 2, 4))
     monkeypatch.setattr(tune, "CHAINS", (3,))
     model, table = GPT.from_pretrained(checkpoint, device="cpu"), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
@@ -114,7 +114,7 @@ OURS = ["plain", "medusa 1", "heads 1", "lookup 3", "heads 1 + lookup 3", "auto"
 
 
 def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatch):
-    """Bug: a row of another batch, tree or variant, a time of another's step, a speed-up over something else than the
+    """Bug: a row of another batch, tree or plan, a time of another's step, a speed-up over something else than the
     plain run beside it."""
     monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
     lines, result = run("decode", *flags, "--heads", *folders, "--runs", "2", "--batch-sizes", "1", "4",
@@ -128,7 +128,7 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
         assert row["drafted_by"] != "plain" or row["speed_up"] == row["tokens_per_step"] == 1
         assert any(line.startswith(f"| {row['batch_size']} | {row['drafted_by']} | {row['tree_size']} |")
                    for line in lines)
-    assert set(rows[5]["variants"]) <= {*OURS} - {"medusa 1", "auto"} and sum(rows[5]["variants"].values()) <= 3 * 12
+    assert set(rows[5]["plans"]) <= {*OURS} - {"medusa 1", "auto"} and sum(rows[5]["plans"].values()) <= 3 * 12
     sizes = {name: list(column) for name, column in result["trees"].items()}
     assert sizes == {name: ["1", "2", "3"] for name in ("medusa", "clover", "lookup")} | {"clover + lookup": ["1", "3"]}
     assert all(column["1"] == 1.0 for column in result["trees"].values())
@@ -137,7 +137,7 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
 
 
 def test_decode_sampled_with_a_given_tree(run, flags, folders):
-    """Bug: a tree size that changes the last heads' variants, greedy texts of transformers beside sampled ones."""
+    """Bug: a tree size that changes the last heads' plans, greedy texts of transformers beside sampled ones."""
     lines, result = run("decode", *flags, "--heads", *folders, "--runs", "1", "--batch-sizes", "1", "--tree-sizes",
                         "2", "--tree-size", "6", "--temperature", "0.7")
     rows = {row["drafted_by"]: row for row in result["decoding"]}
@@ -174,7 +174,7 @@ def test_a_name_is_changed_everywhere_in_the_repetition(checkpoint):
 def spent(*seconds):
     """What each run gives that emits 12 tokens in this many seconds."""
     return [SimpleNamespace(tokens=[[7] * 12], seconds=s, tokens_per_second=12 / s, tokens_per_step=1.0, tree_size=2,
-                            variants={Variant(0, 3): [8, 9]}) for s in seconds]
+                            plans={DraftPlan(0, 3): [8, 9]}) for s in seconds]
 
 
 def test_programs_take_turns_and_ratios_are_those_of_a_round(monkeypatch):
@@ -198,9 +198,9 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round(monkeypatch):
 
 
 def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
-    """Bug: auto beside other heads that were faster, beside a variant that is not the best, or a ratio of medians."""
-    choice = Choice({Variant(): 1.0, Variant(0, 3): 1.0}, {Variant(): 1.0, Variant(0, 3): 1.0})
-    ways = {name: {} for name in ("plain", "medusa 1", "lookup 3")} | dict(auto=dict(choice=choice))
+    """Bug: auto beside other heads that were faster, beside a plan that is not the best, or a ratio of medians."""
+    policy = AdaptivePolicy({DraftPlan(): 1.0, DraftPlan(0, 3): 1.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 1.0})
+    ways = {name: {} for name in ("plain", "medusa 1", "lookup 3")} | dict(auto=dict(policy=policy))
     runs = {"plain": spent(8, 8, 8), "medusa 1": spent(1, 1, 1), "lookup 3": spent(4, 2, 6), "auto": spent(2, 8, 3)}
     rows = {name: dict(tokens_per_second=decoding.median_run(done).tokens_per_second) for name, done in runs.items()}
     monkeypatch.setattr(decoding, "ways_to_draft", lambda *_: (ways, {"plain": 2.0}))
@@ -209,31 +209,31 @@ def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
     record, table = {}, Table(decoding.DECODING)
     decoding.measure_batch(toy, [[1]], {}, 2, 0.5, args, record, table)
     assert record == dict(auto_over_best={"2": 2.0}, transformers="measured at batch size 1 only")
-    assert table[3]["variants"] == {"lookup 3": 8} and [row.get("step_ms") for row in table] == [2000, *[None] * 3]
+    assert table[3]["plans"] == {"lookup 3": 8} and [row.get("step_ms") for row in table] == [2000, *[None] * 3]
 
 
 def test_every_run_of_auto_starts_afresh(toy):
     """Bug: a run that knows what an earlier run learnt, from other runs of the same prompts or from warming up."""
-    choice = Choice({Variant(): 1.0, Variant(0, 3): 2.0}, {Variant(): 1.0, Variant(0, 3): 3.0})
-    ways = dict(plain=dict(choice=Fixed(Variant())), auto=dict(choice=choice))
+    policy = AdaptivePolicy({DraftPlan(): 1.0, DraftPlan(0, 3): 2.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 3.0})
+    ways = dict(plain=dict(policy=FixedPolicy(DraftPlan())), auto=dict(policy=policy))
     args, given = SimpleNamespace(max_new_tokens=40), [[5, 9, 2], [7, 1]]
     rows, outputs = decoding.decode_in_turns(toy, given, ways, args, runs=2, temperature=1.0, batch_size=2)
     first, second = outputs["auto"]
-    assert first.variants == second.variants and len(first.variants) == 2 and next(iter(first.variants)).lookup
-    assert choice.step == 0 and choice.tokens == choice.expected and rows["auto"]["identical"] == 1.0
+    assert first.plans == second.plans and len(first.plans) == 2 and next(iter(first.plans)).lookup_tokens
+    assert policy.step == 0 and policy.tokens == policy.expected and rows["auto"]["identical"] == 1.0
 
 
 def test_decode_on_random_weights(run, monkeypatch):
     """Catches sizes that differ from the model's, a floor that counts an embedding table which no step reads, and a
     table that ends at the first size without room."""
-    timing_engine = steps.timing_engine
+    timing_decoder = steps.timing_decoder
 
     def without_room(model, heads, batch_size, *rest, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
-        return timing_engine(model, heads, batch_size, *rest, **options)
+        return timing_decoder(model, heads, batch_size, *rest, **options)
 
-    monkeypatch.setattr(steps, "timing_engine", without_room)
+    monkeypatch.setattr(steps, "timing_decoder", without_room)
     monkeypatch.setattr(steps.peers, "PROGRAMS", {})  # see test_bench_peers.py
     lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "1", "--tree-sizes", "1", "5",
                         "--runs", "1")
@@ -338,7 +338,7 @@ def test_launches_of_a_captured_step_are_counted(device):
     """Catches a profile that sees a graph as one launch, or counts what the host does."""
     model = GPT(GPTConfig(vocab_size=97, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16))
     model = model.to(device, torch.bfloat16).requires_grad_(False).eval()
-    engines = [timing_engine(model, None, 8, Variant(), Sampling(), graph=graph) for graph in (False, True)]
+    engines = [timing_decoder(model, None, 8, DraftPlan(), Sampling(), graph=graph) for graph in (False, True)]
     with torch.inference_mode():
         found = [steps.kernel_times(engine.body(), model.device) for engine in engines]
     launches = [sum(count for count, _ in kernels.values()) for kernels in found]
@@ -350,8 +350,8 @@ def test_steps_are_profiled_once_each(monkeypatch, capsys):
     """Catches launches beside another step, a profile that is taken again, and one that is not kept."""
     engines, saved = [], []
     engine = lambda *args, **_: engines.append(args) or SimpleNamespace(body=lambda: args[2:4])
-    monkeypatch.setattr(steps, "timing_engine", engine)
-    monkeypatch.setattr(steps, "kernel_times", lambda body, _: {"a": [body[0], 0.5], "b": [body[1].heads, 0.25]})
+    monkeypatch.setattr(steps, "timing_decoder", engine)
+    monkeypatch.setattr(steps, "kernel_times", lambda body, _: {"a": [body[0], 0.5], "b": [body[1].head_nodes, 0.25]})
     row = lambda batch_size, **more: dict(batch_size=batch_size, tree_size=4, **more)
     table = Table({}, [row(1, launches=7, kernels_ms=1.0, kernels={}), row(2), row(3)], lambda: saved.append(1))
     steps.profile_steps(SimpleNamespace(device="cpu"), None, table, Sampling(), True)

@@ -47,7 +47,7 @@ def test_rivals_look_up_the_same(last):
     lengths = torch.full((40,), last, dtype=torch.int32)
     for V in (1, 3, 50):
         texts = torch.randint(0, V, (40, 80), dtype=torch.int32)
-        assert torch.equal(operations.windows(texts, lengths, 10, last), kernels.lookup(texts, lengths, 10))
+        assert torch.equal(operations.windows(texts, lengths, 10, last), kernels.ngram_lookup(texts, lengths, 10))
 
 
 def test_trees_to_merge_are_trees():

@@ -10,6 +10,7 @@ from bench import __main__ as bench
 from bench import decoding, roofline
 from bench.static import step_launches
 from clover import PRESETS, CloverHeads, preset
+from generate import DraftPlan
 from model import GPT, GPTConfig, InputError
 from tools.cli import DEMO
 from tools.tune import PREFIX
@@ -82,7 +83,9 @@ def test_launches_are_about_those_of_a_step(n_layer, tree_size):
     """Bug: a prediction for kernels that are not these any more."""
     model = GPT(GPTConfig(vocab_size=500, n_layer=n_layer)).init_weights()
     heads = CloverHeads(preset("clover"), model).to("meta")
-    found = step_launches(model.to("meta"), heads, tree_size=tree_size, capacity=1000).total()
+    plan = DraftPlan(tree_size - 1)
+    used = heads if plan.head_nodes else None
+    found = step_launches(model.to("meta"), used, plans=(plan,), capacity=1000).total()
     us = 1e6 * roofline.Prediction(DULL, model.config, PRESETS["clover"]).step(1, tree_size)
     assert us / DULL.launch == pytest.approx(found, rel=0.1)
 

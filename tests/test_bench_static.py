@@ -13,10 +13,9 @@ from bench import __main__ as bench
 from bench import static
 from bench.static import Launches, step_launches
 from clover import CloverHeads
-from generate import Fixed, Sampling, Variant
+from generate import DraftPlan, Sampling
 from model import GPT
 from tools.cli import DEMO
-from tools.tune import Choice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value,
@@ -38,7 +37,7 @@ def sample():
     """A launch of every kernel."""
     small = dict(commit_path=dict(P=5, D=80), add_norm=dict(C=4096, kind="rms"), glu=dict(activation="silu"),
                  cosine_mix=dict(C=1024, n_head=8))
-    rest = dict(lookup=dict(n=10), merge_chain=dict(T=16, n=10), accept_path=dict(T=16), nucleus=dict(V=32000))
+    rest = dict(ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10), accept_path=dict(T=16), nucleus=dict(V=32000))
     return [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
             *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
             *static.rope_launches(128, BF16, True), *static.draft_launches(4, 4, 16),
@@ -109,7 +108,7 @@ def random_launches(generator):
     launches += static.rope_launches(draw(16, 21, 64, 80, 128, 160), small, draw(False, True))
     launches += call("glu", small, activation=draw("silu", "gelu")) + call("nucleus", V=draw(100, 151936))
     launches += call("cosine_mix", small, C=draw(1024, 16384), n_head=draw(1, 8))
-    launches += call("accept_path", T=draw(1, 16, 64)) + call("lookup", n=draw(1, 10, 31, 63))
+    launches += call("accept_path", T=draw(1, 16, 64)) + call("ngram_lookup", n=draw(1, 10, 31, 63))
     T, n = draw((1, 10), (1, 63), (5, 4), (16, 31), (33, 31), (54, 10), (63, 1))
     launches += call("merge_chain", T=T, n=n)
     return launches + static.draft_launches(draw(1, 4, 32), draw(1, 3, 8), draw(16, 33, 64))
@@ -221,27 +220,28 @@ def demo():
     return model.to("meta"), heads.to("meta")
 
 
-@pytest.mark.parametrize("variant, sampling, most", [
-    (Variant(), Sampling(), 140), (Variant(), Sampling(temperature=0.8), 140), (Variant(0, 15), Sampling(), 145),
-    (Variant(15), Sampling(), 223), (Variant(63), Sampling(), 240), (Variant(8, 7), Sampling(), 223)],
+@pytest.mark.parametrize("plan, sampling, most", [
+    (DraftPlan(), Sampling(), 140), (DraftPlan(), Sampling(temperature=0.8), 140), (DraftPlan(0, 15), Sampling(), 145),
+    (DraftPlan(15), Sampling(), 223), (DraftPlan(63), Sampling(), 240), (DraftPlan(8, 7), Sampling(), 223)],
     ids=["plain", "plain-sampled", "lookup", "tree-of-16", "tree-of-64", "both"])
-def test_a_step_takes_few_launches(demo, variant, sampling, most):
+def test_a_step_takes_few_launches(demo, plan, sampling, most):
     """Bug: an operation that falls apart into several, in a step of the 12 layers of demo/; on a GPU each costs about 2
     us."""
-    found = step_launches(*demo, choice=Fixed(variant), capacity=512, sampling=sampling)
+    model, heads = demo
+    found = step_launches(model, heads if plan.head_nodes else None, plans=(plan,), capacity=512, sampling=sampling)
     assert found.total() <= most, found
-    heads, looked_up = variant.heads > 0, variant.lookup > 0
+    heads, looked_up = plan.head_nodes > 0, plan.lookup_tokens > 0
     assert found["rope_cache"] == found["tree_attention"] == found["glu"] == 12 + heads
-    assert found["project"] == found["merge_lists"] == 1 + found["best_guesses"]
+    assert found["project"] == found["merge_lists"] == 1 + found["select_candidates"]
     assert found["accept_path"] == 1 and found["best_tree"] == found["commit_path"] == heads
-    assert found["lookup"] == found["merge_chain"] == looked_up
+    assert found["ngram_lookup"] == found["merge_chain"] == looked_up
 
 
-def test_plain_steps_stay_cheap_where_other_variants_may_follow(demo):
-    """Bug: launches of the heads in a step that they do not draft, beyond keeping what they read later."""
-    variants = dict.fromkeys((Variant(), Variant(8, 7), Variant(15)), 1.0)
-    found = step_launches(*demo, choice=Choice(variants, variants), capacity=512)
-    assert found.total() <= 145 and found["tree_attention"] == 12, found
+def test_what_it_takes_that_heads_read_in_every_step(demo):
+    """Bug: drafting, or more than the augmenting block and its state, in a step in which lookup drafts alone."""
+    alone, beside = (step_launches(demo[0], heads, plans=(DraftPlan(0, 4),), capacity=512) for heads in (None, demo[1]))
+    assert beside["tree_attention"] == alone["tree_attention"] + 1 and beside["project"] == alone["project"]
+    assert beside.total() <= alone.total() + 18, beside - alone
 
 
 def test_the_command_prints_the_counts(capsys):

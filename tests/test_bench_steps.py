@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_bench import TOY
 
-import kernels
+from backends import cpu
+from backends.cpu import NATIVE_BFLOAT16
 from bench import __main__ as bench
 from bench import steps
-from model import NATIVE_BFLOAT16, InputError, pack
+from model import InputError
+from test_bench import TOY
 
 
 @pytest.mark.skipif(not NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
@@ -16,7 +17,7 @@ def test_three_ways_are_timed_in_turns_and_agree(monkeypatch, capsys):
     """Bug: a way timed under another's name, a cache of the wrong dtype, a chain that does not see its prefix, and
     attention left replaced."""
     monkeypatch.setitem(steps.SIZES, "7b", TOY)
-    original, seen = kernels.cached_attention, []
+    original, seen = cpu.cached_attention, []
 
     def clock(verify, device, group):
         dtypes = []
@@ -32,9 +33,9 @@ def test_three_ways_are_timed_in_turns_and_agree(monkeypatch, capsys):
     assert "| 20 | 3 | 3.0 | 6.0 | 2.0 | 1.50x | 3.00x |" in capsys.readouterr().out
     double, half = (torch.float64, 23), (torch.bfloat16, 23)
     assert seen == 2 * [[double] * 2, [double] * 4, [half] * 2]  # cast: once for each key/value head of each layer
-    assert kernels.cached_attention is original
+    assert cpu.cached_attention is original
     model = steps.random_model("7b", torch.device("cpu"), torch.bfloat16)
-    pack(model)
+    cpu.apply(model)
     with torch.inference_mode():
         wide, narrow = (steps.chain(model, dtype, 5, 4)() for dtype in (torch.float64, torch.bfloat16))
         rounded = steps.chain(model, torch.bfloat16, 5, 4, steps.rounded_attention)()
@@ -43,6 +44,6 @@ def test_three_ways_are_timed_in_turns_and_agree(monkeypatch, capsys):
 
 
 def test_a_cpu_without_bfloat16_is_refused(monkeypatch):
-    monkeypatch.setattr(steps, "packs", lambda dtype: False)
+    monkeypatch.setattr(cpu, "packs", lambda dtype: False)
     with pytest.raises(InputError, match="no instructions for bfloat16"):
         bench.main(["exact"])

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import random_prompts, toy_model
 from safetensors.torch import load_file, save_file
 
 import model as models
 from clover import PRESETS, CloverHeads, model_identity, preset
+from conftest import random_prompts, toy_model
 from generate import generate
 from model import GPT, InputError, pack
 

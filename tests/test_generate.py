@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHAPES, random_prompts, toy_model
-from test_clover import random_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as module
 import kernels
 import model as models
 from clover import PRESETS, CloverHeads, Tree, root_tree
+from conftest import SHAPES, random_prompts, toy_model
 from generate import Engine, Interrupted, Sampling, Sequence, TextStream, Variant, generate, keep_likely, tree_variant
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
+from test_clover import random_heads
 from tools.compare import first_difference
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])

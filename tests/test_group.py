@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_prompts, toy_model
 
 from clover import PRESETS, CloverHeads
+from conftest import random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from model import GPT, Group, InputError

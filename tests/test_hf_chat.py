@@ -5,6 +5,9 @@ import re
 import time
 
 import pytest
+
+from hf import chat, tokenizer
+from hf.tokenizer import LLAMA3_PATTERN
 from test_hf_tokenizer import (
     BYTE_LEVEL,
     CHAT,
@@ -19,9 +22,6 @@ from test_hf_tokenizer import (
     token,
     write,
 )
-
-from hf import chat, tokenizer
-from hf.tokenizer import LLAMA3_PATTERN
 from training.corpus import builtin_corpus
 
 

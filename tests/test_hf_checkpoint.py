@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHAPES, random_prompts, toy_model
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset
+from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from hf.checkpoint import check_headers, describe, read_config

@@ -8,10 +8,10 @@ import re
 
 import pytest
 import torch
-from test_kernels import INTERPRETED, ROOT, device, needs_triton, plain, run_python
-from test_kernels_fused import every_second
 
 import kernels
+from test_kernels import INTERPRETED, ROOT, device, needs_triton, plain, run_python
+from test_kernels_fused import every_second
 
 __all__ = ["device"]  # the fixture
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHAPES, random_prompts, toy_model
 
 import model as models
+from conftest import SHAPES, random_prompts, toy_model
 from generate import Engine, capture
 from model import GPT
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_prompts, toy_model
 
 import generate as command_line
 from clover import PRESETS, CloverHeads
+from conftest import random_prompts, toy_model
 from generate import Sequence, Variant, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_prompts, toy_model
-from test_clover import random_heads
 
 from clover import CloverHeads
+from conftest import random_prompts, toy_model
 from generate import DEFAULT_TREE, Engine, Fixed, Sampling, Variant, generate
 from hf.tokenizer import load_encoding
 from model import GPT, Group, InputError
+from test_clover import random_heads
 from tools import tune
 from tools.cli import DEMO
 from tools.tune import (

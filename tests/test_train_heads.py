@@ -15,15 +15,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHAPES, random_prompts, toy_model
-from test_clover import random_heads
 
 import train_heads
 from clover import PRESETS, CloverHeads
+from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
+from test_clover import random_heads
 from tools import cli
 from training import data, evaluate, parallel, self_distill
 from training.common import Log

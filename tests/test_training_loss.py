@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHAPES, random_prompts, toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clover import CloverHeads, preset
+from conftest import SHAPES, random_prompts, toy_model
 from training import loss
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced, top_hits
 

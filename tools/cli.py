@@ -1,5 +1,4 @@
-"""What the command lines share: flags, loading, errors in one line; and what generate.py's
-prints."""
+"""What the command lines share: flags, loading, errors in one line; and generate.py's."""
 
 import argparse
 import json
@@ -48,7 +47,7 @@ def command(main):
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+        stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
     print_error = tensor_parallel.error_printer()
     try:
         main()
@@ -57,9 +56,11 @@ def command(main):
         tensor_parallel.end(2)
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:  # torch's, on a CPU
+        # torch has no type of its own for a CPU's
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:
             raise
-        print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so do shorter texts")
+        print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so "
+                    "do shorter texts")
         tensor_parallel.end(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -73,26 +74,31 @@ def add_model_flags(parser):
     parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU that has "
-                        "instructions for it, else float32")
+                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU "
+                        "that has instructions for it, else float32")
 
 
 def load_model(args, group=None):
     """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the
     ranks that hold it."""
-    device, dtype = pick_device(args.device), getattr(torch, args.dtype) if args.dtype else None
-    vocab_size, encoding = checkpoint.read_config(args.model).vocab_size, load_encoding(args.model)
+    device = pick_device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    vocab_size = checkpoint.read_config(args.model).vocab_size
+    encoding = load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
-        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, the model only "
-                         f"{vocab_size} embeddings; they do not belong together")
+        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
+                         f"the model only {vocab_size} embeddings; they do not belong together")
     return checkpoint.load(args.model, dtype, device, group), encoding
 
 
 def load_heads(path, args, model, encoding):
-    """A heads folder, or the model folder's own `clover`. None for "none" and where a model has no
-    heads beside it."""
-    path = path or (Path(args.model) / "clover" if (Path(args.model) / "clover").is_dir() else "none")
-    return None if str(path) == "none" else CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
+    """Those of a folder, or of the model folder's own `clover`. None for "none" and where a model
+    has no heads beside it."""
+    beside = Path(args.model) / "clover"
+    path = path or (beside if beside.is_dir() else "none")
+    if str(path) == "none":
+        return None
+    return CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
 
 
 def describe():
@@ -119,86 +125,124 @@ def answer(session):
         return converse(session)
     prompts = [session.encode([dict(role="user", content=text)]) for text in session.texts]
     engine = session.engine(prompts, fresh=args.explain)
-    if args.compare:
-        engine.generate(prompts[:1], min(4, args.max_new_tokens))  # what is compiled or loaded, before it is timed
+    if args.compare:  # what is compiled or loaded comes before what is timed
+        engine.generate(prompts[:1], min(4, args.max_new_tokens))
     trees = Drafts(engine, session) if args.show_tree else None
-    printer, interrupted = Printer(session, trees), False
-    try:
-        output = engine.generate(prompts, args.max_new_tokens, session.stop, printer.show, session.encoding)
-    except Interrupted as interrupt:
-        output, interrupted = interrupt.output, True
-    result, say = session.report(output), (lambda text: None) if args.json else print
-    printer.finish(output)
+    output, interrupted = print_texts(session, engine, prompts, trees)
+    result = session.report(output)
+    say = (lambda text: None) if args.json else print
     say(f"\n{statistics(output)}")
     if trees:
         result["drafts"] = trees.steps
         say("\n".join(trees.lines()))
     if args.explain and not interrupted:
-        result["explained"] = explain(engine, session.heads, output, not (args.no_graph or trees))
+        graph = not (args.no_graph or args.show_tree)
+        result["explained"] = explain(engine, session.heads, output, graph)
         say("\n" + "\n".join(result["explained"]))
     if args.compare and not interrupted:
-        engine = None  # frees its memory for the next one
+        engine = trees = None  # frees their memory for the next one
         result |= against_plain(session, prompts, output, say)
     if args.json:
         print(json.dumps(result))
 
 
+def print_texts(session, engine, prompts, trees):
+    """Continues the prompts and prints the texts -> (Output, whether Ctrl-C ended it)."""
+    printer, interrupted = Printer(session, trees), False
+    try:
+        output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
+                                 session.encoding)
+    except Interrupted as interrupt:
+        output, interrupted = interrupt.output, True
+    printer.finish(output)
+    return output, interrupted
+
+
 def parse(argv):
     """generate.py's flags."""
-    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess ahead.")
-    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
-                        "without any, each line typed is one")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
-                        "folder's template; without a prompt: a conversation")
-    parser.add_argument("--system", help="the system message of a chat")
-    add_model_flags(parser)
-    parser.add_argument("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if it "
-                        "has one")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    folder = "default: as the folder's generation_config.json says, else"
-    parser.add_argument("--temperature", type=float, help=f"0 is greedy; {folder} 0")
-    parser.add_argument("--top-k", type=int, help=f"0 keeps all; {folder} 0")
-    parser.add_argument("--top-p", type=float, help=f"{folder} 1")
-    parser.add_argument("--min-p", type=float, help="least probability of a token, relative to the likeliest's; "
-                        f"{folder} 0")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends the output; repeatable")
-    parser.add_argument("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the heads, "
-                        "lookup in the text itself, both, or nothing; default: both where there are heads, else lookup")
-    parser.add_argument("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, root "
-                        "included; 1 is plain decoding; auto measures what is fastest here, and takes it step by step")
-    parser.add_argument("--beams", type=int, help="paths kept while drafting; default: about the square root of the "
-                        "heads' nodes")
-    parser.add_argument("--batch-size", type=int, help="prompts decoded together; default: up to 8")
-    parser.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA graph")
-    parser.add_argument("--explain", action="store_true", help="measure again; say what drafted, why, and where time "
-                        "goes")
-    parser.add_argument("--show-tree", action="store_true", help="print the trees of the first steps, with what was "
-                        "accepted; with --json those of all steps. Runs without a graph")
-    parser.add_argument("--compare", action="store_true", help="also decode plainly and compare speed and text")
-    parser.add_argument("--json", action="store_true", help="print one json object instead of text")
+    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
+                    "ahead.")
+    add_text_flags(parser)
+    add_sampling_flags(parser)
+    add_decoding_flags(parser)
     args = parser.parse_args(argv)
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
-    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
-        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
-    if args.draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
-        parser.error(f"--heads and --beams are for heads, which --draft {args.draft} leaves out")
-    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(args.draft, 1)
-    if args.draft and args.tree_size is not None and args.tree_size < least:
-        parser.error(f"--draft {args.draft} needs --tree-size {least} or more, not {args.tree_size}")
-    if args.draft == "none" and args.tree_size not in (None, 1):
-        parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
+    check_draft_flags(parser, args)
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
-    for flag in ("compare", "json", "explain", "show_tree"):
-        if getattr(args, flag) and not args.prompt:
-            parser.error(f"--{flag.replace('_', '-')} needs a --prompt")
+    for name in ("compare", "json", "explain", "show_tree"):
+        if getattr(args, name) and not args.prompt:
+            parser.error(f"--{flag(name)} needs a --prompt")
     return args
+
+
+def add_text_flags(parser):
+    add = parser.add_argument
+    add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
+        "without any, each line typed is one")
+    add("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
+        "folder's template; without a prompt: a conversation")
+    add("--system", help="the system message of a chat")
+    add_model_flags(parser)
+    add("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if "
+        "it has one")
+
+
+def add_sampling_flags(parser):
+    add = parser.add_argument
+    folder = "default: as the folder's generation_config.json says, else"
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, help=f"0 is greedy; {folder} 0")
+    add("--top-k", type=int, help=f"0 keeps all; {folder} 0")
+    add("--top-p", type=float, help=f"{folder} 1")
+    add("--min-p", type=float, help="least probability of a token, relative to the likeliest's; "
+        f"{folder} 0")
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], help="a text that ends the output; repeatable")
+
+
+def add_decoding_flags(parser):
+    add = parser.add_argument
+    add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
+        "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
+        "else lookup")
+    add("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, "
+        "root included; 1 is plain decoding; auto measures what is fastest here, and takes it step "
+        "by step")
+    add("--beams", type=int, help="paths kept while drafting; default: about the square root of "
+        "the heads' nodes")
+    add("--batch-size", type=int, help="prompts decoded together; default: up to 8")
+    add("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA "
+        "graph")
+    add("--explain", action="store_true", help="measure again; say what drafted, why, and where "
+        "time goes")
+    add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
+        "was accepted; with --json those of all steps. Runs without a graph")
+    add("--compare", action="store_true", help="also decode plainly and compare speed and text")
+    add("--json", action="store_true", help="print one json object instead of text")
 
 
 def tree_size(text):
     return None if text == "auto" else int(text)
+
+
+def check_draft_flags(parser, args):
+    """What argparse cannot know: which of --draft, --heads, --beams, --tree-size exclude others."""
+    draft, size = args.draft, args.tree_size
+    if draft in ("heads+lookup", "heads") and args.heads == "none":
+        parser.error(f"--draft {draft} needs heads; leave out --heads none")
+    if draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
+        parser.error(f"--heads and --beams are for heads, which --draft {draft} leaves out")
+    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(draft, 1)
+    if draft and size is not None and size < least:
+        parser.error(f"--draft {draft} needs --tree-size {least} or more, not {size}")
+    if draft == "none" and size not in (None, 1):
+        parser.error(f"--tree-size {size} needs guesses; leave out --draft none")
+
+
+def flag(name):
+    return name.replace("_", "-")
 
 
 class Session:
@@ -206,35 +250,39 @@ class Session:
 
     def __init__(self, args, texts, group=None):
         """texts: the prompts, from `read_prompts`."""
-        self.args, self.texts = args, texts
+        self.args = args
+        self.texts = texts
         self.sampling = self.sampling_flags() | dict(seed=args.seed)
         Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
-            raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a model that was trained "
-                             "to chat")
+            raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a "
+                             "model that was trained to chat")
         self.model, self.encoding = load_model(args, group)
         self.heads, self.lookup = self.drafters()
         self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
 
     def sampling_flags(self):
-        """The flags that say how to sample; those not given are as the folder says, which one line
-        tells."""
-        given = {name: getattr(self.args, name) for name in SAMPLING if getattr(self.args, name) is not None}
-        folder = sampling_defaults(self.args.model)
-        if given.get("temperature", folder["temperature"]) == 0:
-            filters = ", ".join(f"--{name.replace('_', '-')}" for name in SAMPLING[1:] if given.get(name))
+        """The flags that say how to sample. Those not given are as the folder says; a line on
+        standard error tells which."""
+        flags = {name: getattr(self.args, name) for name in SAMPLING}
+        given = {name: value for name, value in flags.items() if value is not None}
+        defaults = sampling_defaults(self.args.model)
+        if given.get("temperature", defaults["temperature"]) == 0:
+            filters = ", ".join(f"--{flag(name)}" for name in SAMPLING[1:] if given.get(name))
             if filters and "temperature" not in given:
                 print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
             return dict(temperature=0.0) | given
-        taken, file = {name: folder[name] for name in folder.keys() - given}, "generation_config.json"
+        folder, file = Path(self.args.model), "generation_config.json"
+        taken = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
         try:
             Sampling(**taken)
         except InputError as error:
-            raise InputError(f"{Path(self.args.model) / file}: {error}; correct the file, or give the flag") from None
+            raise InputError(f"{folder / file}: {error}; correct the file, or give the "
+                             "flag") from None
         if taken:
-            words = ", ".join(f"{name.replace('_', '-')} {taken[name]:g}" for name in SAMPLING if name in taken)
-            print(f"sampling as {Path(self.args.model).resolve().name}/{file} says: {words} (--temperature 0 is "
+            words = ", ".join(f"{flag(name)} {value:g}" for name, value in taken.items())
+            print(f"sampling as {folder.resolve().name}/{file} says: {words} (--temperature 0 is "
                   "greedy)", file=sys.stderr)
         return taken | given
 
@@ -244,21 +292,24 @@ class Session:
         if args.draft not in ("lookup", "none"):
             heads = load_heads(args.heads, args, self.model, self.encoding)
         if args.draft in ("heads+lookup", "heads") and heads is None:
-            raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} needs; train some with "
-                             "train_heads.py, give --heads, or take --draft lookup")
+            raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} "
+                             "needs; train some with train_heads.py, give --heads, or take "
+                             "--draft lookup")
         lookup = args.draft in ("heads+lookup", "lookup", None)
-        return heads, lookup and not (heads and args.tree_size == 2)  # which has room for one guess
+        one_guess = args.tree_size == 2  # the heads have it
+        return heads, lookup and not (heads and one_guess)
 
     def encode(self, messages):
         """Token ids of a conversation after the system message; without a chat template, of its
         last message alone. On rank 0, since a template may look at the clock."""
-        return tensor_parallel.on_first(tensor_parallel.group_of(self.model), lambda: self.encode_here(messages))
-
-    def encode_here(self, messages):
-        if not self.template:
-            return encode_prompt(self.encoding, messages[-1]["content"])
-        system = [] if self.args.system is None else [dict(role="system", content=self.args.system)]
-        return self.encoding.encode(self.template.render([*system, *messages]), allowed_special="all")
+        def encode_here():
+            if not self.template:
+                return encode_prompt(self.encoding, messages[-1]["content"])
+            system = self.args.system
+            start = [] if system is None else [dict(role="system", content=system)]
+            text = self.template.render([*start, *messages])
+            return self.encoding.encode(text, allowed_special="all")
+        return tensor_parallel.on_first(tensor_parallel.group_of(self.model), encode_here)
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -270,20 +321,23 @@ class Session:
 
     def engine(self, prompts, max_new_tokens=None, **options):
         """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
-        a = self.args
-        options = dict(heads=self.heads, lookup=self.lookup, tree_size=a.tree_size, beams=a.beams) | options
-        return prepare(self.model, prompts, max_new_tokens or a.max_new_tokens, batch_size=a.batch_size,
-                       graph=not (a.no_graph or a.show_tree), times_file=times_file(), **options, **self.sampling)
+        args = self.args
+        flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
+                     beams=args.beams, batch_size=args.batch_size,
+                     graph=not (args.no_graph or args.show_tree), times_file=times_file())
+        return prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
+                       **flags | options, **self.sampling)
 
     def report(self, output):
         """The --json object of one run."""
-        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds", "tokens_per_step",
-                 "tokens_per_second", "accepted")
+        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
+                 "tokens_per_step", "tokens_per_second", "accepted")
         return {name: getattr(output, name) for name in names} | dict(
             model=Path(self.args.model).resolve().name, sampling=self.sampling, prompts=self.texts,
             texts=list(map(self.decode, output.tokens)),
             step_lengths=dict(sorted(output.step_lengths.items())),
-            plans={str(plan): dict(steps=steps, tokens=tokens) for plan, (steps, tokens) in output.plans.items()})
+            plans={str(plan): dict(steps=steps, tokens=tokens)
+                   for plan, (steps, tokens) in output.plans.items()})
 
 
 def open_session(args, group):
@@ -291,8 +345,9 @@ def open_session(args, group):
     texts = tensor_parallel.on_first(group, lambda: read_prompts(args.prompt or []))
     session = tensor_parallel.raise_together(group, lambda: Session(args, texts, group))
     if group.size > 1:
-        model, heads = session.model, session.heads and (state_hash(session.heads.state_dict()), session.heads.info)
-        files = model.hash, model.dtype, heads, tokenizer_hash(session.encoding), session.sampling, session.stop
+        model, heads = session.model, session.heads
+        files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
+                 tokenizer_hash(session.encoding), session.sampling, session.stop)
         tensor_parallel.check_same(group, files, "have read different files")
     return session
 
@@ -305,7 +360,8 @@ def read_prompts(texts):
             try:
                 text = sys.stdin.buffer.read().decode("utf-8")
             except UnicodeDecodeError as error:
-                raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+                raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte "
+                                 f"{error.start})") from None
         if not text:
             raise InputError("a prompt is empty; give it at least one character")
         prompts.append(text)

@@ -1,16 +1,14 @@
-"""--compare: the same prompts by plain decoding, which must give the same text; and how fast that
-is."""
+"""--compare: the same prompts by plain decoding, which must give the same text, and its speed."""
 
 import sys
 
 import torch
 
 from backends import cpu
-from backends.tensor_parallel import group_of
-from generate import Sampling, filter_logits
-from kernels import gumbel
+from generate import Sampling
+from kernels import filter_logits, gumbel
 
-# what two orders of summing may differ by, in units of the dtype's eps times the largest logit
+# what two orders of summation may differ by, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
@@ -20,14 +18,16 @@ def against_plain(session, prompts, output, say):
     new = session.args.max_new_tokens
     try:
         engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
-        engine.generate(prompts[:1], min(4, new))  # whatever is compiled or loaded, before it is timed
+        engine.generate(prompts[:1], min(4, new))  # what is compiled or loaded is not timed
         plain = engine.generate(prompts, new, session.stop, encoding=session.encoding)
     except KeyboardInterrupt:
         print("interrupted: no comparison", file=sys.stderr)
         return {}
-    difference = first_difference(session.model, prompts, output.tokens, plain.tokens, **session.sampling)
     speed_up = output.tokens_per_second / plain.tokens_per_second
-    say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up {speed_up:.2f}x")
+    say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
+        f"{speed_up:.2f}x")
+    difference = first_difference(session.model, prompts, output.tokens, plain.tokens,
+                                  **session.sampling)
     if difference is None:
         say(f"the text is identical, all {plain.emitted} tokens")
     else:
@@ -37,7 +37,6 @@ def against_plain(session, prompts, output, say):
     return dict(plain=session.report(plain), difference=difference)
 
 
-@torch.inference_mode()
 def first_difference(model, prompts, ours, plain, **sampling):
     """The first token where two outputs differ: None, or (prompt, position, gap, kind).
 
@@ -46,23 +45,30 @@ def first_difference(model, prompts, ours, plain, **sampling):
     that the order of summation may decide, else "bug"; in bfloat16 from packed weights, where the
     order decides nothing, always "bug". Where one text just ends earlier, gap is None and kind is
     "bug"."""
-    s = Sampling(**sampling)
-    for i, (a, b) in enumerate(zip(ours, plain)):
-        first = next((j for j in range(max(len(a), len(b))) if a[j:j + 1] != b[j:j + 1]), None)
-        if first is None:
-            continue
-        if first >= min(len(a), len(b)):
+    for i, (prompt, a, b) in enumerate(zip(prompts, ours, plain)):
+        first = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        if first < min(len(a), len(b)):
+            context = [*prompt, *a[:first]]
+            return i, first, *gap_and_kind(model, i, context, (a[first], b[first]), **sampling)
+        if len(a) != len(b):
             return i, first, None, "bug"
-        context = torch.tensor([list(prompts[i]) + a[:first]], device=model.device)
-        scores = model.lm_head(model(context)[:, -1]).float()  # (1, V)
-        scale = s.temperature or 1.0
-        rounding = ROUNDINGS[model.dtype] * torch.finfo(model.dtype).eps * scores.abs().max().item() / scale
-        if s.temperature > 0:
-            tokens = torch.arange(scores.shape[-1], device=model.device)
-            sequence, position = (torch.tensor([x], device=model.device) for x in (i, context.shape[1]))
-            noise = gumbel(s.seed, sequence, position, tokens)
-            scores = filter_logits(scores / scale, s.top_k, s.top_p, s.min_p) + noise
-        gap = (scores.max() - scores[0, [a[first], b[first]]].min()).item()
-        exact = cpu.is_exact(model) and group_of(model).size == 1
-        return i, first, gap, "tie" if gap <= rounding and not exact else "bug"
     return None
+
+
+@torch.inference_mode()
+def gap_and_kind(model, index, context, tokens, **sampling):
+    """The last two of `first_difference`, for two tokens that follow a context of text `index`."""
+    s = Sampling(**sampling)
+    device = model.device
+    hidden = model(torch.tensor([context], device=device))
+    scores = model.lm_head(hidden[:, -1]).float()  # (1, V)
+    scale = s.temperature or 1.0
+    eps = torch.finfo(model.dtype).eps
+    rounding = ROUNDINGS[model.dtype] * eps * scores.abs().max().item() / scale
+    if s.temperature > 0:
+        ids = torch.arange(scores.shape[-1], device=device)
+        number = lambda n: torch.tensor([n], device=device)
+        noise = gumbel(s.seed, number(index), number(len(context)), ids)
+        scores = filter_logits(scores / scale, s.top_k, s.top_p, s.min_p) + noise
+    gap = (scores.max() - scores[0, list(tokens)].min()).item()
+    return gap, "tie" if gap <= rounding and not cpu.is_exact(model) else "bug"
