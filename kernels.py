@@ -1736,6 +1736,8 @@ def _check(condition, expected, *got):
 
 
 def _describe(x):
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(_describe, x))})"
     return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
 
 
