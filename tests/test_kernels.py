@@ -164,6 +164,13 @@ def test_splits_are_weighed_rightly(dtype, multiprocessors, slopes, device, monk
     check_attention(([0, 255, 256, 687], 13, 3, 1, 32, 700, dtype, None), device, slopes=slopes)
 
 
+def test_more_splits_are_combined_than_fit_one_tile(device, monkeypatch):
+    """Bug: the first 16 splits weigh as if their maximum were that of the later ones."""
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 10**6)
+    assert kernels._splits(700, 32, 16, 2, 2 * 10**6) == 22
+    check_attention(([600, 699], 1, 1, 1, 16, 700, FP32, None), device)
+
+
 def test_alibi_of_a_chain_is_that_of_a_text(device):
     """Bug: bits of the upper word, or the sign, lost on the way to a depth: the last of 64 nodes in a row has depth
     63."""
