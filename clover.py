@@ -272,6 +272,8 @@ class CloverHeads(nn.Module):
             hidden, residual = run_blocks(self.augment_blocks, hidden, rope, context, cache)
         if residual is None:
             hidden, residual = None, hidden
+        else:
+            hidden = hidden.to(residual.dtype)  # autocast changes it
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         return add_norm(residual, hidden, None, eps=eps)[0]
 

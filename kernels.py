@@ -145,8 +145,7 @@ def _tree_attention_kernel(
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (sequence, kv head and tile of query rows; split): attention of the tile over one
-    split."""
+    """Program (sequence, kv head and tile of query rows; split): one split of the tile's keys."""
     q_tiles = tl.cdiv(T * G, BLOCK_Q)
     group = tl.program_id(0) // q_tiles  # neighbours have the same keys, so that the L2 has them
     kv_head = (group % Hkv).to(tl.int64)
@@ -535,9 +534,8 @@ def _merge_lists_kernel(
 
 
 def _project_triton(hidden, weight, vocab_ids, k, noise=None):
-    """Launches both kernels -> (logprobs float32 [M, k] or None, tokens int64 [M, k]). noise: None
-    for log-probabilities, or (temperature, seed_key, sequence, position, first_token) for samples,
-    with k = 1."""
+    """Launches both kernels -> (logprobs float32 [M, k] or None, tokens int64 [M, k]). noise: for
+    samples, with k = 1: (temperature, seed_key, sequence, position, first_token)."""
     M, C = hidden.shape
     vocab_ids = None if vocab_ids is None else vocab_ids.contiguous()
     V = len(weight if vocab_ids is None else vocab_ids)
@@ -646,8 +644,7 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, fi
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
 # Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8
-# heads of 128, bf16. With few sequences the launch dominates, so one launch serves all layers. Rows
-# with path[j] == j are not touched.
+# heads of 128, bf16. With few sequences launches dominate, so there is one for all layers.
 
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
@@ -718,14 +715,12 @@ def commit_path_reference(kv, lengths, path, count):
 
 # ==================================================================================================
 # The rest can wait: how kernels are launched, a layer's and a tree's small operations, and checks.
-
 # --------------------------------------------------------------------------------------------------
 # Launch settings
 
 
 def runs_triton(*tensors):
-    """Whether the dispatching functions run their Triton kernels for these tensors: not in float64,
-    and not where a gradient is wanted."""
+    """Whether functions of these tensors run kernels: not in float64, not for a gradient."""
     x = tensors[0]
     if not (HAS_TRITON and (x.is_cuda or INTERPRETED.value) and x.dtype != torch.float64):
         return False
@@ -746,8 +741,7 @@ def _strides(x):
 
 
 def _aligned(*tensors):
-    """Whether rows can be loaded 16 bytes at a time: of the strides the last is 1, the others are
-    multiples of 16 elements."""
+    """Whether rows load 16 bytes at a time: the last stride is 1, the others multiples of 16."""
     return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0
                and all(stride % 16 == 0 for stride in _strides(x)[:-1]) for x in tensors)
 
@@ -935,9 +929,8 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its token's angles (RoPE, arXiv 2104.09864), with a
-    gradient. rope: (cos, sin), each [B, T, 1, D] of x's dtype, sin with a minus in the first
-    half."""
+    """Rotates each head of x [B, T, H, D] by its token's angles, with a gradient. rope: (cos, sin),
+    each [B, T, 1, D] of x's dtype, sin with a minus in the first half."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -1064,8 +1057,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @takes("C % 2 == 0", "activation in ('silu', 'gelu')", x="... C real")
 def glu(x, activation="silu"):
-    """act(gate) * up of x = [gate, up] -> [..., C / 2]. activation: "silu" or "gelu", in its tanh
-    approximation."""
+    """act(gate) * up of x = [gate, up] -> [..., C / 2]. activation: "silu" or "gelu"."""
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
@@ -1175,36 +1167,36 @@ def _outranks(score, key, other_score, other_key):
 
 
 @triton.jit
-def _load_proposals(beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth):
+def _load_proposals(beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth):
     """(joint log-probabilities, tokens) of the proposals in these columns; none from `count` on."""
     offsets = (column // W).to(tl.int64) * stride_w + column % W
     mask = column < count
     logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
     joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
     joint += tl.load(beams_ptr + column // W, mask=mask & (depth > 0), other=0.0)  # the root has 0
-    return joint, tl.load(guesses_ptr + offsets, mask=mask, other=NO_TOKEN)
+    return joint, tl.load(proposed_ptr + offsets, mask=mask, other=NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
-    logprobs_ptr, guesses_ptr, joint_ptr, tokens_ptr, parents_ptr,
+    logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr,
     stride_b, stride_w, count, n, W, K, depth,
     BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
     logprobs_ptr += b * stride_b
-    guesses_ptr += b * stride_b
+    proposed_ptr += b * stride_b
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
     column = tl.arange(0, BLOCK_N)
     place = tl.zeros([BLOCK_N], tl.int32)
     joint, token = _load_proposals(
-        beams_ptr, logprobs_ptr, guesses_ptr, stride_w, column, count, W, depth)
+        beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth)
     for start in range(0, BLOCK_N, BLOCK_J):
         other = start + tl.arange(0, BLOCK_J)
         joints, tokens = _load_proposals(
-            beams_ptr, logprobs_ptr, guesses_ptr, stride_w, other, count, W, depth)
+            beams_ptr, logprobs_ptr, proposed_ptr, stride_w, other, count, W, depth)
         before = _outranks(joint, token * BLOCK_N + column, joints, tokens * BLOCK_N + other)
         place += tl.sum(before, 1)
     valid = column < count
@@ -1218,8 +1210,7 @@ def _select_candidates_kernel(
        candidates="B K n float32 contiguous, B K n int64 contiguous, B K n int64 contiguous",
        logprobs="B w W float32", tokens="B w W int64", W="1..min(n,32)", depth="0..K-1")
 def select_candidates(logprobs, tokens, candidates, depth):
-    """Fills [:, depth] of the `Candidates` with the best proposals of this depth, from those of the
-    depth before.
+    """Fills [:, depth] of the `Candidates` with the best proposals of this depth.
 
     logprobs, tokens: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf.
     The beams are the root alone at depth 0, then the first W candidates of the depth before; w is
@@ -1253,8 +1244,7 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
 
 
 def _best_of(scores, keys, n):
-    """Columns [B, n] of the n highest scores [B, N], best first. Equal scores: lower key first,
-    then lower column."""
+    """Columns [B, n] of the n highest scores [B, N], best first; of equals by key, then column."""
     order = keys.argsort(dim=1, stable=True)
     ranked = scores.gather(1, order).argsort(dim=1, descending=True, stable=True)
     return order.gather(1, ranked[:, :n])
@@ -1262,8 +1252,7 @@ def _best_of(scores, keys, n):
 
 @triton.jit
 def _load_candidates(joint_ptr, parents_ptr, column, count):
-    """(joint log-probabilities, parents) of these columns; -inf and -1 where there is no
-    candidate."""
+    """(joint log-probabilities, parents) of these columns; -inf and -1 for no candidate."""
     parent = tl.load(parents_ptr + column, mask=column < count, other=-1)
     joint = tl.load(joint_ptr + column, mask=parent >= 0, other=float("-inf"))
     return tl.where(parent >= 0, tl.maximum(joint, FINITE_MIN), joint), parent
@@ -1274,8 +1263,7 @@ def _best_tree_kernel(
     root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_ptr, B, K, n, T,
     BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
-    """Program b: the tree of one sequence. Each depth is in order, so of equals the lower column
-    comes first."""
+    """Program b: the tree of one sequence. Each depth is in order, so lower columns go first."""
     b = tl.program_id(0).to(tl.int64)
     joint_ptr += b * K * n
     parents_ptr += b * K * n
@@ -1318,8 +1306,7 @@ def _best_tree_kernel(
 @takes("K * n < 2048", root="B int64", tree_size="2..64",
        candidates="B K n float32 contiguous, B K n int64 contiguous, B K n int64 contiguous")
 def best_tree(root, candidates, tree_size):
-    """The likeliest token tree of T = tree_size nodes -> (tokens, parents, depths, ancestors),
-    int64 [B, T].
+    """The likeliest tree of T nodes -> tokens, parents, depths and ancestors, each int64 [B, T].
 
     Node 0 is the root, then the likeliest first, parents before children; ancestors are bitmasks as
     in `tree_attention`. Spare nodes, for which there is no candidate, are 0 in all four.
@@ -1536,8 +1523,7 @@ def merge_chain_reference(tokens, parents, depths, ancestors, chain):
 #
 #   A node is accepted when its parent is and its token is its parent's target token; the root is.
 #
-# Children of one parent differ in their tokens, so at most one node per depth is accepted: they
-# form a path.
+# Children of one parent differ in their tokens, so one node per depth at most: they form a path.
 
 
 @triton.jit(do_not_specialize=["T", "P"])
@@ -1620,8 +1606,7 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #
 # Bytes: nine passes over M * V float32 logits; a sort moves them about as often, with indices. The
 # cut is found as an integer that orders as the logits do, four bits a pass: the highest of 16
-# candidates with enough mass above it. Each row is one program, so that its cut depends on no other
-# row.
+# candidates with enough mass above it. One program per row: its cut depends on no other row.
 
 
 @triton.jit
@@ -1661,9 +1646,8 @@ def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
 
 @takes("0 < top_p < 1", logits="M V float32|float64")
 def nucleus(logits, top_p):
-    """The cut of top-p sampling -> [M], of logits' dtype: tokens of at least this logit are the
-    likeliest of mass top_p, and those that tie with the last of them. logits: -inf for excluded
-    tokens."""
+    """The cut of top-p sampling -> [M], of logits' dtype. Tokens of at least this logit are the
+    likeliest of mass top_p, with all that tie with the last. logits: -inf for excluded tokens."""
     if not runs_triton(logits):
         return nucleus_reference(logits, top_p)
     M, V = logits.shape
@@ -1751,6 +1735,8 @@ def _check(condition, expected, *got):
 
 
 def _describe(x):
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(_describe, x))})"
     return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
 
 

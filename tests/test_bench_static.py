@@ -241,7 +241,7 @@ def test_what_it_takes_that_heads_read_in_every_step(demo):
     """Bug: drafting, or more than the augmenting block and its state, in a step in which lookup drafts alone."""
     alone, beside = (step_launches(demo[0], heads, plans=(DraftPlan(0, 4),), capacity=512) for heads in (None, demo[1]))
     assert beside["tree_attention"] == alone["tree_attention"] + 1 and beside["project"] == alone["project"]
-    assert beside.total() <= alone.total() + 18, beside - alone
+    assert beside.total() <= alone.total() + 19, beside - alone
 
 
 def test_the_command_prints_the_counts(capsys):

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,23 +96,23 @@ def as_int64(masks):
     return torch.tensor([[mask - (mask >> 63 << 64) for mask in row] for row in masks])
 
 
-# lengths, T, Hq, Hkv, D, S, dtype, scale. Between them: T 1, 13, 33, 64; D 16, 48, 80, 96, 128, 256; Hq / Hkv 1, 3, 8,
-# 12; lengths 0, 1, odd, S - T, ragged; one tile of rows and several, and head sizes that fill their tile or do not.
+# lengths, T, Hq, Hkv, D, S, dtype, scale. Between them: T 1 to 64; D 16, 48, 80, 96, 128, 256; Hq / Hkv 1, 3, 8, 12;
+# lengths 0, 1, odd, S - T, ragged; one tile of rows and several, and head sizes that fill their tile or do not.
 ATTENTION = {
     "one-node-empty-cache": ([0], 1, 1, 1, 16, 20, FP32, None),
     "ragged-lengths": ([0, 1, 37, 87], 13, 6, 2, 48, 100, FP32, None),
-    "many-row-tiles": ([255], 33, 8, 1, 80, 350, FP32, 0.3),
-    "bit-63-wide-head": ([5], 64, 2, 2, 256, 69, FP32, None),
-    "float32-12-heads-a-group": ([1, 31], 13, 12, 1, 96, 44, FP32, None),
-    "bfloat16": ([270, 0], 13, 8, 1, 80, 300, BF16, None),
+    "many-row-tiles": ([65], 33, 8, 1, 80, 130, FP32, 0.3),
+    "bit-63-wide-head": ([5], 64, 1, 1, 256, 69, FP32, None),
+    "float32-12-heads-a-group": ([1, 31], 7, 12, 1, 96, 38, FP32, None),
+    "bfloat16": ([130, 0], 13, 8, 1, 80, 160, BF16, None),
     "bfloat16-one-node": ([700, 513], 1, 16, 2, 128, 714, BF16, None),
-    "bfloat16-64-nodes": ([65, 1, 0], 64, 3, 1, 128, 129, BF16, None),
+    "bfloat16-64-nodes": ([65, 0], 64, 3, 1, 128, 129, BF16, None),
     "bfloat16-narrow-head": ([63], 64, 12, 1, 16, 130, BF16, None),
     "bfloat16-wide-head": ([77, 32], 33, 3, 1, 256, 110, BF16, None),
     "bfloat16-one-head-a-group": ([15, 96], 33, 2, 2, 96, 129, BF16, 0.05),
     "float16": ([257], 33, 3, 1, 64, 300, FP16, None),
     "float16-128-rows": ([300, 31], 13, 8, 1, 128, 313, FP16, None),
-    "float16-many-row-tiles": ([45], 13, 24, 2, 64, 58, FP16, None),
+    "float16-many-row-tiles": ([45], 13, 12, 1, 64, 58, FP16, None),
     "float16-odd-head-size": ([3, 20], 13, 3, 1, 21, 40, FP16, None),
 }
 ERRORS = {FP32: 4, FP16: 2, BF16: 2}  # the allowed multiple of torch's own error in that dtype
@@ -134,13 +133,9 @@ def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), slopes=None
     q, k, v, lengths, ancestors = (x.to(device) for x in (q, k, v, lengths, as_int64(masks)))
     q, k, v = prepare(q, k, v)
     slopes = slopes if slopes is None else slopes.to(device)
-    results = [kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes=slopes)]
-    if not INTERPRETED:  # the kernels do not read the mask
-        mask = kernels.tree_mask(lengths, ancestors, int(lengths.max()) + q.shape[1], slopes)
-        results.append(kernels.tree_attention(q, k, v, lengths, ancestors, scale, mask, slopes))
-    for got in results:
-        assert got.dtype == dtype and got.shape == q.shape
-        assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
+    got = kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes)
+    assert got.dtype == dtype and got.shape == q.shape
+    assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
 
 
 BIASED = ("ragged-lengths", "bit-63-wide-head", "bfloat16-one-node", "bfloat16-narrow-head", "float16")
@@ -164,9 +159,16 @@ def test_tree_attention_matches_float64(case, biased, device):
 def test_splits_are_weighed_rightly(dtype, multiprocessors, slopes, device, monkeypatch):
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, or the boundary rows count twice or
     never."""
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(kernels, "sm_count", lambda device: multiprocessors)
     assert kernels._splits(700, 128, 64, 4, 2 * multiprocessors) == (1 if multiprocessors == 1 else 6)
     check_attention(([0, 255, 256, 687], 13, 3, 1, 32, 700, dtype, None), device, slopes=slopes)
+
+
+def test_more_splits_are_combined_than_fit_one_tile(device, monkeypatch):
+    """Bug: the first 16 splits weigh as if their maximum were that of the later ones."""
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 10**6)
+    assert kernels._splits(700, 32, 16, 2, 2 * 10**6) == 22
+    check_attention(([600, 699], 1, 1, 1, 16, 700, FP32, None), device)
 
 
 def test_alibi_of_a_chain_is_that_of_a_text(device):
@@ -229,6 +231,10 @@ def test_launches_follow_the_shapes_alone():
     assert len(launches[0]) == 2 and launches[0] == launches[1]
 
 
+def meta(*shape):
+    return torch.zeros(*shape, device="meta")
+
+
 def attention_grid(B, T, heads, S, D=128):
     """(tiles of query rows in all, splits, launch options) of bfloat16 attention on an H100. heads: (Hq, Hkv)."""
     Hq, Hkv = heads
@@ -245,9 +251,9 @@ def attention_grid(B, T, heads, S, D=128):
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)], ids=["7b", "8b", "70b"])
 def test_programs_fill_whole_waves(heads, B, T, S):
     """Bug: a last wave of a few programs costs as much as a full one, or most multiprocessors have nothing to do."""
-    row_tiles, splits, options = attention_grid(B, T, heads, S)
+    grid_rows, splits, options = attention_grid(B, T, heads, S)
     at_once = 132 * {16: 3, 32: 2, 64: 2, 128: 1}[options["BLOCK_Q"]]  # what 65536 registers a multiprocessor allow
-    waves = row_tiles * splits / at_once
+    waves = grid_rows * splits / at_once
     if S >= 8192:
         assert waves / math.ceil(waves) >= 0.95
     elif waves < 0.55:  # more splits would move more bytes of partial sums than they save time
@@ -295,11 +301,11 @@ def test_strides_of_single_rows_do_not_matter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="looks at what the kernel wrote; needs the interpreter")
-@pytest.mark.parametrize("S", [1100, 9000])
+@pytest.mark.parametrize("S", [1100, 5000])
 def test_a_large_cache_is_cut_like_a_small_one(S, device, monkeypatch):
     """Bug: splits cut by the cache's capacity leave a short text to a few programs."""
     launches = []
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 132)
     combine = defaultdict(lambda: lambda *args, **named: launches.append(args))  # of any grid
     monkeypatch.setattr(kernels, "_combine_splits_kernel", combine)
     q, cache = torch.randn(1, 1, 1, 16, device=device), torch.randn(1, 1, S, 16, device=device)
@@ -309,39 +315,13 @@ def test_a_large_cache_is_cut_like_a_small_one(S, device, monkeypatch):
     assert lse.shape[-1] == kernels._splits(S, 32, 16, 1, 264) and int((~lse.isnan()).sum()) == -(-1000 // 32)
 
 
-def test_tree_mask_follows_the_bits(device):
-    """Bug: the sign bit lost by a shift, or bits of nodes beyond T counted."""
-    masks = [[1, 3, 2**64 - 1], [0, 1 << 63, 5]]
-    lengths = torch.tensor([0, 4], dtype=torch.int32, device=device)
-    mask = kernels.tree_mask(lengths, as_int64(masks).to(device), 8).visible
-    for b, length in enumerate((0, 4)):
-        for i in range(3):
-            assert mask[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b][i], 3)
-    deep = kernels.tree_mask(torch.zeros(1, dtype=torch.int32), as_int64([[0] * 63 + [1 << 63]]), 64).visible
-    assert deep.nonzero().tolist() == [[0, 63, 63]]
-
-
-def test_tree_mask_holds_the_alibi_bias(device):
-    """Bug: distances by rows, an unscaled or a missing head, or no bias where every node sees every row."""
-    lengths, slopes = torch.tensor([2], dtype=torch.int32, device=device), torch.tensor([0.5, 0.25], device=device)
-    tree = torch.tensor([[1, 3, 5, 11, 0]], device=device)  # the root, two children, a child of the first, unused
-    no = -math.inf
-    far = torch.tensor([[-2, -1, 0, no, no, no, no], [-3, -2, -1, 0, no, no, no], [-3, -2, -1, no, 0, no, no],
-                        [-4, -3, -2, -1, no, 0, no], [-1, 0, no, no, no, no, no]], device=device)
-    bias = kernels.tree_mask(lengths, tree, 7, slopes).bias
-    assert bias.dtype == torch.float32 and torch.equal(bias, torch.stack([far / 2, far / 4])[None])
-    visible, unseen, bias = kernels.tree_mask(lengths, tree[:, :1], 3, slopes)
-    assert visible.all() and unseen is None
-    assert torch.equal(bias[0, 1], torch.tensor([[-0.5, -0.25, 0.0]], device=device))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # project_topk
 
 
 PROJECTIONS = {
-    "k-is-V": (1, 16, 7, 7, FP32), "V-no-tile-divides": (5, 70, 997, 4, FP32), "70-rows-k-32": (70, 40, 200, 32, FP32),
-    "several-tiles-a-program": (3, 17, 5003, 2, FP32), "40-rows": (40, 32, 130, 5, FP32),
+    "k-is-V": (1, 16, 7, 7, FP32), "V-no-tile-divides": (5, 70, 997, 4, FP32), "70-rows-k-32": (70, 40, 130, 32, FP32),
+    "several-tiles-a-program": (3, 17, 1303, 2, FP32), "40-rows": (40, 32, 130, 5, FP32),
     "k-is-V-is-32": (2, 16, 32, 32, BF16),
     "bfloat16": (17, 96, 997, 5, BF16), "bfloat16-8-rows": (8, 192, 2900, 8, BF16),
     "bfloat16-64-rows": (64, 128, 1100, 3, BF16),
@@ -372,7 +352,7 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, device):
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
-@pytest.mark.parametrize("V, k", [(200, 32), (997, 5), (3000, 3)])
+@pytest.mark.parametrize("V, k", [(200, 32), (1500, 3)])
 def test_project_topk_gives_equals_to_the_first(V, k, order, device):
     """Bug: among equal logits another token wins, within a tile, between tiles, or between programs."""
     generator = torch.Generator().manual_seed(4)
@@ -393,7 +373,7 @@ def test_project_topk_gives_equals_to_the_first(V, k, order, device):
 
 def test_the_last_of_equal_worst_entries_leaves_a_list(device, monkeypatch):
     """Bug: the first of the equals at the end of a program's list makes room for a better logit of a later tile."""
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)  # a program walks several tiles
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 1)  # a program walks several tiles
     logits = torch.zeros(6, 300)
     logits[:, 3:60:9] = 1  # seven in the first tile, of which the list has room for five
     for row in range(6):
@@ -478,35 +458,6 @@ def test_gumbel_noise_is_independent_and_gumbel():
 
 
 @plain
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rescored_argmax_undoes_the_rounding_of_the_logits(temperature):
-    """Bug: the best token of the rounded logits taken, a candidate missed, noise left out, another row's token, also
-    beside rows that are no numbers; ties in rows of zeros not given to the lowest id."""
-    M, V, C = 600, 500, 64
-    hidden, weight = torch.randn(M, C).bfloat16(), torch.randn(V, C).bfloat16()
-    weight[100:400] = weight[:100].repeat(3, 1)  # many logits differ by less than their rounding, or not at all
-    weight[100:300, 5:8] *= 1.03
-    hidden[7] = 0
-    exact = hidden.double() @ weight.double().T
-    rounded = exact.float().bfloat16().float()
-    sequence, position = torch.arange(M) % 3, torch.arange(M)
-    want = exact.argmax(1)
-    if temperature:
-        want = (exact / temperature + kernels.gumbel(9, sequence, position, torch.arange(V))).argmax(1)
-    assert (kernels.gumbel_argmax(rounded, temperature, 9, sequence, position) != want).any() or temperature
-    got = kernels.rescored_argmax(rounded, hidden, weight, temperature, 9, sequence, position)
-    assert torch.equal(got, want)
-    broken = rounded.clone()
-    broken[3], broken[4, 6] = math.nan, math.inf
-    mended = kernels.rescored_argmax(broken, hidden, weight, temperature, 9, sequence, position)
-    others = (torch.arange(M) != 3) & (torch.arange(M) != 4)
-    assert torch.equal(mended[others], want[others]) and mended[3] < V and mended[4] == 6
-    alone = [kernels.rescored_argmax(rounded[i:i + 1], hidden[i:i + 1], weight, temperature, 9, sequence[i:i + 1],
-                                     position[i:i + 1]) for i in range(30)]
-    assert torch.equal(torch.cat(alone), got[:30])
-
-
-@plain
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_gumbel_argmax_samples_the_softmax(temperature):
     """Bug: sampling leans to some tokens, or a token filtered out is drawn."""
@@ -529,8 +480,8 @@ def test_project_sample_makes_the_same_noise(seed, device):
     assert got.dtype == torch.int64 and torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize("V, dtype", [(997, FP32), (5003, FP32), (300, BF16)],
-                         ids=["997", "several-tiles-a-program", "bfloat16"])
+@pytest.mark.parametrize("V, dtype", [(500, FP32), (1303, FP32), (300, BF16)],
+                         ids=["500", "several-tiles-a-program", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_project_sample_picks_the_best(V, dtype, temperature, device):
     """Bug: temperature applied to the noise, a tile left out, a program's best lost, or other noise for chosen rows."""
@@ -547,7 +498,7 @@ def test_project_sample_picks_the_best(V, dtype, temperature, device):
         best = (scores if rows is None else scores[:, rows]).max(1).values
         assert torch.allclose(scores.gather(1, got[:, None])[:, 0], best, atol=1e-4)
     if dtype == FP32:  # of a part of the rows, the noise is that of the whole
-        got = kernels.project_sample(args[0], args[1][200:], *args[2:], first=200).cpu()
+        got = kernels.project_sample(args[0], args[1][200:], *args[2:], first_token=200).cpu()
         assert torch.equal(got, scores[:, 200:].argmax(1))
 
 
@@ -588,152 +539,6 @@ def test_commit_path_reads_before_it_writes():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what comes in wrong, and which function runs
-
-
-def meta(*shape):
-    return torch.zeros(*shape, device="meta")
-
-
-def half(*shape):
-    return torch.zeros(*shape, dtype=FP16)
-
-
-ROWS = torch.zeros(2, dtype=torch.int64)
-CACHE = torch.zeros(2, 2, 10, 16)
-TREE = dict(lengths=torch.tensor([0, 7]).int(), ancestors=torch.zeros(2, 3).long())
-ARGUMENTS = {  # function: what it takes
-    "tree_attention": dict(q=torch.zeros(2, 3, 4, 16), k_cache=CACHE, v_cache=CACHE, **TREE),
-    "tree_mask": dict(**TREE, max_len=10),
-    "project_topk": dict(hidden=torch.zeros(2, 8), weight=torch.zeros(9, 8), k=2),
-    "project_sample": dict(hidden=torch.zeros(2, 8), weight=torch.zeros(9, 8), temperature=1.0, seed=0, sequence=ROWS,
-                           position=ROWS),
-    "commit_path": dict(kv=torch.zeros(1, 2, 2, 1, 10, 16), lengths=TREE["lengths"],
-                        path=torch.tensor([[0, 1, 2], [0, 2, 9]]), count=torch.tensor([3, 1])),
-}
-WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
-    "q-of-3-dimensions": (kernels.tree_attention, dict(q=torch.zeros(2, 3, 16)), "q"),
-    "q-empty": (kernels.tree_attention, dict(q=torch.zeros(2, 0, 4, 16)), "q"),
-    "q-float64": (kernels.tree_attention, dict(q=torch.zeros(2, 3, 4, 16).double()), "q"),
-    "65-nodes": (kernels.tree_attention, dict(q=torch.zeros(2, 65, 4, 16)), "q"),
-    "head-size-8": (kernels.tree_attention, dict(q=torch.zeros(2, 3, 4, 8)), "q"),
-    "head-size-257": (kernels.tree_attention, dict(q=torch.zeros(2, 3, 4, 257)), "q"),
-    "heads-do-not-divide": (kernels.tree_attention, dict(q=torch.zeros(2, 3, 3, 16)), "k_cache"),
-    "cache-of-3-dimensions": (kernels.tree_attention, dict(k_cache=torch.zeros(2, 10, 16)), "k_cache"),
-    "cache-of-another-batch": (kernels.tree_attention, dict(v_cache=torch.zeros(3, 2, 10, 16)), "v_cache"),
-    "cache-of-another-head-size": (kernels.tree_attention, dict(v_cache=torch.zeros(2, 2, 10, 32)), "v_cache"),
-    "cache-shorter-than-the-tree": (kernels.tree_attention, dict(k_cache=torch.zeros(2, 2, 2, 16)), "k_cache"),
-    "caches-differ": (kernels.tree_attention, dict(v_cache=torch.zeros(2, 2, 11, 16)), "v_cache"),
-    "half-cache": (kernels.tree_attention, dict(v_cache=half(2, 2, 10, 16)), "v_cache"),
-    "int64-lengths": (kernels.tree_attention, dict(lengths=torch.zeros(2, dtype=torch.int64)), "lengths"),
-    "lengths-of-one": (kernels.tree_attention, dict(lengths=torch.zeros(1).int()), "lengths"),
-    "lengths-beyond-the-cache": (kernels.tree_attention, dict(lengths=torch.tensor([0, 8]).int()), "lengths"),
-    "negative-lengths": (kernels.tree_attention, dict(lengths=torch.tensor([-1, 0]).int()), "lengths"),
-    "int32-ancestors": (kernels.tree_attention, dict(ancestors=torch.zeros(2, 3).int()), "ancestors"),
-    "cache-elsewhere": (kernels.tree_attention, dict(k_cache=meta(2, 2, 10, 16)), "k_cache"),
-    "lengths-elsewhere": (kernels.tree_attention, dict(lengths=meta(2).int()), "lengths"),
-    "ancestors-elsewhere": (kernels.tree_attention, dict(ancestors=meta(2, 3).long()), "ancestors"),
-    "too-few-slopes": (kernels.tree_attention, dict(slopes=torch.zeros(2)), "slopes"),
-    "slopes-of-two-dimensions": (kernels.tree_attention, dict(slopes=torch.zeros(4, 1)), "slopes"),
-    "half-slopes": (kernels.tree_attention, dict(slopes=half(4)), "slopes"),
-    "slopes-elsewhere": (kernels.tree_attention, dict(slopes=meta(4)), "slopes"),
-    "mask-without-the-slopes": (kernels.tree_attention_reference,
-                                dict(slopes=torch.zeros(4), mask=kernels.tree_mask(**TREE, max_len=10)), "slopes"),
-    "half-slopes-of-a-mask": (kernels.tree_mask, dict(slopes=half(4)), "slopes"),
-    "slopes-of-a-mask-elsewhere": (kernels.tree_mask, dict(slopes=meta(4)), "slopes"),
-    "max-len-too-small": (kernels.tree_mask, dict(max_len=9), "lengths"),
-    "hidden-of-3-dimensions": (kernels.project_topk, dict(hidden=torch.zeros(1, 2, 8)), "hidden"),
-    "no-hidden": (kernels.project_topk, dict(hidden=torch.zeros(0, 8)), "hidden"),
-    "integer-hidden": (kernels.project_topk, dict(hidden=torch.zeros(2, 8).long(), k=1), "hidden"),
-    "channels-differ": (kernels.project_topk, dict(weight=torch.zeros(9, 7)), "weight"),
-    "half-weight": (kernels.project_topk, dict(weight=half(9, 8)), "weight"),
-    "weight-elsewhere": (kernels.project_topk, dict(weight=meta(9, 8)), "weight"),
-    "k-zero": (kernels.project_topk, dict(k=0), "k"),
-    "k-above-V": (kernels.project_topk, dict(k=10), "k"),
-    "k-above-32": (kernels.project_topk, dict(weight=torch.zeros(50, 8), k=33), "k"),
-    "k-above-vocab-ids": (kernels.project_topk, dict(k=3, vocab_ids=torch.tensor([0, 5]).int()), "k"),
-    "int64-vocab-ids": (kernels.project_topk, dict(k=1, vocab_ids=torch.tensor([0, 5])), "vocab_ids"),
-    "no-vocab-ids": (kernels.project_topk, dict(k=1, vocab_ids=torch.zeros(0).int()), "vocab_ids"),
-    "vocab-ids-beyond-the-weight": (kernels.project_topk, dict(k=1, vocab_ids=torch.tensor([0, 9]).int()), "vocab_ids"),
-    "vocab-ids-elsewhere": (kernels.project_sample, dict(vocab_ids=meta(3).int()), "vocab_ids"),
-    "negative-temperature": (kernels.project_sample, dict(temperature=-0.1), "temperature"),
-    "temperature-nan": (kernels.project_sample, dict(temperature=math.nan), "temperature"),
-    "seed-of-65-bits": (kernels.project_sample, dict(seed=2**64), "seed"),
-    "positions-missing": (kernels.project_sample, dict(position=torch.zeros(1, dtype=torch.int64)), "position"),
-    "float-sequence": (kernels.project_sample, dict(sequence=torch.zeros(2)), "sequence"),
-    "sequence-elsewhere": (kernels.project_sample, dict(sequence=meta(2).int()), "sequence"),
-    "cache-of-5-dimensions": (kernels.commit_path, dict(kv=torch.zeros(2, 2, 1, 10, 16)), "kv"),
-    "integer-cache": (kernels.commit_path, dict(kv=torch.zeros(1, 2, 2, 1, 10, 16).int()), "kv"),
-    "int64-lengths-to-commit": (kernels.commit_path, dict(lengths=torch.tensor([0, 7])), "lengths"),
-    "path-of-one-dimension": (kernels.commit_path, dict(path=torch.zeros(2, dtype=torch.int64)), "path"),
-    "path-of-65": (kernels.commit_path, dict(path=torch.zeros(2, 65, dtype=torch.int64)), "path"),
-    "float-count": (kernels.commit_path, dict(count=torch.zeros(2)), "count"),
-    "count-elsewhere": (kernels.commit_path, dict(count=meta(2).int()), "count"),
-}
-
-
-@pytest.mark.parametrize("function, changed, name", WRONG.values(), ids=WRONG.keys())
-def test_wrong_input_is_named_in_one_line(function, changed, name):
-    """Bug: wrong input crashes deep inside, reads other memory, or quietly gives an answer."""
-    with pytest.raises(ValueError, match=rf"expected .*\b{name}\b.*, got ") as error:
-        function(**ARGUMENTS[function.__name__.removesuffix("_reference")] | changed)
-    assert "\n" not in str(error.value)
-
-
-@plain
-@pytest.mark.parametrize("path", [[[0, 1, 2], [0, 3, 9]], [[0, 2, 1], [0, 1, 2]]], ids=["beyond-the-cache", "falling"])
-def test_the_reference_refuses_wrong_paths(path):
-    """Bug: an index from the wrong end, or a row that was overwritten before it was read."""
-    changed = dict(path=torch.tensor(path), count=torch.tensor([3, 2]))
-    with pytest.raises(ValueError, match="expected .*, got "):
-        kernels.commit_path(**ARGUMENTS["commit_path"] | changed)
-
-
-@plain
-def test_checks_are_skipped_only_where_asked():
-    """Bug: checks that stay off behind the block, an error in it, or another thread's block."""
-    odd = torch.zeros(3, 5)
-    for enabled, error in ((True, RuntimeError), (False, ValueError)):  # torch's own, ours
-        with pytest.raises(error), kernels.unchecked(enabled):
-            kernels.glu(odd)
-        with pytest.raises(ValueError, match="2 N"):
-            kernels.glu(odd)
-    with kernels.unchecked(), kernels.unchecked(False), pytest.raises(RuntimeError):
-        kernels.glu(odd)
-    entered, left = threading.Event(), threading.Event()
-
-    def other():
-        with kernels.unchecked():
-            entered.set()
-            left.wait()
-    thread = threading.Thread(target=other)
-    with kernels.unchecked():
-        thread.start()
-        entered.wait()
-    with pytest.raises(ValueError, match="2 N"):  # while another thread skips its own
-        kernels.glu(odd)
-    left.set()
-    thread.join()
-
-
-def test_a_gradient_takes_the_reference_of_tree_attention(monkeypatch):
-    """Bug: the kernel runs since the caches want no gradient, and that of the queries is lost."""
-    ran, arguments = [], ARGUMENTS["tree_attention"]
-    monkeypatch.setattr(kernels, "tree_attention_reference", lambda *args: ran.append(args))
-    kernels.tree_attention(**arguments | dict(q=arguments["q"].clone().requires_grad_()))
-    assert len(ran) == 1
-
-
-@pytest.mark.parametrize("name", sorted(ARGUMENTS.keys() - {"tree_mask"}))
-def test_dispatch(name, monkeypatch):
-    """Bug: a CPU runs the kernels, or the interpreter tests would test the reference."""
-    ran = []
-    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
-    getattr(kernels, name)(**ARGUMENTS[name])
-    assert len(ran) == (0 if INTERPRETED else 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # other processes
 
 
@@ -749,8 +554,10 @@ def run_python(arguments, folder, **environment):
 @needs_triton
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_under_the_interpreter(cases):
-    """Bug: any that the tests above catch, in the Triton kernels. Triton reads the variable when it is imported."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", cases, __file__]
+    """Bug: any that the tests of the kernels catch, in the Triton kernels. Triton reads the variable when it is
+    imported."""
+    files = [*ROOT.glob("tests/test_kernels*.py")]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", cases, *files]
     output = run_python(command, ROOT, TRITON_INTERPRET="1")
     assert int(re.search(r"(\d+) passed", output)[1]) > 30
 

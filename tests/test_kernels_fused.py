@@ -4,13 +4,12 @@ compared with plain formulas in float64 or with plain Python."""
 
 import math
 import random
-import re
 
 import pytest
 import torch
+from test_kernels import BF16, FP16, FP32, INTERPRETED, device, plain
 
 import kernels
-from test_kernels import BF16, FP16, FP32, INTERPRETED, ROOT, device, needs_triton, plain, run_python
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3
@@ -55,9 +54,9 @@ def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
         on_device[2:] = [y.float() for y in on_device[2:]]
     with torch.inference_mode(inference):
         got = kernels.add_norm(*on_device, 1e-3)
-    close(got[0], want, dtype)
-    assert torch.equal(got[0].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter cuts bits off
-    close(got[1], normed, dtype)
+    close(got[0], normed, dtype)
+    close(got[1], want, dtype)
+    assert torch.equal(got[1].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter cuts bits off
 
 
 @DTYPES
@@ -154,7 +153,7 @@ def test_rope_cache_rotates_and_writes(case, dtype, device):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU the reference indexes as torch does")
 def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
-    """Bug: a write before or behind the cache, which is another sequence's or nobody's."""
+    """Bug: a write before or after the cache, which is another sequence's or nobody's."""
     outer = torch.zeros(2, 2, 1, 12, 16)
     kernels.rope_cache(torch.ones(2, 2, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([[-1, 0], [3, 4]]))
     assert outer[..., 0].nonzero()[:, 1:4:2].tolist() == [[0, 4], [1, 7]] * 2
@@ -173,22 +172,22 @@ def test_a_cache_filled_in_inference_mode_can_be_filled_with_a_gradient_later():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# best_guesses and best_tree
+# select_candidates and best_tree
 
 # B, K, W, T, whether all beams propose the same
-TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-guesses": (2, 4, 3, 30, True),
+TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-proposals": (2, 4, 3, 30, True),
          "64-nodes": (2, 4, 8, 64, False), "one-beam": (3, 5, 1, 4, False), "32-beams": (1, 2, 32, 64, False),
          "more-nodes-than-proposals": (2, 2, 2, 20, False)}
 
 
 def random_proposals(B, w, W):
-    """logprobs and guesses [B, w, W] with many equals, an impossible one, a NaN and one above 0."""
+    """logprobs and tokens [B, w, W] with many equals, an impossible one, a NaN and one above 0."""
     logprobs = -torch.rand(B, w, W).mul(3).round().sort(-1).values
-    guesses = torch.stack([torch.randperm(max(W, 9))[:W] for _ in range(B * w)]).view(B, w, W)
+    tokens = torch.stack([torch.randperm(max(W, 9))[:W] for _ in range(B * w)]).view(B, w, W)
     logprobs[0, 0, -1] = -math.inf
     if w > 1:
         logprobs[0, -1, 0], logprobs[-1, 0, 0] = math.nan, 0.25
-    return logprobs, guesses
+    return logprobs, tokens
 
 
 def ranked(entries):
@@ -200,14 +199,17 @@ def ranked(entries):
 def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
     """Bug: a wrong order among equals, a parent that is not in the tree, a NaN that wins, a spare node that counts."""
     n = min(W * W, T - 1)
-    joint = torch.full((B, K, n), math.nan).to(device)
-    tokens, parents = (torch.full((B, K, n), 12345).to(device) for _ in range(2))
+    root = torch.arange(B).to(device) + 70
+    candidates = kernels.Candidates.empty(root, K, n)
+    candidates.joint.fill_(math.nan)
+    joint, tokens, parents = candidates
+    assert all(x.shape == (B, K, n) and x.is_contiguous() for x in candidates)
     lists = [[[]] for _ in range(B)]  # per depth: (joint, token, parent's index in the depth before), best first
     for depth in range(K):
         w = 1 if depth == 0 else W
-        logprobs, guesses = random_proposals(B, 1 if shared else w, W)
-        proposed = every_second(logprobs.to(device)), every_second(guesses.to(device))
-        kernels.best_guesses(*proposed, joint, tokens, parents, depth)
+        logprobs, proposed = random_proposals(B, 1 if shared else w, W)
+        inputs = every_second(logprobs.to(device)), every_second(proposed.to(device))
+        kernels.select_candidates(*inputs, candidates, depth)
         for b in range(B):
             found = []
             for beam in range(w):
@@ -216,14 +218,13 @@ def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
                     chance = logprobs[b, 0 if shared else beam, j].item()
                     chance = -math.inf if math.isnan(chance) else min(chance, 0.0)
                     total = (torch.tensor(before) + torch.tensor(chance)).item()  # in float32
-                    found.append((total, 0, guesses[b, 0 if shared else beam, j].item(), beam * W + j))
+                    found.append((total, 0, proposed[b, 0 if shared else beam, j].item(), beam * W + j))
             best = [(total, token, column // W) for total, _, token, column in ranked(found)[:n]]
             lists[b].append(best)
             got = zip(joint[b, depth].tolist(), tokens[b, depth].tolist(), parents[b, depth].tolist())
             assert list(got) == best + [(-math.inf, 0, -1)] * (n - len(best))
 
-    root = torch.arange(B) + 70
-    tree = kernels.best_tree(root.to(device), joint, tokens, parents, T)
+    tree = kernels.best_tree(root, candidates, T)
     assert all(x.shape == (B, T) and x.dtype == torch.int64 for x in tree)
     for b in range(B):
         entries = [(total, depth, token, i) for depth in range(1, K + 1)
@@ -250,13 +251,13 @@ def random_tree(rng):
         parent = rng.choice([j for j in range(i) if depths[j] < 4])
         parents.append(parent), depths.append(depths[parent] + 1), masks.append(masks[parent] | 1 << i)
     used = rng.randint(1, T)
-    # siblings differ, as in every drafted tree: the i-th child of a node is its i-th guess
+    # siblings differ, as in every drafted tree: the i-th child of a node has the token i
     tokens = [parents[:i].count(parents[i]) for i in range(T)]
     return tokens, parents, depths, [mask if i < used else 0 for i, mask in enumerate(masks)], used
 
 
 def test_accept_equals_a_plain_walk(device):
-    """Bug: a node accepted under a refused parent, a spare node accepted, a path in the wrong order, an idle sequence
+    """Bug: a node accepted under a rejected parent, a spare node accepted, a path in the wrong order, an idle sequence
     that goes on."""
     rng = random.Random(0)
     for _ in range(40 if INTERPRETED else 200):
@@ -282,8 +283,8 @@ def test_accept_equals_a_plain_walk(device):
 # nucleus
 
 
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.9999])
-@pytest.mark.parametrize("V, scale", [(5, 1.0), (1500, 0.01), (3001, 5.0)])
+@pytest.mark.parametrize("top_p", [0.01, 0.95, 0.9999])
+@pytest.mark.parametrize("V, scale", [(5, 1.0), (1500, 0.01), (1100, 5.0)])
 def test_nucleus_cuts_where_a_sort_does(V, scale, top_p, device):
     """Bug: a cut one token too high or low, negative logits in the wrong order, a tie cut in two, excluded tokens that
     count."""
@@ -305,104 +306,3 @@ def test_nucleus_keeps_the_likeliest_and_survives_nan(device):
     cuts = kernels.nucleus(logits.to(device), 1e-6).cpu()
     kept = ~(logits < cuts[:, None])
     assert kept.tolist() == [[True, False, False], [True] * 3, [False, True, False], [True] * 3]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what comes in wrong, and which function runs
-
-LISTS = dict(joint=torch.zeros(2, 3, 5), tokens=torch.zeros(2, 3, 5).long(), parents=torch.zeros(2, 3, 5).long())
-NODES = torch.zeros(2, 3).long()
-ARGUMENTS = {  # function: what it takes
-    "add_norm": dict(x=torch.zeros(2, 8), delta=torch.zeros(2, 8), weight=torch.zeros(8)),
-    "rope_cache": dict(qkv=torch.ones(2, 3, 4, 16), rope=(torch.zeros(2, 3, 1, 16),) * 2, rows=NODES + torch.arange(3),
-                       kv=torch.zeros(2, 2, 1, 9, 16)),
-    "glu": dict(x=torch.zeros(2, 8)),
-    "cosine_mix": dict(z=torch.zeros(2, 8), q=torch.zeros(2, 8), kv=torch.zeros(2, 16), n_head=2),
-    "best_guesses": dict(logprobs=torch.zeros(2, 2, 2), guesses=torch.zeros(2, 2, 2).long(), **LISTS, depth=1),
-    "best_tree": dict(root=torch.zeros(2).long(), **LISTS, tree_size=6),
-    "accept_path": dict(tokens=NODES, parents=NODES, depths=NODES, ancestors=NODES, target=NODES,
-                        active=torch.zeros(2).int(), max_path=3),
-    "nucleus": dict(logits=torch.zeros(2, 8), top_p=0.5),
-}
-META = {name: torch.zeros(2, 8, device="meta") for name in ("delta", "q")}
-WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
-    "x-empty": ("add_norm", dict(x=torch.zeros(0, 8)), "the first tensor"),
-    "x-integer": ("glu", dict(x=torch.zeros(2, 8).long()), "the first tensor"),
-    "x-too-wide": ("add_norm", dict(x=torch.zeros(1, 16385)), "16384"),
-    "delta-of-another-shape": ("add_norm", dict(delta=torch.zeros(1, 8)), "delta"),
-    "delta-elsewhere": ("add_norm", dict(delta=META["delta"]), "delta"),
-    "half-weight": ("add_norm", dict(weight=torch.zeros(8).half()), "weight"),
-    "float64-weight": ("add_norm", dict(weight=torch.zeros(8).double()), "weight"),
-    "long-bias": ("add_norm", dict(bias=torch.zeros(9)), "bias"),
-    "odd-width": ("glu", dict(x=torch.zeros(2, 7)), "2 N"),
-    "relu": ("glu", dict(activation="relu"), "silu or gelu"),
-    "q-elsewhere": ("cosine_mix", dict(q=META["q"]), "q"),
-    "kv-too-narrow": ("cosine_mix", dict(kv=torch.zeros(2, 8)), "kv"),
-    "heads-do-not-divide": ("cosine_mix", dict(n_head=3), "heads"),
-    "no-heads": ("cosine_mix", dict(n_head=0), "heads"),
-    "cache-of-4-dimensions": ("rope_cache", dict(kv=torch.zeros(2, 1, 9, 16)), "kv"),
-    "qkv-without-queries": ("rope_cache", dict(qkv=torch.zeros(2, 3, 2, 16)), "qkv"),
-    "qkv-of-another-batch": ("rope_cache", dict(qkv=torch.zeros(1, 3, 4, 16)), "qkv"),
-    "half-qkv": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 16).half()), "qkv"),
-    "int32-rows": ("rope_cache", dict(rows=NODES.int()), "rows"),
-    "rows-of-one-dimension": ("rope_cache", dict(rows=torch.zeros(2).long()), "rows"),
-    "rows-that-jump": ("rope_cache", dict(rows=NODES + torch.tensor([0, 2, 3])), "rows"),
-    "angles-of-half-a-head": ("rope_cache", dict(rope=(torch.zeros(2, 3, 1, 8),) * 2), "cos"),
-    "odd-head-to-rotate": ("rope_cache", dict(qkv=torch.zeros(2, 3, 4, 15), kv=torch.zeros(2, 2, 1, 9, 15)), "even"),
-    "one-norm": ("rope_cache", dict(q_weight=torch.zeros(16)), "k_weight"),
-    "wide-norm": ("rope_cache", dict(q_weight=torch.zeros(17), k_weight=torch.zeros(16)), "q_weight"),
-    "double-logprobs": ("best_guesses", dict(logprobs=torch.zeros(2, 2, 2).double()), "logprobs"),
-    "logprobs-of-three-beams": ("best_guesses", dict(logprobs=torch.zeros(2, 3, 2)), "logprobs"),
-    "two-beams-at-the-root": ("best_guesses", dict(depth=0), "logprobs"),
-    "guesses-of-another-shape": ("best_guesses", dict(guesses=torch.zeros(2, 2, 3).long()), "guesses"),
-    "more-proposals-than-fit": ("best_guesses", dict(logprobs=torch.zeros(2, 6, 6)), "proposals"),
-    "depth-3-of-3": ("best_guesses", dict(depth=3), "depth"),
-    "int32-tokens": ("best_tree", dict(tokens=LISTS["tokens"].int()), "tokens"),
-    "strided-joint": ("best_tree", dict(joint=torch.zeros(3, 2, 5).transpose(0, 1)), "joint"),
-    "2048-proposals": ("best_tree", dict(joint=torch.zeros(2, 32, 64)), "2048"),
-    "root-of-two-dimensions": ("best_tree", dict(root=torch.zeros(2, 1).long()), "root"),
-    "a-tree-of-65": ("best_tree", dict(tree_size=65), "tree"),
-    "65-nodes": ("accept_path", dict(tokens=torch.zeros(2, 65).long()), "tokens"),
-    "targets-missing": ("accept_path", dict(target=torch.zeros(2, 2).long()), "target"),
-    "int64-active": ("accept_path", dict(active=torch.zeros(2).long()), "active"),
-    "a-path-of-0": ("accept_path", dict(max_path=0), "path"),
-    "half-logits": ("nucleus", dict(logits=torch.zeros(2, 8).half()), "logits"),
-    "all-of-the-mass": ("nucleus", dict(top_p=1.0), "top_p"),
-}
-
-
-@pytest.mark.parametrize("name, changed, named", WRONG.values(), ids=WRONG.keys())
-def test_wrong_input_is_named_in_one_line(name, changed, named):
-    """Bug: wrong input crashes deep inside, reads other memory, or quietly gives an answer."""
-    for function in (getattr(kernels, name), getattr(kernels, f"{name}_reference")):
-        with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got ") as error:
-            function(**ARGUMENTS[name] | changed)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name, wanted", [("rope_cache", "qkv"), ("rope_cache", "kv"), ("add_norm", "delta"),
-                                          ("cosine_mix", "kv"), ("glu", "x")])
-def test_a_gradient_takes_the_reference(name, wanted, monkeypatch):
-    """Bug: a kernel runs where any of the tensors wants a gradient, which is then lost."""
-    ran, arguments = [], ARGUMENTS[name]
-    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
-    getattr(kernels, name)(**arguments | {wanted: arguments[wanted].clone().requires_grad_()})
-    assert len(ran) == 1
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_dispatch(name, monkeypatch):
-    """Bug: a CPU runs the kernels, or the interpreter tests would test the reference."""
-    ran = []
-    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
-    getattr(kernels, name)(**ARGUMENTS[name])
-    assert len(ran) == (0 if INTERPRETED else 1)
-
-
-@plain
-@needs_triton
-def test_fused_kernels_under_the_interpreter():
-    """Bug: any that the tests above catch, in the Triton kernels."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
-    output = run_python(command, ROOT, TRITON_INTERPRET="1")
-    assert int(re.search(r"(\d+) passed", output)[1]) > 100

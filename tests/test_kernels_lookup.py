@@ -1,27 +1,25 @@
-"""lookup and merge_chain of kernels.py, tested three ways as in test_kernels.py: by the torch references here, by the
+"""ngram_lookup and merge_chain, tested three ways as in test_kernels.py: by the torch references here, by the
 Triton kernels under the interpreter in another process, and on CUDA where there is a device. The results are compared
 with a plain search and with nodes added one by one."""
 
-import inspect
 import random
-import re
 
 import pytest
 import torch
+from test_kernels import INTERPRETED, device, plain, slow_to_interpret
+from test_kernels_fused import every_second
 
 import kernels
-from test_kernels import INTERPRETED, ROOT, device, needs_triton, plain, run_python
-from test_kernels_fused import every_second
 
 __all__ = ["device"]  # the fixture
 
 
 def lookup(texts, n, device, junk=(), S=None):
-    """The chains of texts of any lengths; behind each, up to S tokens in all, stands the junk, again and again."""
+    """The chains of texts of any lengths. After each comes the junk, repeated up to S tokens in all."""
     S = S or max(map(len, texts))
     filled = [[*text, *(list(junk or [0]) * S)[:S - len(text)]] for text in texts]
     lengths = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device=device)
-    chains = kernels.lookup(torch.tensor(filled, dtype=torch.int32, device=device), lengths, n)
+    chains = kernels.ngram_lookup(torch.tensor(filled, dtype=torch.int32, device=device), lengths, n)
     assert chains.shape == (len(texts), n) and chains.dtype == torch.int64
     return chains.tolist()
 
@@ -40,7 +38,7 @@ def searched(text, n):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# lookup
+# ngram_lookup
 
 VOCABULARIES = {"one-token": [3], "two": [0, 1], "five": range(5), "70,000": range(70_000),
                 "to-2^31": [0, 2**31 - 1, 5], "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
@@ -48,7 +46,7 @@ LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3,
            "several-tiles": [4096, 4097, 4098, 9001, 8193, 12]}
 
 
-@pytest.mark.parametrize("n", [1, 10, 63])
+@pytest.mark.parametrize("n", [1, pytest.param(10, marks=slow_to_interpret), 63])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
 def test_lookup_equals_a_plain_search(vocabulary, lengths, n, device):
@@ -64,7 +62,7 @@ def test_lookup_equals_a_plain_search_in_many_short_texts(device):
     """Bug: as above, in a case that few texts have."""
     rng = random.Random(0)
     for V in (2, 3, 4):
-        texts = [rng.choices(range(V), k=rng.randint(1, 14)) for _ in range(60 if INTERPRETED else 400)]
+        texts = [rng.choices(range(V), k=rng.randint(1, 14)) for _ in range(30 if INTERPRETED else 400)]
         assert lookup(texts, 6, device) == [searched(text, 6) for text in texts]
 
 
@@ -90,14 +88,14 @@ def test_which_match_wins(text, following, device):
     assert lookup([text], 1, device) == [following[:1]]
 
 
-@pytest.mark.parametrize("n", [1, 10, 63])
-def test_what_stands_behind_the_newest_token_does_not_count(n, device):
-    """Bug: a match in a longer text that stood there before, or a chain that reads on into it."""
+@pytest.mark.parametrize("n", [1, 63])
+def test_what_comes_after_the_newest_token_does_not_count(n, device):
+    """Bug: a match in a longer text that was there before, or a chain that reads on into it."""
     texts = [[1, 2, 3, 4], [4], [8, 4, 9, 2, 3, 4], [4, 4], [2, 3, 4, 6, 5, 1, 2, 3, 4]]
     want = [searched(text, n) for text in texts]
     assert want[0] == want[1] == [-1] * n
     for junk in ([0], [-1], [2**31 - 1], [4], [1, 2, 3, 4], [5, 1, 2, 3, 4, 6]):
-        for S in (9, 10, 33):
+        for S in (9, 33):
             assert lookup(texts, n, device, junk, S) == want, (junk, S)
 
 
@@ -108,7 +106,7 @@ def test_a_text_does_not_begin_in_the_one_before(device):
     assert lookup(texts, 2, device)[1] == [8, 2]
 
 
-@pytest.mark.parametrize("place", [0, 3, 4094, 4095, 4096, 60_000, 99_990])
+@pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
 def test_a_long_text(place, device):
     """Bug: a match lost between tiles, or a nearer and shorter one of another tile that wins."""
     text = torch.arange(100_000).tolist()
@@ -121,7 +119,7 @@ def test_lengths_may_be_strided(device):
     """Bug: the lengths of other sequences."""
     history = torch.tensor([[1, 2, 1, 2], [3, 3, 4, 4], [1, 2, 3, 4]], dtype=torch.int32, device=device)
     lengths = torch.tensor([2, 0, 1, 0, 3, 0], dtype=torch.int32, device=device)[::2]
-    assert kernels.lookup(history, lengths, 2).tolist() == [[2, 1], [3, 3], [-1, -1]]
+    assert kernels.ngram_lookup(history, lengths, 2).tolist() == [[2, 1], [3, 3], [-1, -1]]
 
 
 @plain
@@ -129,7 +127,7 @@ def test_a_growing_text_needs_no_more_memory():
     """Bug: a constant is kept for each length that the text had."""
     kernels._column.cache_clear()
     for length in range(40):
-        kernels.lookup(torch.zeros(1, 50, dtype=torch.int32), torch.tensor([length], dtype=torch.int32), 3)
+        kernels.ngram_lookup(torch.zeros(1, 50, dtype=torch.int32), torch.tensor([length], dtype=torch.int32), 3)
     assert kernels._column.cache_info().currsize <= 3
 
 
@@ -146,7 +144,7 @@ def random_tree(rng, T):
     tokens, parents, depths, masks = [rng.randint(0, 99)], [0], [0], [1]
     for i in range(1, used):
         parent = rng.choice([j for j in range(i) if depths[j] < 6])
-        tokens.append(parents[1:].count(parent))  # a node's i-th child is its i-th guess, so siblings differ
+        tokens.append(parents[1:].count(parent))  # a node's i-th child has the token i, so siblings differ
         parents.append(parent), depths.append(depths[parent] + 1), masks.append(masks[parent] | 1 << i)
     return [x + [0] * (T - used) for x in (tokens, parents, depths, masks)]
 
@@ -242,81 +240,8 @@ def test_a_merged_tree_accepts_what_the_tree_or_the_chain_would(T, n, device):
 def test_a_chain_of_lookup_is_one_of_merge_chain(device):
     """Bug: the two do not fit together: where nothing is found, or as a tree of one root."""
     texts = torch.tensor([[1, 2, 3, 1, 2], [1, 2, 3, 4, 5]], dtype=torch.int32, device=device)
-    chain = kernels.lookup(texts, torch.tensor([4, 4], dtype=torch.int32, device=device), 2)
+    chain = kernels.ngram_lookup(texts, torch.tensor([4, 4], dtype=torch.int32, device=device), 2)
     root, zero = texts[:, -1:].long(), torch.zeros(2, 1, dtype=torch.int64, device=device)
     tokens, parents, depths, ancestors = kernels.merge_chain(root, zero, zero, zero + 1, chain)
     assert tokens.tolist() == [[2, 3, 1], [5, 0, 0]] and parents.tolist() == [[0, 0, 1], [0, 0, 0]]
     assert depths.tolist() == [[0, 1, 2], [0, 0, 0]] and ancestors.tolist() == [[1, 0b11, 0b111], [1, 0, 0]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what comes in wrong, and which function runs
-
-NODES, INT = torch.zeros(2, 5).long(), torch.int32
-ARGUMENTS = {  # function: what it takes
-    "lookup": dict(history=torch.zeros(2, 8, dtype=INT), lengths=torch.zeros(2, dtype=INT), n=3),
-    "merge_chain": dict(tokens=NODES, parents=NODES, depths=NODES, ancestors=NODES + 1, chain=torch.zeros(2, 4).long()),
-}
-WRONG = {  # what is wrong: (function, changed arguments, what the message has to name)
-    "int64-history": ("lookup", dict(history=torch.zeros(2, 8).long()), "history"),
-    "history-of-one-dimension": ("lookup", dict(history=torch.zeros(8, dtype=INT)), "history"),
-    "no-sequences": ("lookup", dict(history=torch.zeros(0, 8, dtype=INT), lengths=torch.zeros(0, dtype=INT)),
-                     "history"),
-    "no-room-for-a-token": ("lookup", dict(history=torch.zeros(2, 0, dtype=INT)), "history"),
-    "2^28-tokens": ("lookup", dict(history=torch.zeros(2, 1, dtype=INT).expand(2, 2**28)), "history"),
-    "strided-history": ("lookup", dict(history=torch.zeros(2, 16, dtype=INT)[:, ::2]), "contiguous history"),
-    "one-length-of-two": ("lookup", dict(lengths=torch.zeros(1, dtype=INT)), "lengths"),
-    "int64-lengths": ("lookup", dict(lengths=torch.zeros(2).long()), "lengths"),
-    "lengths-elsewhere": ("lookup", dict(lengths=torch.zeros(2, dtype=INT, device="meta")), "lengths"),
-    "a-chain-of-0": ("lookup", dict(n=0), "chain"),
-    "a-chain-of-64": ("lookup", dict(n=64), "chain"),
-    "half-a-token": ("lookup", dict(n=1.5), "chain"),
-    "int32-tokens": ("merge_chain", dict(tokens=NODES.int()), "tokens"),
-    "tokens-of-one-dimension": ("merge_chain", dict(tokens=NODES[0]), "tokens"),
-    "no-root": ("merge_chain", dict(tokens=NODES[:, :0]), "tokens"),
-    "65-nodes": ("merge_chain", dict(tokens=torch.zeros(2, 61).long()), "1 to 60"),
-    "parents-missing": ("merge_chain", dict(parents=NODES[:, :4]), "parents"),
-    "float-depths": ("merge_chain", dict(depths=NODES.float()), "depths"),
-    "ancestors-of-one-sequence": ("merge_chain", dict(ancestors=NODES[:1]), "ancestors"),
-    "chain-of-one-dimension": ("merge_chain", dict(chain=torch.zeros(4).long()), "chain"),
-    "empty-chain": ("merge_chain", dict(chain=torch.zeros(2, 0).long()), "chain"),
-    "no-room-for-a-tree": ("merge_chain", dict(chain=torch.zeros(2, 64).long()), "chain"),
-    "chain-of-three-sequences": ("merge_chain", dict(chain=torch.zeros(3, 4).long()), "chain"),
-    "int32-chain": ("merge_chain", dict(chain=torch.zeros(2, 4).int()), "chain"),
-    "chain-elsewhere": ("merge_chain", dict(chain=torch.zeros(2, 4, dtype=torch.int64, device="meta")), "chain"),
-}
-
-
-@pytest.mark.parametrize("name, changed, named", WRONG.values(), ids=WRONG.keys())
-def test_wrong_input_is_named_in_one_line(name, changed, named):
-    """Bug: wrong input crashes deep inside, reads other memory, or quietly gives an answer."""
-    for function in (getattr(kernels, name), getattr(kernels, f"{name}_reference")):
-        with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got ") as error:
-            function(**ARGUMENTS[name] | changed)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_dispatch(name, monkeypatch):
-    """Bug: a CPU runs the kernels, or the interpreter tests would test the reference."""
-    ran = []
-    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
-    getattr(kernels, name)(**ARGUMENTS[name])
-    assert len(ran) == (0 if INTERPRETED else 1)
-
-
-@plain
-@pytest.mark.parametrize("name", [name for name in vars(kernels) if name.endswith("_reference")])
-def test_a_function_and_its_reference_have_one_signature(name):
-    """Bug: a call that works on one device only. All of kernels.py, also what the other files test."""
-    function = getattr(kernels, name.removesuffix("_reference"))
-    assert inspect.signature(function) == inspect.signature(getattr(kernels, name))
-
-
-@plain
-@needs_triton
-def test_lookup_kernels_under_the_interpreter():
-    """Bug: any that the tests above catch, in the Triton kernels."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
-    output = run_python(command, ROOT, TRITON_INTERPRET="1")
-    assert int(re.search(r"(\d+) passed", output)[1]) > 100
