@@ -25,9 +25,12 @@ import torch.nn.functional as F
 from kernels import gumbel
 from model import Block, InputError, LMHead, free_memory, pick_device
 
-VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"  # torchrun's, and MASTER_ADDR
-TIMEOUT = timedelta(hours=24)  # of a rank that waits for another, such as for a prompt; one that ended is noticed
-GRACE = 2.0  # seconds in which rank 0 speaks before another rank does, and in which a rank told to end may end
+# what torchrun sets, beside MASTER_ADDR
+VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+# of a rank that waits for another, such as for a prompt; one that ended is noticed at once
+TIMEOUT = timedelta(hours=24)
+# seconds in which rank 0 speaks before another rank does, and in which a rank told to end may end
+GRACE = 2.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -49,7 +52,8 @@ class Group:
         if self.size == 1:
             return x[None]
         gathered = x.new_empty(self.size * x.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        # the older name of all_gather_single
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(gathered, x.reshape(-1))
         return gathered.view(self.size, *x.shape)
 
@@ -62,15 +66,17 @@ class Group:
 
     def min(self, number):
         """The smallest of the ranks' numbers, as a float."""
-        return number if self.size == 1 else self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
+        if self.size == 1:
+            return number
+        return self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
 
     def sum(self, x, bias=None):
-        """The sum over the ranks, and a bias, in float32 or more and in the order of their numbers:
-        so it has the same bits on all, and a row's do not depend on the other rows, as those of an
+        """The sum over the ranks, plus a bias, in float32 or more and in the order of their numbers.
+        So all get the same bits, and a row's do not depend on the other rows, as those of an
         all-reduce may."""
-        terms = [*self.all_gather(x), *([] if bias is None else [bias])]
-        total = terms[0].to(torch.promote_types(x.dtype, torch.float32))
-        for term in terms[1:]:
+        first, *terms = self.all_gather(x)
+        total = first.to(torch.promote_types(x.dtype, torch.float32))
+        for term in terms if bias is None else [*terms, bias]:
             total = total + term
         return total.to(x.dtype)
 
@@ -78,31 +84,36 @@ class Group:
         """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
         ranks hold each. Raises InputError where the ranks do not divide what they share."""
         c, N = config, self.size
-        if c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head) or N > c.vocab_size:
-            raise InputError(
-                f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} key/value heads, an MLP of {c.n_inner} and "
-                f"{c.vocab_size} tokens; take another --nproc-per-node")
-        return replace(c, n_head=c.n_head // N, n_kv_head=max(c.n_kv_head // N, 1), n_inner=c.n_inner // N)
+        divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
+        if not divides or N > c.vocab_size:
+            raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} "
+                             f"key/value heads, an MLP of {c.n_inner} and {c.vocab_size} tokens; "
+                             "take another --nproc-per-node")
+        n_kv_head = max(c.n_kv_head // N, 1)
+        return replace(c, n_head=c.n_head // N, n_kv_head=n_kv_head, n_inner=c.n_inner // N)
 
     def shard_slices(self, name, config):
         """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
         its slices)."""
-        c, own, D, n = config, self.shard_config(config), config.head_size, self.rank
+        own = self.shard_config(config)
         if self.size == 1:
             return None
+        D = config.head_size
+        nth = lambda n, size: slice(n * size, (n + 1) * size)
         if ".attn.qkv." in name:
-            kv = n * c.n_kv_head // self.size  # the first of its key/value heads
-            starts = n * own.n_head, c.n_head + kv, c.n_head + c.n_kv_head + kv
-            sizes = own.n_head, own.n_kv_head, own.n_kv_head
-            return 0, [slice(start * D, (start + size) * D) for start, size in zip(starts, sizes)]
+            Hq, Hkv = config.n_head, config.n_kv_head
+            kv = self.rank * Hkv // self.size  # the first of its key/value heads
+            q = self.rank * own.n_head
+            return 0, [slice(first * D, (first + count) * D)
+                       for first, count in ((q, own.n_head), (Hq + kv, own.n_kv_head),
+                                            (Hq + Hkv + kv, own.n_kv_head))]
         if ".mlp.up." in name:
-            parts = range(1 + c.gated)
-            return 0, [slice(i * c.n_inner + n * own.n_inner, i * c.n_inner + (n + 1) * own.n_inner) for i in parts]
+            return 0, [nth(i * self.size + self.rank, own.n_inner) for i in range(1 + config.gated)]
         if name.endswith("attn.proj.weight"):
-            return 1, [slice(n * own.n_head * D, (n + 1) * own.n_head * D)]
+            return 1, [nth(self.rank, own.n_head * D)]
         if name.endswith("mlp.down.weight"):
-            return 1, [slice(n * own.n_inner, (n + 1) * own.n_inner)]
-        return (0, [self.rows(c.vocab_size)]) if name == "head.weight" else None
+            return 1, [nth(self.rank, own.n_inner)]
+        return (0, [self.rows(config.vocab_size)]) if name == "head.weight" else None
 
     def divide(self, model):
         """Gives a `GPT` without weights the layers of this rank's sizes. Raises as `shard_config`

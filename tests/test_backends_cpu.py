@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from test_kernels import as_int64, random_forest, visible_rows
 
 from backends.cpu import TreeMask, cached_attention, rescored_argmax, tree_mask
 from kernels import gumbel, gumbel_argmax, tree_attention_reference
+from test_kernels import as_int64, random_forest, visible_rows
 
 
 def test_tree_mask_follows_the_bits():

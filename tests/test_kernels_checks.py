@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from test_kernels import INTERPRETED, plain
 
 import kernels
+from test_kernels import INTERPRETED, plain
 
 
 def ints(*shape):

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from test_kernels import BF16, FP16, FP32, INTERPRETED, device, plain
 
 import kernels
+from test_kernels import BF16, FP16, FP32, INTERPRETED, device, plain
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3

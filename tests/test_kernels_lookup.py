@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from test_kernels import INTERPRETED, device, plain, slow_to_interpret
-from test_kernels_fused import every_second
 
 import kernels
+from test_kernels import INTERPRETED, device, plain, slow_to_interpret
+from test_kernels_fused import every_second
 
 __all__ = ["device"]  # the fixture
 

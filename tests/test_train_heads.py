@@ -20,11 +20,11 @@ import train_heads
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
-from generate import main as generate_main
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
 from tools import cli
+from tools.cli import generate_main
 from training import data, evaluate, parallel, self_distill
 from training.common import Log
 from training.data import load_tokens, open_tokens

@@ -46,8 +46,9 @@ def first_difference(model, prompts, ours, plain, **sampling):
     order decides nothing, always "bug". Where one text just ends earlier, gap is None and kind is
     "bug"."""
     for i, (prompt, a, b) in enumerate(zip(prompts, ours, plain)):
-        first = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-        if first < min(len(a), len(b)):
+        shorter = min(len(a), len(b))
+        first = next((j for j in range(shorter) if a[j] != b[j]), shorter)
+        if first < shorter:
             context = [*prompt, *a[:first]]
             return i, first, *gap_and_kind(model, i, context, (a[first], b[first]), **sampling)
         if len(a) != len(b):

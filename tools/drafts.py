@@ -12,21 +12,24 @@ class Drafts:
     `on_step` gives."""
 
     def __init__(self, engine, session):
-        self.decoder, self.decode = engine.decoder, session.encoding.decode
+        self.decoder = engine.decoder
+        self.decode = session.encoding.decode
         self.streams = [session.encoding.stream() for _ in session.texts]
-        self.pending = defaultdict(deque)  # index of the prompt -> its trees that were drafted and not yet accepted
-        self.steps, self.counts = [], Counter()
+        self.pending = defaultdict(deque)  # index of the prompt -> its trees not accepted yet
+        self.counts = Counter()  # index of the prompt -> its steps
+        self.steps = []
         self.draft = self.decoder.draft
         self.decoder.draft = self.record
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
-        drafted, slots = self.draft(plan), self.decoder.slots
-        for index, active, tokens, parents, ancestors in zip(*(x.tolist() for x in (
-                slots.sequence, slots.active, drafted[0].tokens, drafted[0].parents, drafted[0].ancestors))):
+        (tree, chain), slots = self.draft(plan), self.decoder.slots
+        columns = slots.sequence, slots.active, tree.tokens, tree.parents, tree.ancestors
+        for index, active, *nodes, ancestors in zip(*(column.tolist() for column in columns)):
             if active:
-                self.pending[index].append((tokens, parents, [node for node, seen in enumerate(ancestors) if seen]))
-        return drafted
+                used = [node for node, seen in enumerate(ancestors) if seen]
+                self.pending[index].append((*nodes, used))
+        return tree, chain
 
     def show(self, index, tokens, path, plan):
         """Adds a sequence's step to `steps`."""
@@ -36,15 +39,22 @@ class Drafts:
     def step(self, index, tokens, path, plan, nodes, parents, used):
         """One step as a dict for --json. used: the nodes that are not spare; the dict numbers only
         these. The last emitted token is the model's own, unless the text ended before it."""
-        number, depths = {node: i for i, node in enumerate(used)}, {0: 0}
+        number = {node: i for i, node in enumerate(used)}
+        depths = {0: 0}
         for node in used[1:]:
             depths[node] = depths[parents[node]] + 1
-        by = lambda node: "lookup" if node > plan.head_nodes else f"head {depths[node]}" if node else "root"
+
+        def drafter(node):
+            if node > plan.head_nodes:
+                return "lookup"
+            return f"head {depths[node]}" if node else "root"
+
         path = path[:len(tokens) + 1]  # a text may end inside it
         return dict(prompt=index, step=self.counts[index], plan=str(plan),
                     emitted=[self.streams[index].feed([token]) for token in tokens],
-                    guessed_by=[*map(by, path[1:]), "model"][:len(tokens)],
-                    nodes=[self.decode([nodes[node]]) for node in used], drafted_by=list(map(by, used)),
+                    guessed_by=[*map(drafter, path[1:]), "model"][:len(tokens)],
+                    nodes=[self.decode([nodes[node]]) for node in used],
+                    drafted_by=list(map(drafter, used)),
                     parents=[number[parents[node]] if node else -1 for node in used],
                     path=[number[node] for node in path])
 
@@ -53,7 +63,8 @@ class Drafts:
         trees = [step for step in self.steps if len(step["nodes"]) > 1]
         for step in trees[:SHOWN]:
             prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
-            yield f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model itself"
+            yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the "
+                   "model itself")
             yield from branch(step, 0, "", "")
             if step["guessed_by"][-1:] == ["model"]:
                 yield f"+ {step['emitted'][-1]!r}"
@@ -66,16 +77,18 @@ def branch(step, node, before, below):
     theirs do. A chain of lookup's is one line."""
     chain, children = [node], children_of(step, node)
     while step["drafted_by"][chain[-1]] == "lookup" and len(children) == 1:
-        chain, children = [*chain, *children], children_of(step, children[0])
+        chain += children
+        children = children_of(step, chain[-1])
     accepted = sum(at in step["path"][1:] for at in chain)
     words = " ".join(repr(step["nodes"][at]) for at in chain)
     by = step["drafted_by"][node].replace("root", "the newest token")
     by += f", {accepted} of {len(chain)} accepted" if len(chain) > 1 else ""
     yield f"{'*' if accepted else ' '} {before + words:<{WIDTH}}  {by}"
-    end, fork, line = ("└─ ", "├─ ", "│  ") if "UTF" in (sys.stdout.encoding or "").upper() else ("`- ", "|- ", "|  ")
+    utf = "UTF" in (sys.stdout.encoding or "").upper()
+    end, fork, line = ("└─ ", "├─ ", "│  ") if utf else ("`- ", "|- ", "|  ")
     for child in children:
-        last = child == children[-1]
-        yield from branch(step, child, below + (end if last else fork), below + ("   " if last else line))
+        mark, rest = (end, "   ") if child == children[-1] else (fork, line)
+        yield from branch(step, child, below + mark, below + rest)
 
 
 def children_of(step, node):

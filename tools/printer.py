@@ -13,7 +13,8 @@ class Printer:
     none is. trees: a `Drafts`."""
 
     def __init__(self, session, trees=None):
-        self.session, self.stop, self.trees = session, session.stop, trees
+        self.session = session
+        self.trees = trees
         self.streams = len(session.texts) <= 1 and not session.args.json
         self.stream = session.text_stream()
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -26,10 +27,12 @@ class Printer:
         if self.trees:
             self.trees.show(index, tokens, path, plan)
         for i, token in enumerate(tokens if self.streams else []):
-            text = self.stream.feed([token]) if token not in self.stop else ""
-            if self.colours and i < len(path) - 1 and text:  # the last token of a step is the model's own
+            text = "" if token in self.session.stop else self.stream.feed([token])
+            guessed = i < len(path) - 1  # the last token of a step is the model's own
+            if self.colours and guessed and text:
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
-                text = f"\x1b[{LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head}m{text}\x1b[0m"
+                colour = LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head
+                text = f"\x1b[{colour}m{text}\x1b[0m"
             print(text, end="", flush=True)
 
     def finish(self, output):
@@ -44,9 +47,12 @@ def statistics(output):
     """The lines that end a run."""
     share = lambda n, of: f"{n / max(of, 1):.0%}"
     plans = sorted(output.plans.items(), key=lambda item: -item[1][0])
-    lengths = "  ".join(f"{n}: {share(output.step_lengths[n], output.steps)}" for n in sorted(output.step_lengths))
-    guessed = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(output.accepted.items()))
     drafted_by = ", ".join(f"{plan} {share(steps, output.steps)}" for plan, (steps, _) in plans)
+    guessed = ", ".join(f"{share(n, output.emitted)} by {name}"
+                        for name, n in sorted(output.accepted.items()))
+    lengths = "  ".join(f"{n}: {share(steps, output.steps)}"
+                        for n, steps in sorted(output.step_lengths.items()))
     return (f"drafted by: {drafted_by}\n"
             f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
-            f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second")
+            f"{output.tokens_per_step:.2f} tokens per step, "
+            f"{output.tokens_per_second:.1f} tokens per second")

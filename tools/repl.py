@@ -8,7 +8,7 @@ from generate import Interrupted, check_prompts
 from model import InputError
 from tools.printer import Printer
 
-SPARE = 1024  # tokens that a conversation's caches have to spare; one that outgrows them is computed anew
+SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
 
 def converse(session):
@@ -19,29 +19,33 @@ def converse(session):
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    messages, engine, group = [], None, tensor_parallel.group_of(session.model)
+    messages, engine = [], None
+    group = tensor_parallel.group_of(session.model)
     while (line := tensor_parallel.on_first(group, read_line)) is not None:
         if line.strip() == "/clear":
             messages = []
-        elif line.strip():
-            turn = [*messages, dict(role="user", content=line)]
-            try:
-                prompt = session.encode(turn)
-                check_prompts(session.model, [prompt])
-            except InputError as error:  # such as a conversation that is too long
-                print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
-                continue
-            needed = min(len(prompt) + session.args.max_new_tokens, session.model.config.block_size)
-            if engine is None or needed > engine.decoder.capacity:
-                engine = None  # frees its memory for the next one
-                engine = roomy_engine(session, prompt)
-            output = reply(session, engine, prompt)
-            print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens per second]",
-                  file=sys.stderr)
-            if tensor_parallel.stopping.is_set():  # with several processes, Ctrl-C ends more than a reply
-                return
-            if session.template:
-                messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
+            continue
+        if not line.strip():
+            continue
+        turn = [*messages, dict(role="user", content=line)]
+        try:
+            prompt = session.encode(turn)
+            check_prompts(session.model, [prompt])
+        except InputError as error:  # such as a conversation that is too long
+            print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
+            continue
+        needed = len(prompt) + session.args.max_new_tokens
+        needed = min(needed, session.model.config.block_size)
+        if engine is None or needed > engine.decoder.capacity:
+            engine = None  # frees its memory for the next one
+            engine = roomy_engine(session, prompt)
+        output = reply(session, engine, prompt)
+        print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
+              "tokens per second]", file=sys.stderr)
+        if tensor_parallel.stopping.is_set():  # on ranks, Ctrl-C ends more than a reply
+            return
+        if session.template:
+            messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
 
 
 def read_line():
@@ -51,7 +55,8 @@ def read_line():
     except EOFError:
         return None
     except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte "
+                         f"{error.start})") from None
 
 
 def roomy_engine(session, prompt):
@@ -66,8 +71,8 @@ def reply(session, engine, prompt):
     """Prints what follows a prompt, as it comes -> Output."""
     printer = Printer(session)
     try:
-        output = engine.generate([prompt], session.args.max_new_tokens, session.stop, printer.show,
-                                 session.encoding, keep=True)
+        output = engine.generate([prompt], session.args.max_new_tokens, session.stop,
+                                 printer.show, session.encoding, keep=True)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish(output)
