@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from clover import ResBlock
-from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton
+from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton, takes
 from model import ACTIVATIONS, GPT, AttentionContext, Block, LMHead, alibi_mask, causal_mask, warn
 
 # oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
@@ -386,12 +386,12 @@ class TreeMask(NamedTuple):
     bias: torch.Tensor | None
 
 
+@takes(ancestors="B T int64", lengths="B int32 0..end-T", slopes="Hq float32?")
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
     """What each node sees of the first `end` cache rows, as a `TreeMask`. Made once per step,
     shared by all layers.
 
-    lengths int32 [B], ancestors int64 [B, T]; end >= max(lengths) + T. slopes float32 [Hq], as in
-    `kernels.tree_attention`. dtype: of the bias, best that of the attention."""
+    ancestors, slopes: as in `kernels.tree_attention`. dtype: of the bias, best the attention's."""
     B, T = ancestors.shape
     device = lengths.device
     node = torch.arange(end, device=device) - lengths[:, None]  # (B, end), negative: committed

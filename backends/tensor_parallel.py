@@ -71,9 +71,9 @@ class Group:
         return self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
 
     def sum(self, x, bias=None):
-        """The sum over the ranks, plus a bias, in float32 or more and in the order of their numbers.
-        So all get the same bits, and a row's do not depend on the other rows, as those of an
-        all-reduce may."""
+        """The sum over the ranks, plus a bias, in float32 or more and in the order of their
+        numbers. So all get the same bits, and a row's do not depend on the other rows, as those of
+        an all-reduce may."""
         first, *terms = self.all_gather(x)
         total = first.to(torch.promote_types(x.dtype, torch.float32))
         for term in terms if bias is None else [*terms, bias]:
@@ -103,10 +103,9 @@ class Group:
         if ".attn.qkv." in name:
             Hq, Hkv = config.n_head, config.n_kv_head
             kv = self.rank * Hkv // self.size  # the first of its key/value heads
-            q = self.rank * own.n_head
-            return 0, [slice(first * D, (first + count) * D)
-                       for first, count in ((q, own.n_head), (Hq + kv, own.n_kv_head),
-                                            (Hq + Hkv + kv, own.n_kv_head))]
+            heads = [(self.rank * own.n_head, own.n_head), (Hq + kv, own.n_kv_head),
+                     (Hq + Hkv + kv, own.n_kv_head)]
+            return 0, [slice(first * D, (first + count) * D) for first, count in heads]
         if ".mlp.up." in name:
             return 0, [nth(i * self.size + self.rank, own.n_inner) for i in range(1 + config.gated)]
         if name.endswith("attn.proj.weight"):
@@ -131,11 +130,12 @@ class Group:
         model.group = self
         if self.size == 1:
             return
-        config, rows = model.config, self.rows(model.config.vocab_size)
+        config = model.config
         for block in model.blocks:
             block.attn.proj = RowParallelLinear(block.attn.proj, self)
             block.mlp.down = RowParallelLinear(block.mlp.down, self)
         if config.tied:
+            rows = self.rows(config.vocab_size)
             with torch.device("meta"):
                 model.head = LMHead(config.n_embd, rows.stop - rows.start, bias=False)
             model.head.weight = nn.Parameter(model.embed.weight[rows], requires_grad=False)
@@ -152,7 +152,8 @@ def group_of(model):
 
 
 def refuse_to_save(group, path, dtype=None):
-    raise InputError(f"{path}: one of {group.size} ranks holds a part of the model; save it from one process")
+    raise InputError(f"{path}: one of {group.size} ranks holds a part of the model; save it "
+                     "from one process")
 
 
 class RowParallelLinear(nn.Module):
@@ -163,7 +164,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.local = nn.Linear(1, 1, bias=False, device="meta")
         self.local.weight = linear.weight
-        self.bias, self.group = linear.bias, group
+        self.bias = linear.bias
+        self.group = group
 
     def forward(self, x):
         return self.group.sum(self.local(x), self.bias)
@@ -175,7 +177,9 @@ class VocabParallelHead(nn.Module):
 
     def __init__(self, local, group, vocab_size):
         super().__init__()
-        self.local, self.group, self.vocab_size = local, group, vocab_size
+        self.local = local
+        self.group = group
+        self.vocab_size = vocab_size
         self.first = group.rows(vocab_size).start
         self.local_ids = {}  # {vocab_ids: those among this rank's rows, counted from `first`}
 
@@ -186,18 +190,21 @@ class VocabParallelHead(nn.Module):
     def topk(self, hidden, k, vocab_ids=None):
         """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
         rows = self.local_rows(vocab_ids)
-        M, n = len(hidden), min(k, len(self.local.weight if rows is None else rows))
-        lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)  # logits, token ids, log-sum-exp
+        M = len(hidden)
+        n = min(k, len(self.local.weight if rows is None else rows))
+        # k logits, k token ids, the log-sum-exp
+        lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)
         if n:
             logprobs, tokens = self.local.topk(hidden, n, rows)
             lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
             lists[:, :n] = logprobs + lse[:, None]
             lists[:, k:k + n] = tokens + self.first
             lists[:, -1] = lse
-        logits, tokens, lse = self.group.all_gather(lists).split((k, k, 1), dim=2)  # (N, M, ...)
-        logits, columns = logits.transpose(0, 1).reshape(M, -1).sort(dim=-1, descending=True, stable=True)
-        tokens = tokens.transpose(0, 1).reshape(M, -1).gather(1, columns[:, :k]).long()
-        return (logits[:, :k] - lse.logsumexp(dim=0)).float(), tokens
+        lists = self.group.all_gather(lists).transpose(0, 1)  # (M, N, 2 k + 1)
+        logits, tokens, lse = lists.split((k, k, 1), dim=2)
+        logits, columns = logits.flatten(1).sort(dim=-1, descending=True, stable=True)  # (M, N k)
+        tokens = tokens.flatten(1).gather(1, columns[:, :k]).long()
+        return (logits[:, :k] - lse.logsumexp(dim=1)).float(), tokens
 
     def local_rows(self, vocab_ids):
         """Those of vocab_ids that are this rank's, counted from `first`; None for all."""
@@ -211,11 +218,14 @@ class VocabParallelHead(nn.Module):
     def sample(self, hidden, temperature, seed, sequence, position):
         """As `LMHead.sample`."""
         own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
-        score, tokens = self.row_logits(hidden, own) / (temperature or 1.0), own + self.first
+        tokens = own + self.first
+        score = self.row_logits(hidden, own) / (temperature or 1.0)
         if temperature:
             score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
-        score, tokens = self.group.all_gather(torch.stack((score, tokens.double()))).unbind(1)  # (N, M) each
-        return tokens.gather(0, score.argmax(dim=0, keepdim=True))[0].long()  # the first rank's, of equals
+        gathered = self.group.all_gather(torch.stack((score, tokens.double())))  # (N, 2, M)
+        score, tokens = gathered.unbind(1)
+        best = score.argmax(dim=0, keepdim=True)  # the first rank's, of equals
+        return tokens.gather(0, best)[0].long()
 
     def logits(self, hidden):
         """float32 [M, V]."""
@@ -229,13 +239,15 @@ class VocabParallelHead(nn.Module):
         """All ranks' logits [..., V] from each one's own; their numbers may differ by one."""
         N, V = self.group.size, self.vocab_size
         parts = self.group.all_gather(F.pad(logits, (0, -(-V // N) - logits.shape[-1])))
-        return torch.cat([part[..., :V * (i + 1) // N - V * i // N] for i, part in enumerate(parts)], dim=-1)
+        sizes = [V * (i + 1) // N - V * i // N for i in range(N)]
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes)], dim=-1)
 
     def embedding(self, tokens):
         """As `LMHead.embedding`."""
         own = tokens - self.first
         here = (own >= 0) & (own < len(self.local.weight))
-        return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])  # one term is not 0
+        rows = self.local.embedding(own.where(here, 0)) * here[..., None]
+        return self.group.sum(rows)  # of which one is not 0
 
     def sum_of_squares(self):
         """As `LMHead.sum_of_squares`."""
@@ -267,18 +279,20 @@ def start(args):
     if size == 1:
         return Group()
     if args.device.startswith("cuda:"):
-        raise InputError("with torchrun every process takes a GPU of its own; expected --device cuda, not "
-                         f"{args.device}")
+        raise InputError("with torchrun every process takes a GPU of its own; expected --device "
+                         f"cuda, not {args.device}")
     gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     alone = gpus == 1 and not local_rank  # torchrun --virtual-local-rank shows each process one GPU
     if args.device == "cuda" and gpus < wanted and not alone:
-        raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has {gpus}; take another "
-                         "--nproc-per-node")
+        raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has "
+                         f"{gpus}; take another --nproc-per-node")
     args.device = f"cuda:{local_rank}" if args.device == "cuda" else args.device
-    device, backend = pick_device(args.device), dict(backend="gloo")
+    device = pick_device(args.device)
+    backend = dict(backend="gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # so that a barrier knows its device
+        # a barrier has to know its device
+        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
     dist.init_process_group(timeout=TIMEOUT, **backend)
     return Group(rank, size)
 
@@ -292,7 +306,8 @@ def joined(args, argv):
         return
     try:
         group = start(args)
-        group.all_gather(torch.zeros(2**18, device=args.device))  # NCCL's buffers come before memory is counted
+        # NCCL takes its buffers before memory is counted
+        group.all_gather(torch.zeros(2**18, device=args.device))
         watch_signals(group.rank)
         check_same(group, argv, "were started with different flags")
         yield group
@@ -303,8 +318,9 @@ def joined(args, argv):
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         first, *_, last = *str(error).splitlines(), ""  # NCCL's reason is in the last line
-        what = f"NCCL failed, or another process has ended ({first} {last})" if "NCCL" in first else (
-            f"another process has ended, or cannot be reached ({first})")
+        what = f"another process has ended, or cannot be reached ({first})"
+        if "NCCL" in first:
+            what = f"NCCL failed, or another process has ended ({first} {last})"
         raise InputError(what) from None
 
 
@@ -316,7 +332,7 @@ stopping = threading.Event()  # set when Ctrl-C or SIGTERM has come to a rank
 
 def error_printer():
     """Silences all ranks but 0 -> a function that prints a line on standard error from any. What
-    all ranks find, rank 0 prints: another one waits, and where that ends it, says nothing."""
+    all ranks find, rank 0 prints: another one waits, and says nothing if that ends it."""
     if not launched():
         return partial(print, file=sys.stderr)
     rank, errors = os.environ.get("RANK", "0"), sys.stderr
@@ -324,7 +340,8 @@ def error_printer():
         sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
 
     def print_error(line):
-        with contextlib.suppress(KeyboardInterrupt):  # as SIGTERM ends a rank before `watch_signals`
+        # before `watch_signals`, SIGTERM raises this
+        with contextlib.suppress(KeyboardInterrupt):
             if rank == "0":
                 print(line, file=errors, flush=True)
             elif not stopping.wait(GRACE):
@@ -339,8 +356,8 @@ def error_printer():
 
 
 def end(code):
-    """Ends this process. One of several does so at once: what libraries do at a process's end may
-    wait for the others, which are elsewhere."""
+    """Ends this process. A rank does so at once: what libraries do at a process's end may wait for
+    the others, which are elsewhere."""
     if dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -350,8 +367,8 @@ def end(code):
 
 def watch_signals(rank):
     """Lets Ctrl-C and SIGTERM end this rank: rank 0 as they end a process alone, after it has
-    printed what there is; the others a little later, so that it need not wait for them in vain. A
-    thread sees to that, since Python's own handlers have to wait for whatever waits for another
+    printed what there is; the others a little later, so that it does not wait for them in vain. A
+    thread does this, since Python's own handlers run only after a call that waits for another
     rank."""
     def handle(*at):
         stopping.set()
@@ -387,7 +404,8 @@ def all_gather_objects(group, value):
 
 def check_same(group, value, what):
     if any(other != value for other in all_gather_objects(group, value)):
-        raise InputError(f"the processes {what}; start all with the same torchrun command and the same files")
+        raise InputError(f"the processes {what}; start all with the same torchrun command and the "
+                         "same files")
 
 
 def raise_together(group, action):
@@ -400,7 +418,8 @@ def raise_together(group, action):
         failed = error
     for rank, failure in enumerate(all_gather_objects(group, failed and str(failed))):
         if failure is not None:
-            raise failed if rank == group.rank else InputError(f"rank {rank}: {failure}" if rank else failure)
+            message = f"rank {rank}: {failure}" if rank else failure
+            raise failed if rank == group.rank else InputError(message)
     return result
 
 

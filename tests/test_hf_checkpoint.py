@@ -16,7 +16,8 @@ from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from hf.checkpoint import check_headers, describe, read_config
-from model import GPT, GPTConfig, InputError, alibi_slopes, atomic_write, identity
+from clover import state_hash as identity
+from model import GPT, GPTConfig, InputError, alibi_slopes, atomic_write
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -170,11 +171,11 @@ def test_pickled_weights_are_the_same_weights(name, shards, tmp_path):
     want = GPT.from_pretrained(path, device="cpu")
     to_bin(path)
     got = GPT.from_pretrained(path, device="cpu")
-    assert got.identity == want.identity
+    assert got.hash == want.hash
     assert all(torch.equal(a, b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
     for file in path.glob("*.bin"):
         torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)
-    assert GPT.from_pretrained(path, device="cpu").identity == want.identity
+    assert GPT.from_pretrained(path, device="cpu").hash == want.hash
 
 
 def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
@@ -187,7 +188,7 @@ def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 512, 512, dtype=torch.bool)  # more elements than any weight
     tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert GPT.from_pretrained(tmp_path, device="cpu").identity == want.identity
+    assert GPT.from_pretrained(tmp_path, device="cpu").hash == want.hash
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "both"])
@@ -201,7 +202,7 @@ def test_a_tied_table_may_stand_under_either_name(kept, tmp_path):
     tensors["lm_head.weight"] = table.clone() + (1.0 if kept == "both" else 0.0)
     save_file(tensors, tmp_path / "model.safetensors")
     got = GPT.from_pretrained(tmp_path, device="cpu")
-    assert got.identity == want.identity and torch.equal(got.embed.weight, want.embed.weight)
+    assert got.hash == want.hash and torch.equal(got.embed.weight, want.embed.weight)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -278,10 +279,10 @@ def test_casts_change_neither_values_nor_the_identity(name, stored, device, tmp_
     want = GPT.from_pretrained(path, device="cpu", dtype=torch.float32)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         got = GPT.from_pretrained(path, device=device, dtype=dtype)
-        assert got.identity == want.identity
+        assert got.hash == want.hash
         assert all(torch.equal(a.to(dtype), b.cpu())
                    for a, b in zip(want.state_dict().values(), got.state_dict().values()))
-    assert identity(want.state_dict()) == want.identity
+    assert identity(want.state_dict()) == want.hash
 
 
 def test_settings_that_are_null_are_not_there(tmp_path):
@@ -309,7 +310,7 @@ def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
 def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
     """Catches a machine that swaps itself to death."""
     toy_model().save_pretrained(tmp_path)
-    monkeypatch.setattr("model.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hf.checkpoint.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="its weights take 0.0 GB.*, but 0.0 GB are free on cpu"):
         GPT.from_pretrained(tmp_path, device="cpu")
 
@@ -507,7 +508,7 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
     model.save_pretrained(path)
     one_shard(path, "model-1.safetensors", tmp_path / "blobs" / "5678")
     (path / "model-1.safetensors").symlink_to("../../blobs/5678")
-    assert GPT.from_pretrained(path, device="cpu").identity == identity(model.state_dict())
+    assert GPT.from_pretrained(path, device="cpu").hash == identity(model.state_dict())
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):

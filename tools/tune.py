@@ -18,21 +18,14 @@ import sys
 import time
 from bisect import bisect_right
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from backends.tensor_parallel import Group, group_of
 from clover import MAX_TREE, check_beams
-from generate import (
-    DEFAULT_TREE,
-    Decoder,
-    DraftPlan,
-    Engine,
-    FixedPolicy,
-    Sampling,
-    capture,
-)
+from generate import DEFAULT_TREE, Decoder, DraftPlan, Engine, FixedPolicy, Sampling, capture
 from kernels import unchecked
 from model import InputError, atomic_write
 
@@ -43,11 +36,13 @@ ROUNDS = 3      # on a CPU, whose other work comes and goes, the fastest of thes
 PREFIX = 256    # tokens in the cache while a step is timed
 MEASURED = {}   # cache_key -> {DraftPlan: seconds per step}, of this process
 MEMORY = 32     # steps that a running mean looks back on
-FEWEST = 4      # an expectation counts as much as so many sequences of one step
+FEWEST = 4      # an expectation counts as much as this many sequences of one step
 STALE = 8       # steps that showed nothing of a plan, after which it may be tried
 TRIALS = 0.01   # share of the time that may be lost by trying other plans
-MARGIN = 0.06   # plain decoding is taken where it is this near the best: a batch's texts then end together
-HOPE = 0.4      # expected of lookup, until more is known: how likely each token is right after those before it
+# plain decoding is taken where it is this near the best: a batch's texts then end together
+MARGIN = 0.06
+# expected of lookup until more is known: how likely a token is right if those before it are
+HOPE = 0.4
 GOES_ON = 0.8   # the same, of a chain that was right so far
 
 
@@ -56,16 +51,16 @@ GOES_ON = 0.8   # the same, of a chain that was right so far
 
 @torch.inference_mode()
 def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
-    """How often node n of a tree, the n-th likeliest, was accepted at depth d: [[share] * 63] * K,
-    row d - 1, column n
-    - 1.
+    """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
+    n - 1 of [[share] * 63] * K.
 
     Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller
     tree with as many beams is the front of a larger one, and fewer beams find nearly as much. So
     one table serves all sizes."""
     capacity = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
-    engine = Engine(model, heads, policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), capacity=capacity, graph=False,
-                    batch_size=min(batch_size, len(prompts)), sampling=Sampling(temperature))
+    engine = Engine(model, heads, policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), capacity=capacity,
+                    batch_size=min(batch_size, len(prompts)), sampling=Sampling(temperature),
+                    graph=False)
     hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
 
     def count(index, tokens, path, plan):
@@ -93,9 +88,10 @@ def expected_tokens(tables, tree_size, temperature):
 def seconds(body, device, group=None):
     """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on
     CUDA the mean of calls back to back, the fastest of some rounds. Takes about a tenth of a
-    second, or three rounds of what is slower. group: the ranks that run body() together, the result
-    being rank 0's."""
-    group, calls = group or Group(), 10 if device.type == "cuda" else 1
+    second, or three rounds of what is slower. group: the ranks that run body() together; the
+    result is rank 0's."""
+    group = group or Group()
+    calls = 10 if device.type == "cuda" else 1
 
     def once():
         start = time.perf_counter()
@@ -106,30 +102,34 @@ def seconds(body, device, group=None):
         return (time.perf_counter() - start) / calls
     body()
     times = [once() for _ in range(3)]
-    more = group.broadcast(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # all ranks must take as many
+    more = math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3
+    more = group.broadcast(more)  # all ranks must take as many
     return group.broadcast(min(times + [once() for _ in range(more)]))
 
 
 def copy_bandwidth(device):
     """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
-    source = torch.ones(2**31 if device.type == "cuda" else 2**28, device=device, dtype=torch.uint8)
+    size = 2**31 if device.type == "cuda" else 2**28
+    source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
 
 
-def timing_decoder(model, heads, batch_size, plan, sampling, beams=None, graph=True, capacity=PREFIX + 1):
+@torch.inference_mode()
+def timing_decoder(model, heads, batch_size, plan, sampling, beams=None, graph=True,
+                   capacity=PREFIX + 1):
     """A `Decoder` that can step forever: its slots are idle, with PREFIX tokens in the cache, or
     fewer where `capacity`, the most that a sequence will have, is less."""
     prefix = min(PREFIX, model.config.block_size - 1, capacity - 1)
-    decoder = Decoder(model, heads, batch_size=batch_size, capacity=prefix + 1, plans=(plan,), beams=beams,
-                      sampling=sampling, graph=graph)
-    with torch.inference_mode():
-        decoder.slots.cache.lengths.fill_(prefix)
+    decoder = Decoder(model, heads, batch_size=batch_size, capacity=prefix + 1, plans=(plan,),
+                      beams=beams, sampling=sampling, graph=graph)
+    decoder.slots.cache.lengths.fill_(prefix)
     return decoder
 
 
 @torch.inference_mode()
-def step_time(model, heads, batch_size, plan, sampling, beams=None, graph=True, capacity=PREFIX + 1):
+def step_time(model, heads, batch_size, plan, sampling, beams=None, graph=True,
+              capacity=PREFIX + 1):
     """Seconds of one step."""
     # in a variable: graphs keep no tensor
     decoder = timing_decoder(model, heads, batch_size, plan, sampling, beams, graph, capacity)
@@ -139,7 +139,7 @@ def step_time(model, heads, batch_size, plan, sampling, beams=None, graph=True, 
 @torch.inference_mode()
 def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True):
     """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if
-    `graph`. A tree of one is not drafted: 0."""
+    `graph`. The draft of a tree of one is 0."""
     decoder = timing_decoder(model, heads, batch_size, plan, sampling, beams, graph=False)
     tree, chain = decoder.draft(plan)
     hidden = decoder.verify(tree)
@@ -150,7 +150,7 @@ def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True
                   accept=lambda: decoder.accept(plan, tree, target, chain),
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
-        del stages["draft"]  # nothing is launched, and torch warns of an empty CUDA graph
+        del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
     if graph and model.device.type == "cuda":
         stages = {name: capture(stage, model.device) for name, stage in stages.items()}
     measure = lambda stage: seconds(stage, model.device, group_of(model))
@@ -162,15 +162,17 @@ def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True
 # The file of step times, which the command lines keep
 
 def times_file():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover" / "step_times.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "clover" / "step_times.json"
 
 
 def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
     """16 hex digits over all that a step's time depends on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = ("plans", asdict(model.config), str(model.dtype), heads and asdict(heads.config), batch_size,
-            min(capacity, PREFIX + 1), beams, graph, sampling.temperature > 0, sampling.filtered, gpu,
-            platform.node(), torch.get_num_threads(), torch.__version__, group_of(model).size)
+    what = ("plans", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
+            batch_size, min(capacity, PREFIX + 1), beams, graph, sampling.temperature > 0,
+            sampling.filtered, gpu, platform.node(), torch.get_num_threads(), torch.__version__,
+            group_of(model).size)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
@@ -181,15 +183,17 @@ def read_times(file):
         plan = lambda name: DraftPlan._make(map(int, name.split("+")))
         times = {key: {plan(name): float(value) for name, value in entry.items()}
                  for key, entry in json.loads(file.read_text()).items()}
-        return times if all(0 < value < math.inf for entry in times.values() for value in entry.values()) else {}
     except (AttributeError, OSError, TypeError, ValueError):
         return {}
+    valid = all(0 < value < math.inf for entry in times.values() for value in entry.values())
+    return times if valid else {}
 
 
 def write_times(file, key, times):
+    name = lambda plan: f"{plan.head_nodes}+{plan.lookup_tokens}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        known = {key: {f"{plan.head_nodes}+{plan.lookup_tokens}": value for plan, value in entry.items()}
+        known = {key: {name(plan): value for plan, value in entry.items()}
                  for key, entry in (read_times(file) | {key: times}).items()}
         text = json.dumps(known, indent=1)
         atomic_write(file, lambda tmp: Path(tmp).write_text(text))
@@ -210,11 +214,13 @@ class AdaptivePolicy:
     until more is known."""
 
     def __init__(self, seconds, expected):
-        self.plans, self.seconds, self.expected = tuple(seconds), seconds, expected
+        self.plans = tuple(seconds)
+        self.seconds = seconds
+        self.expected = expected
         self.tokens = dict(expected)              # running means
         self.weights = dict.fromkeys(seconds, 0)  # how many steps each of them counts as
         self.added = dict.fromkeys(seconds, 0)    # the step that was last added to it
-        self.shown = dict.fromkeys(seconds, 0)    # the step that last showed for certain what the plan finds
+        self.shown = dict.fromkeys(seconds, 0)    # the last step that showed all that a plan finds
         # by token of lookup's chain: how often it is right, where those before it are
         self.goes_on = [GOES_ON] * max(plan.lookup_tokens for plan in seconds)
         self.step = 0
@@ -225,7 +231,8 @@ class AdaptivePolicy:
         return self.tokens[plan] / self.seconds[plan]
 
     def best(self):
-        return max(self.plans, key=lambda plan: self.rate(plan) * (1 if plan.tree_size > 1 else 1 + MARGIN))
+        favour = lambda plan: 1 if plan.tree_size > 1 else 1 + MARGIN
+        return max(self.plans, key=lambda plan: self.rate(plan) * favour(plan))
 
     def loss(self, plan, best):
         """Seconds that a step of this plan is expected to lose to one of the best."""
@@ -234,10 +241,11 @@ class AdaptivePolicy:
     def select(self):
         """The plan of the next step."""
         best = self.best()
-        stale = [plan for plan, shown in self.shown.items() if plan != best and self.step - shown >= STALE]
+        age = lambda plan: self.step - self.shown[plan]
+        stale = [plan for plan in self.plans if plan != best and age(plan) >= STALE]
         losses = {plan: max(self.loss(plan, best), 1e-9) for plan in stale}
         losses = {plan: loss for plan, loss in losses.items() if loss <= self.most_allowed(best)}
-        due = max(losses, key=lambda plan: (self.step - self.shown[plan]) / losses[plan], default=best)
+        due = max(losses, key=lambda plan: age(plan) / losses[plan], default=best)
         return due if losses.get(due, 0.0) <= self.allowance else best
 
     def most_allowed(self, best):
@@ -251,23 +259,27 @@ class AdaptivePolicy:
         best = self.best()
         self.allowance += TRIALS * self.seconds[plan] - self.loss(plan, best)
         self.allowance = min(self.allowance, self.most_allowed(best))
-        right = [right_tokens(tokens, chain) if plan.lookup_tokens else 0 for tokens, _, chain in found]
+        right = [right_tokens(tokens, chain) if plan.lookup_tokens else 0
+                 for tokens, _, chain in found]
         for n in right:
             for i in range(min(n + 1, plan.lookup_tokens)):
                 self.goes_on[i] += ((i < n) - self.goes_on[i]) / MEMORY
         for other in self.plans if found else ():
-            if other.head_nodes <= plan.head_nodes and (plan.lookup_tokens or not other.lookup_tokens):
-                rest = self.goes_on[plan.lookup_tokens:other.lookup_tokens]
-                beyond = sum(itertools.accumulate(rest, operator.mul))
-                self.add(other, [would_find(other, plan, path, n, beyond)
-                                 for (_, path, _), n in zip(found, right)])
-                if other.lookup_tokens <= plan.lookup_tokens or max(right) < plan.lookup_tokens:
-                    self.shown[other] = self.step
+            looks_up_more = other.lookup_tokens and not plan.lookup_tokens
+            if other.head_nodes > plan.head_nodes or looks_up_more:
+                continue  # it is not part of this plan
+            rest = self.goes_on[plan.lookup_tokens:other.lookup_tokens]
+            beyond = sum(itertools.accumulate(rest, operator.mul))
+            self.add(other, [would_find(other, plan, path, n, beyond)
+                             for (_, path, _), n in zip(found, right)])
+            if other.lookup_tokens <= plan.lookup_tokens or max(right) < plan.lookup_tokens:
+                self.shown[other] = self.step
 
     def add(self, plan, tokens):
         """Adds one step's tokens, of each sequence, to a running mean, which weighs less the longer
-        it was left alone. It weighs no less than FEWEST sequences do in one step."""
-        faded = min(self.weights[plan], MEMORY) * (1 - 1 / MEMORY) ** (self.step - self.added[plan] - 1)
+        nothing was added, but no less than FEWEST sequences do in one step."""
+        missed = self.step - self.added[plan] - 1
+        faded = min(self.weights[plan], MEMORY) * (1 - 1 / MEMORY) ** missed
         self.weights[plan] = max(faded, FEWEST / len(tokens)) + 1
         self.tokens[plan] += (sum(tokens) / len(tokens) - self.tokens[plan]) / self.weights[plan]
         self.added[plan] = self.step
@@ -277,7 +289,9 @@ def right_tokens(tokens, chain):
     """How many tokens of lookup's chain were right, where a step emitted `tokens`. Where lookup
     drafted alone, chain is None: all were but the last."""
     n = len(tokens) - 1
-    return n if chain is None else next((i for i in range(n) if i == len(chain) or chain[i] != tokens[i]), n)
+    if chain is None:
+        return n
+    return next((i for i in range(n) if i == len(chain) or chain[i] != tokens[i]), n)
 
 
 def would_find(other, plan, path, right, beyond):
@@ -288,50 +302,60 @@ def would_find(other, plan, path, right, beyond):
     A short chain is the front of a longer one, and a small tree of the heads that of a larger one
     with as many beams; with fewer it finds nearly as much."""
     by_heads = bisect_right(path, other.head_nodes) - 1
-    by_lookup = min(right, other.lookup_tokens) + (beyond if right == plan.lookup_tokens < other.lookup_tokens else 0)
+    by_lookup = min(right, other.lookup_tokens)
+    if right == plan.lookup_tokens < other.lookup_tokens:
+        by_lookup += beyond
     return 1 + max(by_heads, by_lookup)
 
 
-def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=True, file=None, fresh=False):
+# --------------------------------------------------------------------------------------------------
+# The plans that it selects among
+
+def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=True, file=None,
+        fresh=False):
     """The `AdaptivePolicy` among the plans that heads (or None) and lookup (or False) allow, with
     what each takes here.
 
     capacity: tokens a sequence can have. file: where step times are kept between processes, None
     for nowhere. fresh: measure again what is known. InputError for beams out of range."""
-    tables = heads.info.get("acceptance") if heads else None
     if beams is not None:
-        check_beams(heads, beams)  # not below, where a tree that is refused is taken for one without room
+        check_beams(heads, beams)  # below, a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
-    times = {} if fresh else (read_times(file).get(key, {}) if file else {}) | MEASURED.get(key, {})
-    times = group_of(model).broadcast(times)  # what is measured is rank 0's too: all must take the same plans
+    kept = read_times(file).get(key, {}) if file and not fresh else {}
+    times = {} if fresh else kept | MEASURED.get(key, {})
+    times = group_of(model).broadcast(times)  # all ranks must take the same plans
     known = len(times)
-    measure = lambda plan: step_time(model, heads, batch_size, plan, sampling, beams, graph, capacity)
-    rounds, errors = ROUNDS if model.device.type == "cpu" else 1, no_room(group_of(model))
-
-    def expected(plan):
-        tree_size = plan.head_nodes + 1
-        by_heads = expected_tokens(tables, tree_size, sampling.temperature) if tables else min(tree_size, 2)
-        return by_heads + sum(HOPE**i for i in range(1, plan.lookup_tokens + 1))
-
-    def enough(tried):
-        """No larger tree can win where even the largest would not, with steps as fast as this
-        one's."""
-        rate = lambda plan: expected(plan) / times[plan]
-        return expected(DraftPlan(MAX_TREE - 1)) / times[tried[-1]] < max(map(rate, tried))
-
     if file and not known:
-        print("measuring how long steps take on this machine; kept for the next run", file=sys.stderr)
+        print("measuring how long steps take on this machine; kept for the next run",
+              file=sys.stderr)
+
+    tables = heads.info.get("acceptance") if heads else None
+    expected = lambda plan: expected_of_plan(plan, tables, sampling.temperature)
+    rate = lambda plan: expected(plan) / times[plan]
+    step = lambda plan: step_time(model, heads, batch_size, plan, sampling, beams, graph, capacity)
+    measure = partial(measure_steps, model, times, step)
+    # no larger tree can win where even the largest would not, with steps as fast as the last one's
+    most = expected(DraftPlan(MAX_TREE - 1))
+    enough = lambda tried: most / times[tried[-1]] < max(map(rate, tried))
     sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
-    tried = measure_steps([DraftPlan(size - 1) for size in sizes], times, measure, rounds, errors, enough)
-    trees = some_trees(tried[1:], lambda plan: expected(plan) / times[plan])
-    chains = measure_steps(some_chains(trees), times, measure, rounds, errors) if lookup else []
+    tried = measure([DraftPlan(size - 1) for size in sizes], enough)
+    trees = some_trees(tried[1:], rate)
+    chains = measure(some_chains(trees)) if lookup else []
     if len(times) > known:
         MEASURED[key] = times
         if file and not group_of(model).rank:
             write_times(file, key, times)
-    plans = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [DraftPlan()]  # the Engine says what has no room
+    # where nothing has room, the Engine says so
+    plans = list(dict.fromkeys((*tried[:1], *trees, *chains))) or [DraftPlan()]
     return AdaptivePolicy({plan: at_most(plan, times) for plan in plans},
                           {plan: expected(plan) for plan in plans})
+
+
+def expected_of_plan(plan, tables, temperature):
+    """Tokens per step of a plan, until more is known."""
+    tree_size = plan.head_nodes + 1
+    by_heads = expected_tokens(tables, tree_size, temperature) if tables else min(tree_size, 2)
+    return by_heads + sum(HOPE**i for i in range(1, plan.lookup_tokens + 1))
 
 
 def some_trees(trees, rate):
@@ -349,31 +373,30 @@ def some_chains(trees):
 
 
 def no_room(group):
-    """What says that the memory has no room. Ranks do not run out of it alike: where that was not
-    foreseen, all end."""
+    """The errors that say that memory has no room. Ranks do not run out of it alike: where that
+    was not foreseen, all end."""
     return (InputError,) if group.size > 1 else (InputError, torch.OutOfMemoryError)
 
 
-def measure_steps(plans, times, measure, rounds, errors, enough=lambda tried: False):
-    """Adds to `times` what measure(plan) gives, where it is not known: the least of this many
-    rounds, in turns.
-    -> [the plans] before the first that the memory has no room for, by `no_room`'s errors, and up to where it is
-    `enough`."""
+def measure_steps(model, times, step, plans, enough=lambda tried: False):
+    """Adds step(plan), in seconds, to `times` where it is not known: on a CPU the least of ROUNDS.
+    -> [the plans] before the first that memory has no room for, and up to where it is `enough`."""
+    errors = no_room(group_of(model))
     tried, new = [], []
     for plan in plans:
         if plan not in times:
             try:
-                times[plan] = measure(plan)
+                times[plan] = step(plan)
             except errors:
                 break
             new.append(plan)
         tried.append(plan)
         if enough(tried):
             break
-    for _ in range(rounds - 1):
+    for _ in range(ROUNDS - 1 if model.device.type == "cpu" else 0):
         for plan in new:
             with contextlib.suppress(*errors):  # what else runs may have taken the memory
-                times[plan] = min(times[plan], measure(plan))
+                times[plan] = min(times[plan], step(plan))
     return tried
 
 
@@ -392,14 +415,15 @@ def explain(engine, heads, output, graph=True):
     if isinstance(policy, AdaptivePolicy):
         lines += explain_policy(policy, output)
         if heads and not heads.info.get("acceptance"):
-            lines.append("these heads carry no acceptance table, hence a tree that is not fitted to them; "
-                         "train_heads.py --evaluate makes one")
+            lines.append("these heads carry no acceptance table, hence a tree that is not fitted "
+                         "to them; train_heads.py --evaluate makes one")
     lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
-        times = stage_times(decoder.model, decoder.heads, decoder.batch_size, plan, decoder.sampling,
-                            decoder.given_beams, graph)
-        lines.append(f"{str(plan):<24}" + "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES))
+        times = stage_times(decoder.model, decoder.heads, decoder.batch_size, plan,
+                            decoder.sampling, decoder.given_beams, graph)
+        cells = "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES)
+        lines.append(f"{str(plan):<24}{cells}")
     return lines
 
 
@@ -412,5 +436,6 @@ def explain_policy(policy, output):
         steps, tokens = output.plans.get(plan, (0, 0))
         found = f"{tokens / steps:.2f}" if steps else "-"
         rate = tokens / steps / policy.seconds[plan] if steps else policy.rate(plan)
-        yield (f"{str(plan):<24}{policy.seconds[plan] * 1e3:>12.2f}{policy.expected[plan]:>28.2f}{found:>8}"
-               f"{rate:>33.0f}{steps / max(output.steps, 1):>17.0%}")
+        yield (f"{str(plan):<24}{policy.seconds[plan] * 1e3:>12.2f}"
+               f"{policy.expected[plan]:>28.2f}{found:>8}{rate:>33.0f}"
+               f"{steps / max(output.steps, 1):>17.0%}")
