@@ -9,8 +9,7 @@ Plain decoding is the same loop with trees of one node. What drafted never shows
 each step may take another plan. On CUDA each plan's step is captured in a graph once and replayed,
 and the host reads a step's tokens while the next step runs.
 
-Letters: B slots, T tree nodes, K draft heads, P nodes of the longest path, C hidden size, V
-vocabulary."""
+Letters: B slots, T tree nodes, K draft heads, P nodes of a path, C hidden, V vocabulary."""
 
 import sys
 import time
@@ -316,7 +315,8 @@ class Decoder:
 
     def reset(self):
         """Makes all slots idle."""
-        self.set_active_slots(self.batch_size)
+        if len(self.slots.root) < self.batch_size:  # never with a graph, whose tensors must stay
+            self.set_active_slots(self.batch_size)
         for slot in range(self.batch_size):
             self.release(slot)
 
@@ -631,8 +631,8 @@ def check_stops(stop, encoding):
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
              on_tokens=None, encoding=None, graph=True):
-    """Continues prompts (lists of token ids) with the model's own tokens: the same with any heads,
-    lookup, tree or batch size, up to ties of its best two, which half precision on a GPU makes.
+    """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
+    any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
     lookup: drafts from the text itself, too. tree_size: nodes T verified per step, root included, 1
     for plain decoding; None lets each step take what brings most tokens per second, by step times
@@ -640,8 +640,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     token ids and, with an `encoding` to read them by, texts that end a sequence; the token that
     does it is kept. batch_size: sequences decoded together, default up to 8; a finished one makes
     room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step.
-    graph: on CUDA, replay the step from a CUDA graph.
-    Returns `Output`. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
+    graph: on CUDA, replay a CUDA graph. Raises InputError for bad input, Interrupted on Ctrl-C.
     """
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
