@@ -1,17 +1,16 @@
 """`python -m bench draw`: the pictures of README.md and docs/, from records and from a saved run.
 
-matplotlib draws them, in pixels. Text stays text, and the same records give the same bytes. A page
-of GitHub is white or nearly black: a picture has no background and mid-tones that are readable on
-both, or a dark card of its own, where tokens have the colours of generate.py on a terminal.
+Text stays text, and the same records give the same bytes. A page of GitHub is white or nearly
+black: a chart has no background and mid-tones that are readable on both; a run is on a dark card,
+its tokens in the colours of generate.py on a terminal.
 """
 
 import io
 import re
-import unicodedata
 import warnings
 from argparse import Namespace
-from itertools import groupby
-from math import log2
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 
 from bench import hardware, make_folder, roofline, write_file
@@ -22,66 +21,47 @@ from tools.cli import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.tune import PREFIX
 
-WIDTH = 760        # of a picture, in pixels
-LARGEST = 100_000  # bytes of a picture
-COLUMNS, LINES = 88, 40  # of text.svg, at most
-LETTER = 0.61      # width of a monospaced character, in font sizes
-LABEL = 14         # of tree.svg: characters of a box,
-NODES = 16         # boxes,
-GAP = 24           # pixels between columns
-TREE_SIZE = 17     # of tokens-per-step.svg
+WIDTH = 760            # of a picture, in pixels, of which 96 are an inch
+COLUMNS = 88           # of text.svg
+LETTER = 0.61          # width of a monospaced character, in font sizes
+NODES, LABEL = 16, 14  # of tree.svg: boxes, characters of one
+TREE_SIZE = 17         # of tokens-per-step.svg
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "clover", "text.parse_math": False,
-         "font.sans-serif": ["Segoe UI", "Noto Sans", "Helvetica", "Arial", "DejaVu Sans"],
-         "font.monospace": ["DejaVu Sans Mono", "Menlo", "Liberation Mono", "Lucida Console"]}
-BARS = {"plain": ("plain decoding", GREY), "medusa": ("Medusa", GREEN), "hydra": ("Hydra", GREEN),
-        "clover": ("Clover", GREEN), "clover2": ("Clover-2", GREEN),
-        "lookup": ("lookup alone", AMBER), "clover + lookup": ("Clover + lookup", BLUE)}
-LOOKS = {"heads": ("{} heads", GREEN, 2), "heads + lookup": ("{} + lookup", BLUE, 2),
-         "plain": ("plain decoding", GREY, 2), "lookup": ("lookup", AMBER, 2),
-         "auto": ("auto (default)", PINK, 4)}                   # of batch.svg: name, colour, width
-GPU = "h200"  # of roofline.svg
-MODELS = {"30b": PINK, "8b": GREEN, "1.5b": BLUE}
+COLOURED = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"
+STYLE = dict.fromkeys(COLOURED, GREY) | {
+    "svg.fonttype": "none", "svg.hashsalt": "clover", "text.parse_math": False, "font.size": 9.75,
+    "font.sans-serif": ["Segoe UI", "Noto Sans", "Helvetica", "Arial", "DejaVu Sans"],
+    "font.monospace": ["DejaVu Sans Mono", "Menlo", "Liberation Mono", "Lucida Console"],
+    "figure.facecolor": "none", "axes.facecolor": "none", "axes.spines.left": False,
+    "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4}
+DRAFTERS = {  # as records call them: (name, colour)
+    "plain": ("plain decoding", GREY), "medusa": ("Medusa", GREEN), "hydra": ("Hydra", GREEN),
+    "clover": ("Clover", GREEN), "clover2": ("Clover-2", GREEN), "lookup": ("lookup alone", AMBER),
+    "clover + lookup": ("Clover + lookup", BLUE), "auto": ("auto (default)", PINK)}
+MODELS = {"30b": PINK, "8b": GREEN, "1.5b": BLUE}  # of roofline.svg
 
 
-def canvas(height, card=False):
-    """Axes over all of a picture, in pixels, y downwards. card: on a dark background."""
-    from matplotlib.figure import Figure
-    figure = Figure((WIDTH / 96, height / 96), facecolor="none")
+def card(figure, title, height, own, drafted_by, below):
+    """Axes in pixels, y downwards, with what the colours mean. own: the model's own tokens."""
+    figure.set(size_inches=(WIDTH / 96, height / 96), label=title, facecolor=CARD, edgecolor=FRAME,
+               linewidth=1)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
     axes.set_axis_off()
-    if card:
-        box(axes, 0.5, 0.5, WIDTH - 1, height - 1, CARD, FRAME, radius=8)
+    colours = {own: DIM, "guessed by:": BRIGHT} | {by: colour_of(by) for by in sorted(drafted_by)}
+    x = 24
+    for words, colour in colours.items():
+        axes.text(x, 34, words, color=colour)
+        x += 7.2 * len(words) + 16
+    axes.text(24, height - 24, below, color=BRIGHT)
     return axes
-
-
-def text(axes, x, y, words, colour, size=13, **options):
-    """size: in pixels, of which 96 are 72 points."""
-    axes.text(x, y, printable(words), color=colour, size=0.75 * size, **options)
-
-
-def line(axes, x, y, colour, width=1, **options):
-    axes.plot(x, y, color=colour, linewidth=0.75 * width, clip_on=False, **options)
-
-
-def box(axes, x, y, width, height, fill, edge="none", radius=0.001):
-    from matplotlib.patches import FancyBboxPatch
-    style = f"round,pad=0,rounding_size={radius}"
-    axes.add_patch(FancyBboxPatch((x, y), width, height, style, facecolor=fill, edgecolor=edge,
-                                  linewidth=0.75, clip_on=False))
 
 
 def printable(words):
     """Text without characters that XML forbids or that no one sees."""
-    show = lambda c: (chr(0x2400 + ord(c)) if c < " " else "\u2421" if c == "\x7f" else
-                      "\ufffd" if unicodedata.category(c)[0] == "C" else c)
-    return "".join(map(show, words))
+    return "".join(c if c.isprintable() else "\ufffd" for c in words)
 
-
-# -------------------------------------------------------------------------------------------------
-# A run: its text, each token in the colour of what guessed it, and a drafted tree
 
 def colour_of(guessed_by):
     """On the card, of what "head 1", "lookup" or the "model" guessed."""
@@ -90,123 +70,96 @@ def colour_of(guessed_by):
     return ANSI[HEAD_COLOURS[min(int(guessed_by.removeprefix("head ")), len(HEAD_COLOURS)) - 1]]
 
 
-def legend(axes, y, own, drafted_by):
-    """What the colours on the card mean. own: the words for the model's own tokens."""
-    x = 24
-    pairs = [("guessed by:", BRIGHT), *((by, colour_of(by)) for by in sorted(drafted_by))]
-    for words, colour in [(own, DIM), *(pairs if drafted_by else ())]:
-        text(axes, x, y, words, colour)
-        x += 7.2 * len(words) + 16
-
-
-def place(pieces):
-    """[(text, colour)] -> (line, column, colour, character) of each, in lines of COLUMNS."""
-    row = column = 0
-    for words, colour in pieces:
-        for c in words.replace("\r\n", "\n").replace("\t", "    "):
-            if c == "\n" or column >= COLUMNS:
-                row, column = row + 1, 0
-            if c != "\n":
-                yield row, column, colour, c
-                column += 1 + (unicodedata.east_asian_width(c) in "FW")
-
-
-def draw_text(run):
+def draw_text(figure, run):
     steps = [step for step in run["drafts"] if step["prompt"] == 0]
-    tokens = [(words, by) for step in steps
-              for words, by in zip(step["emitted"], step["guessed_by"], strict=True)]
-    if not tokens:
-        raise InputError("the run has no steps of its first prompt; save another")
-    coloured = [(run["prompts"][0], BRIGHT), *((words, colour_of(by)) for words, by in tokens)]
-    placed = [at for at in place(coloured) if at[0] < LINES and not at[3].isspace()]
-    below = 95 + 19 * placed[-1][0]
-    axes = canvas(below + 22, card=True)
-    legend(axes, 30, "not guessed", {by for _, by in tokens} - {"model"})
-    side_by_side = lambda pair: (pair[1][0], pair[1][2], pair[1][1] - pair[0])
-    for _, pairs in groupby(enumerate(placed), side_by_side):
-        (row, column, colour, _), *_ = found = [at for _, at in pairs]
-        text(axes, 24 + 13 * LETTER * column, 62 + 19 * row, "".join(c for *_, c in found), colour,
-             family="monospace")
-    rate = f"{len(tokens) / len(steps):.2f} tokens per step (plain decoding: 1)"
-    text(axes, 24, below, f"{len(tokens)} tokens in {len(steps)} steps: {rate}", BRIGHT)
-    return "A text, each token in the colour of what guessed it", axes
-
-
-def label(words):
-    """A token's text for its box: spaces and ends of lines can be seen, and a long one is cut."""
-    words = printable(words.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥"))
-    return words if len(words) <= LABEL else words[:LABEL - 1] + "…"
+    tokens = [token for step in steps
+              for token in zip(step["emitted"], step["guessed_by"], strict=True)]
+    row = column = 0
+    placed = []
+    for words, by in [(run["prompts"][0], "prompt"), *tokens]:
+        for part in re.findall(r"\n| +|\S+", words.expandtabs(4)):
+            if part == "\n" or column + len(part) > COLUMNS:
+                row += 1
+                column = 0
+            placed.append((24 + 13 * LETTER * column, 66 + 19 * row, part, by))
+            column += len(part) if part != "\n" else 0
+    axes = card(figure, "A text, each token in the colour of what guessed it", 122 + 19 * row,
+                "not guessed", {by for _, by in tokens} - {"model"},
+                f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
+                "tokens per step (plain decoding: 1)")
+    for x, y, part, by in placed:
+        if not part.isspace():
+            axes.text(x, y, printable(part), family="monospace",
+                      color=BRIGHT if by == "prompt" else colour_of(by))
 
 
 def layout(step):
-    """[(x, y, width, label, colour, parent, accepted)] of a step's nodes and, as the last one, of
-    the model's own token: depths from left to right, the accepted path along the top."""
+    """[(x, y, label, parent)] of a step's nodes and, as the last one, of the model's own token:
+    depths from left to right, the accepted path along the top."""
     parents = [*step["parents"], step["path"][-1]]
-    accepted = {*step["path"], len(step["nodes"])}
-    labels = [label(words) for words in (*step["nodes"], step["emitted"][-1])]
-    colours = [BRIGHT, *map(colour_of, (*step["drafted_by"][1:], "model"))]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    rows, n_rows, todo = {}, 0, [0]
-    while todo:  # a node has the row of its first child; one without children a row of its own
-        rows[node := todo.pop()] = n_rows
+    labels = [printable(words.translate(str.maketrans(" \n\t", "·↵⇥")))
+              for words in (*step["nodes"], step["emitted"][-1])]
+    labels = [words if len(words) <= LABEL else words[:LABEL - 1] + "…" for words in labels]
+    places = {}
+
+    def place(node, depth, row):
+        """Gives a node and its descendants their places -> the first row that is free."""
+        places[node] = depth, row
         children = [i for i, parent in enumerate(parents) if parent == node]
-        todo += sorted(children, key=lambda i: (i in accepted, -i))
-        n_rows += not children
-    widths = [max(16 + 12 * LETTER * len(labels[i]) for i in rows if depths[i] == depth)
-              for depth in range(max(depths) + 1)]
-    lefts = [24 + sum(widths[:depth]) + GAP * depth for depth in range(len(widths))]
-    return [(lefts[depth], 106 + 34 * rows[i], widths[depth], labels[i], colours[i], parents[i],
-             i in accepted) for i, depth in enumerate(depths)]
+        for child in sorted(children, key=lambda i: i not in (*step["path"], len(step["nodes"]))):
+            row = place(child, depth + 1, row)
+        return row if children else row + 1
+
+    place(0, 0, 0)
+    widths = [12 * LETTER * max(len(labels[i]) for i in places if places[i][0] == depth) + 36
+              for depth in range(max(places.values())[0] + 1)]
+    lefts = [*accumulate(widths, initial=24)]
+    return [(lefts[places[i][0]], 76 + 34 * places[i][1], labels[i], parent)
+            for i, parent in enumerate(parents)]
 
 
 def shows_the_method(step):
     """Whether a step is small and has a root that can be seen, two accepted guesses, a branch that
     was not accepted and the model's own token."""
-    parents = step["parents"]
-    return (len(parents) < NODES and len(step["path"]) > 2 and len(set(parents)) < len(parents)
-            and step["guessed_by"][-1:] == ["model"] and bool(step["nodes"][0].strip()))
+    return (len(step["parents"]) < NODES and len(step["path"]) > 2
+            and len(set(step["parents"])) < len(step["parents"]) and step["nodes"][0].strip()
+            and step["guessed_by"][-1:] == ["model"] and max(layout(step))[0] < WIDTH - 130)
 
 
-def draw_tree(run):
-    steps = [(step, layout(step)) for step in run["drafts"] if shows_the_method(step)]
-    steps = [pair for pair in steps if max(x + width for x, _, width, *_ in pair[1]) < WIDTH - 23]
-    if not steps:
+def draw_tree(figure, run):
+    steps = filter(shows_the_method, run["drafts"])
+    step = max(steps, key=lambda step: len(step["path"]), default=None)
+    if not step:
         raise InputError(f"the run has no step of fewer than {NODES} nodes with two accepted "
                          "guesses and another branch; save a run with a smaller --tree-size")
-    step, nodes = max(steps, key=lambda pair: len(pair[0]["path"]))
-    guesses = len(step["path"]) - 1
-    below = max(y for _, y, *_ in nodes) + 34
-    axes = canvas(below + 26, card=True)
-    text(axes, 24, 36, f"One step: {guesses} guesses accepted, {guesses + 1} tokens", BRIGHT, 16,
-         weight="bold")
-    legend(axes, 64, "the model's next token", {*step["drafted_by"][1:]})
-    curve = [(i / 16, (i / 16) ** 2 * (3 - i / 8)) for i in range(17)]
-    for x, y, width, words, colour, parent, accepted in nodes:
-        if parent >= 0:
-            start = nodes[parent][1]
-            line(axes, [x - GAP * (1 - t) for t, _ in curve],
-                 [start + (y - start) * share for _, share in curve],
-                 *((BRIGHT, 2) if accepted else (FRAME, 1)), zorder=1)
-        inside, outside = (colour, CARD) if accepted else (CARD, colour)
-        box(axes, x, y - 12, width, 24, inside, colour, radius=5)
-        text(axes, x + width / 2, y + 4, words, outside, 12, ha="center", family="monospace")
-    text(axes, 24, below + 4, "White: the newest token. Full: accepted, the model says the same. "
-         "Outlined: rejected. Grey: comes free.", DIM)
-    return "A drafted tree, with what was accepted", axes
+    nodes = layout(step)
+    axes = card(figure, "A drafted tree, with what was accepted", max(y for _, y, *_ in nodes) + 84,
+                "the model's next token", set(step["drafted_by"][1:]),
+                "White: the newest token. Full: accepted, the model says the same. Outlined: "
+                f"rejected.\nOne step: {len(step['path']) - 1} guesses accepted and the model's "
+                f"next token, {len(step['path'])} tokens.")
+    colours = [BRIGHT, *map(colour_of, (*step["drafted_by"][1:], "model"))]
+    for i, ((x, y, words, parent), colour) in enumerate(zip(nodes, colours, strict=True)):
+        accepted = i in (*step["path"], len(nodes) - 1)
+        if i:
+            left, top, *_ = nodes[parent]
+            axes.plot([left + 8, x - 12, x - 12, x], [top, top, y, y], zorder=1 + accepted,
+                      color=BRIGHT if accepted else FRAME, linewidth=1.5 if accepted else 0.75)
+        axes.text(x + 6, y, words, color=CARD if accepted else colour, size=9, family="monospace",
+                  va="center_baseline", bbox=dict(
+                      boxstyle="round,pad=0.5,rounding_size=0.4", edgecolor=colour,
+                      facecolor=colour if accepted else CARD, linewidth=0.75))
 
 
-# -------------------------------------------------------------------------------------------------
-# Charts
-
-def chart(title, height, *below):
-    """A canvas with a title, `height` pixels for what is drawn, and small lines below."""
-    axes = canvas(height + 16 * len(below) + 8)
-    text(axes, 0, 18, title, GREY, 16, weight="bold")
-    for i, words in enumerate(below, 1):
-        text(axes, 0, height + 16 * i, words, GREY, 12)
-    return axes
+def chart(figure, title, height, margins, *below):
+    """Axes with a title above and small lines below; the height and the margins in pixels."""
+    left, right, bottom = margins
+    total = height + 50 + bottom
+    figure.set(size_inches=(WIDTH / 96, total / 96), label=title)
+    figure.text(0, 1 - 18 / total, title, size=12, weight="bold")
+    figure.text(0, 6 / total, "\n".join(below), size=9)
+    return figure.add_axes((left / WIDTH, bottom / total, 1 - (left + right) / WIDTH,
+                            height / total))
 
 
 def measured(record):
@@ -217,111 +170,91 @@ def measured(record):
             f"{record['max_new_tokens']} new tokens each; {hardware(record['machine'])}")
 
 
-def draw_tokens_per_step(record):
+def draw_tokens_per_step(figure, record):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
-    found = {row["heads"]: row["tokens_per_step"] for row in record["decoding"]
-             if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, TREE_SIZE, 1)}
-    found = {"plain": 1.0} | found if found else {}
-    bars = [(*BARS[name], found[name]) for name in BARS if name in found]
+    found = {"plain": 1.0} | {
+        row["heads"]: row["tokens_per_step"] for row in record["decoding"]
+        if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, TREE_SIZE, 1)}
     steps = " or ".join(sorted({str(heads["steps"]) for heads in record["training"].values()}))
-    axes = chart("Tokens per step", 70 + 32 * len(bars),
+    bars = [(*DRAFTERS[name], found[name]) for name in DRAFTERS if name in found]
+    axes = chart(figure, "Tokens per step", 32 * len(bars), (130, 60, 52),
                  f"{TREE_SIZE - 1} guesses per step, heads of {steps} training steps.",
                  measured(record))
-    left = 130
-    one = (WIDTH - 190) / max(value for *_, value in bars)
-    text(axes, left, 50, "not guessed", GREY, 12)
-    text(axes, left + max(one + 2, 100), 50, "guessed right", GREY, 12)
-    for i, (words, colour, value) in enumerate(bars):
-        y = 62 + 32 * i
-        text(axes, left - 12, y + 15, words, GREY, ha="right")
-        box(axes, left, y, one, 22, GREY)
-        box(axes, left + one + 2, y, max(0.0, one * (value - 1) - 2), 22, colour)
-        text(axes, left + one * value + 8, y + 15, f"{value:.2f}", colour, weight="bold")
-    return "Tokens per step", axes
+    for name, colour, value in bars:
+        axes.barh(name, 1, 0.7, color=GREY)
+        axes.barh(name, value - 1, 0.7, 1, color=colour)
+        axes.annotate(f"{value:.2f}", (value, name), (6, 0), textcoords="offset points",
+                      color=colour, va="center_baseline", weight="bold")
+    axes.text(0, -0.6, "not guessed", size=9)
+    axes.text(1.08, -0.6, "guessed right", size=9)
+    axes.set(xlim=(0, max(found.values())), ylim=(len(bars) - 0.5, -0.5))
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.spines["bottom"].set_visible(False)
 
 
-def log_axis(values, start, end):
-    """A function from the least and the largest of values to start and end."""
-    low, high = min(values), max(values)
-    return lambda value: start + (end - start) * log2(value / low) / (log2(high / low) or 1)
+def label_ends(axes, ends, edge, ha):
+    """Names and values at the ends of lines, each 16 pixels or more below the one above. ends:
+    [(value, batch size, words, colour)]; edge: where the words begin or end, of the axes."""
+    height = inf
+    for value, size, words, colour in sorted(ends, reverse=True):
+        _, y = axes.transAxes.inverted().transform(axes.transData.transform((size, value)))
+        height = min(y, height - 16 / 340)
+        axes.annotate(words, (size, value), (edge, height), textcoords="axes fraction", ha=ha,
+                      va="center", color=colour, arrowprops=dict(
+                          arrowstyle="-", color=colour, linewidth=0.75, shrinkA=2, shrinkB=4,
+                          relpos=(ha == "right", 0.5)))
 
 
-def line_chart(title, lines, form, *below, ticks=()):
+def line_chart(figure, title, lines, form, *below):
     """Lines over the batch size, with names and values at both ends; both axes are logarithmic.
-    lines: {(name, colour, width, dashes): {batch size: value}}, sizes in order; form: of a
-    value."""
-    left, right, top, bottom = 244, WIDTH - 180, 54, 370
-    axes = chart(title, bottom + 72, *below)
-    ticks = ticks or sorted({size for points in lines.values() for size in points})
-    values = [value for points in lines.values() for value in points.values()]
-    x, y = log_axis(ticks, left, right), log_axis(values, bottom, top)
-    line(axes, [left, right], [bottom + 20] * 2, GREY)
-    for size in ticks:
-        line(axes, [x(size)] * 2, [bottom + 20, bottom + 25], GREY)
-        text(axes, x(size), bottom + 40, str(size), GREY, ha="center")
-    text(axes, (left + right) / 2, bottom + 60, "batch size: sequences decoded together", GREY,
-         ha="center")
-    ends = ([], [])  # left, right: (height, words, colour, width, x) of each label
-    for (name, colour, width, dashes), points in lines.items():
-        line(axes, [*map(x, points)], [*map(y, points.values())], colour, width, linestyle=dashes,
-             marker="o" if len(points) <= len(ticks) else None, markersize=4)
-        for labels, size in zip(ends, dict.fromkeys((min(points), max(points)))):
-            words = f"{name} {form.format(points[size])}"
-            labels.append((y(points[size]), words, colour, width, x(size)))
-    for labels, side, edge in zip(ends, (-1, 1), (left - 30, right + 30)):
-        at = 0
-        for height, words, colour, width, x_end in sorted(labels):
-            at = max(height, at + 16)  # labels keep off each other
-            line(axes, [x_end + 6 * side, edge - 4 * side], [height, at], colour)
-            text(axes, edge, at + 4, words, colour, ha="right" if side < 0 else "left",
-                 weight="bold" if width > 2 else "normal")
-    return title, axes
+    lines: {(name, colour, style): {batch size: value}}; form: of a value."""
+    axes = chart(figure, f"{title} (logarithmic)", 340, (252, 180, 90), *below)
+    sizes = sorted({size for points in lines.values() for size in points})
+    starts, ends = [], []
+    for (name, colour, style), points in lines.items():
+        axes.plot(points.keys(), points.values(), style, color=colour, marker="o")
+        for labels, size in zip((starts, ends), sorted({min(points), max(points)})):
+            labels.append((points[size], size, f"{name} {form.format(points[size])}", colour))
+    axes.set(xscale="log", yscale="log", yticks=[],
+             xlabel="batch size: sequences decoded together")
+    axes.minorticks_off()
+    axes.set_xticks(sizes, sizes)
+    axes.autoscale_view()
+    label_ends(axes, starts, -0.05, "right")
+    label_ends(axes, ends, 1.05, "left")
 
 
-def look(drafted_by, heads):
-    """(name, colour, width, dashes) of a row's line. heads: the last of these is "heads" in
-    rows."""
-    kind = re.sub(r" \d+", "", drafted_by)
-    if kind in heads:
-        return f"{kind.capitalize()} heads", GREEN, 2, (0, (2.5, 1.5))
-    name, *rest = LOOKS.get(kind, (drafted_by, GREY, 2))
-    return name.format(heads[-1].capitalize()), *rest, "-"
-
-
-def draw_batch(record):
+def draw_batch(figure, record):
     """Tokens per second over batch sizes, of each kind of drafter the best."""
     best = {}
-    by_speed = sorted(record["decoding"], key=lambda row: row["tokens_per_second"])
-    for row in sorted(by_speed, key=lambda row: row["batch_size"]):
-        points = best.setdefault(look(row["drafted_by"], record["heads"]), {})
-        points[row["batch_size"]] = row["tokens_per_second"]
-    return line_chart(
-        "Tokens per second, all sequences together (logarithmic)", best, "{:,.0f}",
-        "Of each kind the best. Batches of more than that many prompts take one for each sequence.",
-        measured(record))
+    for row in sorted(record["decoding"], key=lambda row: row["batch_size"]):
+        kind = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", record["heads"][-1])
+        style = "--" if kind in record["heads"][:-1] else "-"
+        points = best.setdefault((*DRAFTERS.get(kind, (kind, GREY)), style), {})
+        size = row["batch_size"]
+        points[size] = max(row["tokens_per_second"], points.get(size, 0))
+    line_chart(figure, "Tokens per second, all sequences together", best, "{:,.0f}",
+               "Of each kind the best. Batches of more than that many prompts take one for each "
+               "sequence.", measured(record))
 
 
-def draw_roofline(_):
+def draw_roofline(figure, _):
     """The speed-up that bench/roofline.py predicts, of the best tree for each batch size."""
-    given = Namespace(acceptance=None, heads=DEMO / "clover", temperature=0.0)
-    heads, tokens = roofline.acceptance(given)
-    sizes = sorted({round(2 ** (i / 4)) for i in range(33)})
-    lines = {("plain decoding", GREY, 2, (0, (1, 2))): dict.fromkeys(sizes, 1.0)}
+    heads, tokens = roofline.acceptance(
+        Namespace(acceptance=None, heads=DEMO / "clover", temperature=0.0))
+    sizes = [2 ** i for i in range(9)]
+    lines = {("plain decoding", GREY, ":"): dict.fromkeys(sizes, 1.0)}
     for model, colour in MODELS.items():
-        predict = roofline.Prediction(roofline.GPUS[GPU], roofline.sizes(model), heads).row
-        points = lines[SIZES[model][0], colour, 2, "-"] = {}
-        for size in sizes:
-            rows = [predict(size, T, tokens(T)) for T in range(2, MAX_TREE + 1)]
-            points |= {size: max(row["speed_up"] for row in rows if row)} if any(rows) else {}
-    return line_chart(
-        f"Predicted, not measured: speed-up on one {GPU.upper()} (logarithmic)", lines, "{:.2f}x",
-        f"By python -m bench roofline, from the GPU's datasheet: bfloat16, {PREFIX} tokens in each "
-        "cache, guesses as good", "as those of demo/clover, the best tree for each batch size. "
-        "A line ends where the memory is full.", ticks=[2 ** i for i in range(9)])
+        predict = roofline.Prediction(roofline.GPUS["h200"], roofline.sizes(model), heads).row
+        rows = [predict(size, T, tokens(T)) for size in sizes for T in range(2, MAX_TREE + 1)]
+        rows = sorted((row for row in rows if row), key=lambda row: row["speed_up"])
+        best = {row["batch_size"]: row["speed_up"] for row in rows}
+        lines[SIZES[model][0], colour, "-"] = dict(sorted(best.items()))
+    line_chart(figure, "Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
+               f"By python -m bench roofline, from the GPU's datasheet: bfloat16, {PREFIX} tokens "
+               "in each cache, guesses as good", "as those of demo/clover, the best tree for each "
+               "batch size. A line ends where the memory is full.")
 
-
-# -------------------------------------------------------------------------------------------------
-# The command
 
 RUN = "run", "python generate.py --prompt TEXT --json --show-tree"
 PICTURES = {  # name: (what draws it, its record, what writes that)
@@ -332,7 +265,7 @@ PICTURES = {  # name: (what draws it, its record, what writes that)
 
 
 def render(picture, *given, kind="svg"):
-    """The bytes of a picture: of the (title, axes) that picture(*given) returns."""
+    """The bytes of what picture(figure, *given) draws."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -341,9 +274,10 @@ def render(picture, *given, kind="svg"):
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the fonts here do not have
-        title, axes = picture(*given)
-        metadata = dict(Title=title, Date=None, Creator=None) if kind == "svg" else None
-        axes.figure.savefig(file, format=kind, dpi=192, metadata=metadata)
+        figure = matplotlib.figure.Figure()
+        picture(figure, *given)
+        metadata = dict(Title=figure.get_label(), Date=None, Creator=None) if kind == "svg" else {}
+        figure.savefig(file, format=kind, dpi=192, metadata=metadata)
     return file.getvalue()
 
 
@@ -354,25 +288,21 @@ def draw(name, args):
     if source and not path.is_file():
         raise InputError(f"{path} is not here; {how} writes it")
     try:
-        content = render(picture, source and read_json(path))
+        return render(picture, source and read_json(path))
     except InputError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         kind = type(error).__name__
         raise InputError(f"{path} is not what {how} writes ({kind}: {error})") from None
-    if len(content) > LARGEST:
-        raise InputError(f"it would have {len(content)} bytes, and {LARGEST} are allowed")
-    return content
 
 
 def bench(args):
     """`python -m bench draw`: writes the pictures into args.out."""
-    for path in (Path(args.out) / name for name in PICTURES):
+    make_folder(args.out)
+    for name in PICTURES:
         try:
-            content = draw(path.name, args)
+            content = draw(name, args)
+            write_file(Path(args.out) / name, content)
+            print(f"{args.out}/{name}: {len(content) / 1000:.1f} kB")
         except InputError as error:
-            print(f"left out: {path.name}: {error}")
-            continue
-        make_folder(path.parent)
-        write_file(path, content)
-        print(f"{path}: {len(content) / 1000:.1f} kB")
+            print(f"left out: {name}: {error}")

@@ -1,8 +1,7 @@
 """Hugging Face checkpoint folders: what config.json means, and the weights under our names.
 
-Reads config.json and the weights of model.safetensors or pytorch_model.bin, in one file or in
-shards, and describes a folder in words. Writes config.json. A further family of models is a further
-entry of FAMILIES.
+Weights come from model.safetensors or pytorch_model.bin, in one file or in shards. A further family
+of models is a further entry of FAMILIES.
 """
 
 import itertools
@@ -15,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,35 +33,35 @@ LARGE = 10**9  # bytes of weights; reading more than these is reported file by f
 # --------------------------------------------------------------------------------------------------
 # Families
 
-# Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number,
-# {} is weight or bias. Several tensors are stacked, in order, into one of ours.
+# Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
+# Each ends in .weight or .bias. Several tensors are stacked, in order, into one of ours.
 LLAMA_NAMES = {
-    "embed.{}": ("embed_tokens.{}",),
-    "norm.{}": ("norm.{}",),
-    "head.{}": ("lm_head.{}",),
-    "blocks.N.attn_norm.{}": ("layers.N.input_layernorm.{}",),
-    "blocks.N.attn.qkv.{}": tuple(f"layers.N.self_attn.{x}_proj.{{}}" for x in "qkv"),
-    "blocks.N.attn.q_norm.{}": ("layers.N.self_attn.q_norm.{}",),
-    "blocks.N.attn.k_norm.{}": ("layers.N.self_attn.k_norm.{}",),
-    "blocks.N.attn.proj.{}": ("layers.N.self_attn.o_proj.{}",),
-    "blocks.N.mlp_norm.{}": ("layers.N.post_attention_layernorm.{}",),
-    "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_proj.{}", "layers.N.mlp.up_proj.{}"),
-    "blocks.N.mlp.down.{}": ("layers.N.mlp.down_proj.{}",),
+    "embed": ("embed_tokens",),
+    "norm": ("norm",),
+    "head": ("lm_head",),
+    "blocks.N.attn_norm": ("layers.N.input_layernorm",),
+    "blocks.N.attn.qkv": tuple(f"layers.N.self_attn.{x}_proj" for x in "qkv"),
+    "blocks.N.attn.q_norm": ("layers.N.self_attn.q_norm",),
+    "blocks.N.attn.k_norm": ("layers.N.self_attn.k_norm",),
+    "blocks.N.attn.proj": ("layers.N.self_attn.o_proj",),
+    "blocks.N.mlp_norm": ("layers.N.post_attention_layernorm",),
+    "blocks.N.mlp.up": ("layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"),
+    "blocks.N.mlp.down": ("layers.N.mlp.down_proj",),
 }
-BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.W_pack.{}",)}
-PHI3_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv.{}": ("layers.N.self_attn.qkv_proj.{}",),
-                            "blocks.N.mlp.up.{}": ("layers.N.mlp.gate_up_proj.{}",)}
+BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.W_pack",)}
+PHI3_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.qkv_proj",),
+                            "blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
 GPT2_NAMES = {
-    "embed.{}": ("wte.{}",),
-    "embed_positions.{}": ("wpe.{}",),
-    "norm.{}": ("ln_f.{}",),
-    "head.{}": ("lm_head.{}",),
-    "blocks.N.attn_norm.{}": ("h.N.ln_1.{}",),
-    "blocks.N.attn.qkv.{}": ("h.N.attn.c_attn.{}",),
-    "blocks.N.attn.proj.{}": ("h.N.attn.c_proj.{}",),
-    "blocks.N.mlp_norm.{}": ("h.N.ln_2.{}",),
-    "blocks.N.mlp.up.{}": ("h.N.mlp.c_fc.{}",),
-    "blocks.N.mlp.down.{}": ("h.N.mlp.c_proj.{}",),
+    "embed": ("wte",),
+    "embed_positions": ("wpe",),
+    "norm": ("ln_f",),
+    "head": ("lm_head",),
+    "blocks.N.attn_norm": ("h.N.ln_1",),
+    "blocks.N.attn.qkv": ("h.N.attn.c_attn",),
+    "blocks.N.attn.proj": ("h.N.attn.c_proj",),
+    "blocks.N.mlp_norm": ("h.N.ln_2",),
+    "blocks.N.mlp.up": ("h.N.mlp.c_fc",),
+    "blocks.N.mlp.down": ("h.N.mlp.c_proj",),
 }
 LLAMA_KEYS = dict(  # fields of GPTConfig -> keys of config.json
     vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
@@ -105,9 +105,8 @@ def qwen_window(raw):
 
 def read_gpt2(raw):
     """GPT-2's fixed fields. Raises InputError for variants of its attention."""
-    usual = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-                 add_cross_attention=False)
-    for key, value in usual.items():
+    for key, value in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+                           add_cross_attention=False).items():
         if value_of(raw, key, bool, value) != value:
             raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
     return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
@@ -124,12 +123,9 @@ def read_baichuan(raw):
 
 
 def write_baichuan(config):
-    written = dict(model_max_length=config.block_size)
-    if config.positions != "alibi":
-        written["max_position_embeddings"] = config.block_size
-    if config.unit_head:
-        written["z_loss_weight"] = 0
-    return written
+    lengths = ["model_max_length", "max_position_embeddings"]
+    written = dict.fromkeys(lengths[:1 if config.positions == "alibi" else 2], config.block_size)
+    return written | (dict(z_loss_weight=0) if config.unit_head else {})
 
 
 FAMILIES = {  # by model_type
@@ -188,23 +184,18 @@ def read_config(path):
     if not Path(path).is_dir():
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
-    return parse_config(read_json(path), path)
-
-
-def parse_config(raw, path):
-    """The dict of a config.json -> GPTConfig. Raises InputError, naming `path`, as read_config.
-
-    A sliding window ends the context: texts up to its length are not affected by it, and longer
-    ones are refused."""
+    raw = read_json(path)
     try:
-        return _parse_config(raw)
+        return parse_config(raw)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: a value has the wrong type ({error})") from None
 
 
-def _parse_config(raw):
+def parse_config(raw):
+    """The dict of a config.json -> GPTConfig. A sliding window ends the context: it does not affect
+    texts up to its length, and longer ones are refused."""
     name = one_of(FAMILIES, "model_type", raw.get("model_type"))
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -228,25 +219,20 @@ def _parse_config(raw):
         tied=value_of(raw, key("tied"), bool, defaults["tied"])) | family.flags(raw))
     if not config.block_size:
         config.block_size = value_of(raw, key("block_size", "max_position_embeddings"), int)
-    if config.positions == "rope":
-        config.rope_theta, config.rope_scaling, config.block_size = read_rope(
-            raw, config.block_size, config.head_size)
-    window = dict(sliding_window=family.window(raw))
-    window = value_of(window, "sliding_window", int, config.block_size)
-    config.block_size = min(config.block_size, window)
-    check_config(config)
-    return config
-
-
-def check_config(config):
+    n_kv_head, D = config.n_kv_head, config.head_size
+    if n_head % n_kv_head or D % 2 or not 16 <= D <= 256:
+        raise InputError("the number of heads must be a multiple of that of key/value heads, and "
+                         f"the head size even, from 16 to 256; found {n_head}, {n_kv_head}, {D}")
     if config.tied and config.unit_head:
         raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
                          "rows are normalised")
-    n_head, n_kv_head, head_size = config.n_head, config.n_kv_head, config.head_size
-    if n_head % n_kv_head or head_size % 2 or not 16 <= head_size <= 256:
-        raise InputError("the number of heads must be a multiple of that of key/value heads, and "
-                         "the head size even, from 16 to 256; found "
-                         f"{n_head}, {n_kv_head}, {head_size}")
+    if config.positions == "rope":
+        config.rope_theta, config.rope_scaling, config.block_size = read_rope(
+            raw, config.block_size, D)
+    window = dict(sliding_window=family.window(raw))
+    config.block_size = min(config.block_size,
+                            value_of(window, "sliding_window", int, config.block_size))
+    return config
 
 
 def read_rope(raw, context, head_size):
@@ -254,16 +240,13 @@ def read_rope(raw, context, head_size):
 
     transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(settings, dict):
-        raise InputError(f"rope parameters of the wrong type: expected an object, got {settings!r}")
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     one_of(ROPE_KINDS, "rope type", kind)
     number = lambda key, default=None: value_of(settings, key, float, default)
     partial_rotary = value_of(raw, "partial_rotary_factor", float, 1.0)
     if number("partial_rotary_factor", partial_rotary) != 1:
-        raise InputError("a partial_rotary_factor other than 1 is not supported; use a model that "
-                         "rotates whole heads")
+        raise InputError("a partial_rotary_factor other than 1 is not supported; use another model")
     theta = number("rope_theta", value_of(raw, "rope_theta", float, 10000.0))
     # dynamic changes theta beyond the context only, and texts end there
     if kind in ("default", "dynamic"):
@@ -280,64 +263,52 @@ def read_rope(raw, context, head_size):
         return theta, scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
-        scaling |= _yarn(settings, theta, factor)
-        return theta, scaling, max(context, int(factor * original))
-    # texts end where the long factors would begin to apply, to all keys of a text
-    scaling |= _longrope(settings, head_size, factor, original)
-    return theta, scaling, min(context, original)
-
-
-def _yarn(settings, theta, factor):
-    if theta == 1:
-        raise InputError("rope_theta must be above 1 for yarn, found 1")
-    magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
-    scales = settings.get("mscale"), settings.get("mscale_all_dim")
-    default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
-    return dict(factor=factor, beta_fast=value_of(settings, "beta_fast", float, 32.0),
-                beta_slow=value_of(settings, "beta_slow", float, 1.0),
-                truncate=bool(settings.get("truncate", True)),
-                attention_factor=value_of(settings, "attention_factor", float, default))
-
-
-def _longrope(settings, head_size, factor, original):
-    scaling = {}
-    for key in ("short_factor", "long_factor"):
-        values = settings.get(key)
-        if not isinstance(values, list) or len(values) != head_size // 2:
-            raise InputError(f"{key} must be a list of {head_size // 2} numbers, half of the head "
-                             "size")
-        scaling[key] = [value_of({key: value}, key, float) for value in values]
-    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return scaling | dict(attention_factor=value_of(settings, "attention_factor", float, default))
+        if theta == 1:
+            raise InputError("rope_theta must be above 1 for yarn, found 1")
+        magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
+        scales = settings.get("mscale"), settings.get("mscale_all_dim")
+        default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
+        scaling |= dict(factor=factor, beta_fast=number("beta_fast", 32.0),
+                        beta_slow=number("beta_slow", 1.0),
+                        truncate=bool(settings.get("truncate", True)))
+        context = max(context, int(factor * original))
+    else:
+        for key in ("short_factor", "long_factor"):
+            values = settings.get(key)
+            if not isinstance(values, list) or len(values) != head_size // 2:
+                raise InputError(f"{key}: expected a list of {head_size // 2} numbers, half of the "
+                                 f"head size, found {values!r}")
+            scaling[key] = [value_of({key: value}, key, float) for value in values]
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        # texts end where the long factors would begin to apply, to all keys of a text
+        context = min(context, original)
+    return theta, scaling | dict(attention_factor=number("attention_factor", default)), context
 
 
 def hf_config(config, dtype):
     """GPTConfig -> the dict of a config.json, with the rope settings in both spellings."""
-    c = config
-    family = FAMILIES[c.family]
-    raw = dict(architectures=[family.architecture], model_type=c.family,
+    family = FAMILIES[config.family]
+    raw = dict(architectures=[family.architecture], model_type=config.family,
                torch_dtype=str(dtype).removeprefix("torch."))
-    raw |= {theirs: getattr(c, ours) for ours, theirs in family.keys.items()}
-    raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[c.activation]
-    if c.positions == "rope":
-        scaling = c.rope_scaling or dict(rope_type="default")
-        theta = dict(rope_theta=c.rope_theta)
+    raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
+    if config.positions == "rope":
+        scaling = config.rope_scaling or dict(rope_type="default")
+        theta = dict(rope_theta=config.rope_theta)
         raw |= theta | dict(rope_parameters=scaling | theta)
-        raw |= dict(rope_scaling=scaling) if c.rope_scaling else {}
-    return raw | family.written(c)
+        raw |= dict(rope_scaling=scaling) if config.rope_scaling else {}
+    return raw | family.written(config)
 
 
 # --------------------------------------------------------------------------------------------------
 # Names: one of our parameters may be stacked from several tensors of the checkpoint, its parts
 
 def stored_parts(name, rows, config):
-    """The parts of a parameter of that many rows: [(tensor's name, prefix left out, first row,
-    rows)]."""
+    """The parts of a parameter of that many rows: [(name without prefix, first row, rows)]."""
     stem, _, kind = name.rpartition(".")
     number = re.search(r"\d+|$", stem).group()
-    pattern = re.sub(r"\d+", "N", stem) + ".{}"
-    keys = [key.format(kind).replace(".N.", f".{number}.")
-            for key in FAMILIES[config.family].names[pattern]]
+    keys = [f"{key}.{kind}".replace(".N.", f".{number}.")
+            for key in FAMILIES[config.family].names[re.sub(r"\d+", "N", stem)]]
     sizes = [rows // len(keys)] * len(keys)
     if len(keys) == 3:
         heads = (config.n_head, config.n_kv_head, config.n_kv_head)
@@ -367,8 +338,8 @@ def split_weight(name, value, config):
 class StoredTensor(NamedTuple):
     """A tensor as the file's header describes it."""
     shape: tuple
-    dtype: str      # "bfloat16" or "BF16": torch's name in a .bin, safetensors' name otherwise
-    load: Callable  # () -> its values, mapped into memory where possible
+    dtype: torch.dtype | str  # a str for a type of safetensors' that is not in DTYPES
+    load: Callable            # () -> its values, mapped into memory where possible
 
 
 QUANTISED = {  # the last part of a tensor's name -> what it says about quantisation
@@ -377,7 +348,7 @@ QUANTISED = {  # the last part of a tensor's name -> what it says about quantisa
     "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8", "input_scale": "fp8"}
 # Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 
 
 def weight_files(path):
@@ -396,8 +367,7 @@ def weight_files(path):
 def shard_files(index):
     """The files that a shard index names. Raises InputError for one that is not in its folder."""
     names = read_json(index).get("weight_map")
-    texts = isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
-    if not texts or not names:
+    if not isinstance(names, dict) or {*map(type, names.values())} != {str}:
         raise InputError(f"{index}: expected a weight_map of tensor names to file names")
     folder = index.parent.resolve()
     # the Hugging Face cache links to blobs/ beside snapshots/
@@ -406,11 +376,10 @@ def shard_files(index):
     for file in files:
         inside = (file.resolve().is_relative_to(place) for place in (folder, *blobs))
         if "\0" in str(file) or not any(inside):
-            raise InputError(f"{index}: expected files of its own folder, found {str(file)!r}, "
-                             "which is outside; fetch the checkpoint again")
+            raise InputError(f"{index}: expected files of its own folder, but {str(file)!r} is "
+                             "outside; fetch the checkpoint again")
         if not file.is_file():
-            raise InputError(f"{file}: no such file, but {index.name} names it; fetch the missing "
-                             "shard")
+            raise InputError(f"{file}: no such file, but {index.name} names it; fetch it")
     return files
 
 
@@ -419,8 +388,8 @@ def open_weights(file):
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except pickle.UnpicklingError:
-        raise InputError(f"{file}: holds code or other objects beside tensors, which are not "
-                         "loaded; get the safetensors version") from None
+        raise InputError(f"{file}: holds code or other objects beside tensors; get the safetensors "
+                         "version") from None
     except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError,
             ValueError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -429,19 +398,15 @@ def open_weights(file):
 
 
 def open_safetensors(file):
-    opened = safe_open(file, framework="pt")
-    tensors = {}
-    for name in opened.offset_keys():  # in the order of the file
-        part = opened.get_slice(name)
-        load = partial(read_tensor, file, name)
-        tensors[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), load)
-    return tensors
+    def load(name):  # an open file would keep all that was read in memory
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
 
-
-def read_tensor(file, name):
-    """A tensor, mapped into memory while it lives: an open file would keep all that was read."""
     with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(name)
+        parts = {name: opened.get_slice(name) for name in opened.offset_keys()}  # in file order
+        return {name: StoredTensor(tuple(part.get_shape()),
+                                   DTYPES.get(part.get_dtype(), part.get_dtype()),
+                                   partial(load, name)) for name, part in parts.items()}
 
 
 def open_pickle(file):
@@ -453,23 +418,22 @@ def open_pickle(file):
     is_tensor = lambda x: isinstance(x, torch.Tensor) and x.layout is torch.strided
     if not isinstance(state, dict) or not all(map(is_tensor, state.values())):
         raise ValueError("it does not hold tensors by name")
-    return {name: StoredTensor(tuple(value.shape), str(value.dtype).removeprefix("torch."),
-                               lambda value=value: value) for name, value in state.items()}
+    return {name: StoredTensor(tuple(value.shape), value.dtype, lambda value=value: value)
+            for name, value in state.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # From files to parameters
 
 def check_headers(path, config):
-    """The shapes of all parameters, {name: shape}, once the headers of the folder's files agree
-    with the config.
+    """The shapes of all parameters, {name: shape}, if the headers of the folder's files agree.
 
     Reads no weights and builds nothing per layer before the headers show that many. Raises
     InputError for a tensor that is missing, unknown, quantised or of another shape."""
-    shapes = [tensor.shape for file in weight_files(path) for tensor in open_weights(file).values()]
-    if config.n_layer > len(shapes):
+    count = sum(len(open_weights(file)) for file in weight_files(path))
+    if config.n_layer > count:
         raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold "
-                         f"only {len(shapes)} tensors; fetch the checkpoint again")
+                         f"only {count} tensors; fetch the checkpoint again")
     try:
         with torch.device("meta"):  # a single layer, without memory, whose names are repeated
             parameters = GPT(replace(config, n_layer=1)).named_parameters()
@@ -477,24 +441,14 @@ def check_headers(path, config):
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch "
                          "it again") from None
-    expected = {}
+    shapes = {}
     for name, parameter in parameters:
         layers = range(config.n_layer) if name.startswith("blocks.0.") else [0]
         shape = tuple(parameter.shape)
-        expected |= {name.replace("blocks.0.", f"blocks.{i}."): shape for i in layers}
-    for _ in match_tensors(path, config, expected):
+        shapes |= {name.replace("blocks.0.", f"blocks.{i}."): shape for i in layers}
+    for _ in match_tensors(path, config, shapes):
         pass
-    return expected
-
-
-def stored_dtype(path):
-    """The torch dtype in which a folder's largest weight is stored."""
-    tensors = [tensor for file in weight_files(path) for key, tensor in open_weights(file).items()
-               if tensor.dtype in FLOATS and not key.endswith(IGNORED)]
-    name = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
-    if name.isupper():  # safetensors' name
-        name = name.replace("BF", "bfloat").replace("F", "float")
-    return getattr(torch, name)
+    return shapes
 
 
 def match_tensors(path, config, shapes):
@@ -505,7 +459,8 @@ def match_tensors(path, config, shapes):
     family = FAMILIES[config.family]
     parts = {key: (name, start, size) for name, shape in shapes.items()
              for key, start, size in stored_parts(name, shape[0], config)}
-    missing, embedding = dict(parts), family.names["embed.{}"][0].format("weight")
+    missing = dict(parts)
+    embedding = f"{family.names['embed'][0]}.weight"
     for file in weight_files(path):
         for key, tensor in open_weights(file).items():
             part = key.removeprefix(family.prefix)  # which only some folders have
@@ -518,20 +473,20 @@ def match_tensors(path, config, shapes):
             if part not in parts:
                 kind = QUANTISED.get(key.rpartition(".")[2])
                 hint = f"; it looks quantised ({kind}), which is not supported" if kind else ""
-                raise InputError(f"{file}: the checkpoint has a tensor that its config.json gives "
-                                 f"no place to: {key}{hint}")
+                raise InputError(f"{file}: expected the tensors of its config.json, found {key} "
+                                 f"too{hint}")
             name, start, size = parts[part]
             expected = (size, *shapes[name][1:])[::-1 if is_transposed(name, config) else 1]
-            if tensor.dtype not in FLOATS:
+            if tensor.dtype not in DTYPES.values():
                 raise InputError(f"{file}: {key} is quantised ({tensor.dtype}), which is not "
                                  "supported; use the float16 or bfloat16 checkpoint")
             if tensor.shape != expected:
-                raise InputError(f"{file}: {key} should have shape {expected} by config.json, the "
-                                 f"checkpoint has {tensor.shape}")
+                raise InputError(f"{file}: {key} should have shape {expected} by config.json, but "
+                                 f"has {tensor.shape}")
             missing.pop(part, None)
             yield file, tensor, name, start, size
     if missing:
-        part, (name, _, _) = next(iter(missing.items()))
+        part, (name, *_) = next(iter(missing.items()))
         raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it does "
                          "not fit its config.json")
 
@@ -546,7 +501,9 @@ def load(path, dtype=None, device=None, group=None):
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(path)
     shapes = check_headers(path, config)  # nothing is built before the files agree
-    dtype = dtype or default_dtype(device, stored_dtype(path))
+    tensors = (tensor for _, tensor, *_ in match_tensors(path, config, shapes))
+    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
+    dtype = dtype or default_dtype(device, largest.dtype)
     slices = {name: group.shard_slices(name, config) if group else None for name in shapes}
     held = {name: shard_shape(shape, slices[name]) for name, shape in shapes.items()}
     size = dtype.itemsize * sum(map(math.prod, held.values()))
@@ -574,18 +531,17 @@ def read_state(path, config, shapes, dtype, device, slices):
     as `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes
     the memory of the state and of about one tensor. Raises InputError as check_headers does."""
     state, samples = {}, {}
-    progress = FileProgress(path)
-    for file, tensor, name, start, size in match_tensors(path, config, shapes):
-        progress.show(file)
+    for tensor, name, start, size in show_files(path, match_tensors(path, config, shapes)):
+        shape = shapes[name]
         if name not in state:
-            shape = shard_shape(shapes[name], slices[name])
-            state[name] = torch.empty(shape, dtype=dtype, device=device)
+            state[name] = torch.empty(shard_shape(shape, slices[name]), dtype=dtype, device=device)
         value = tensor.load()
         value = value.T if is_transposed(name, config) else value
         copy_shard(state[name], value, start, slices[name])
-        rows, columns = sample_for_hash(shapes[name], start, size)
-        sampled = value[rows, columns] if value.dim() > 1 else value[columns]
-        samples.setdefault(name, {})[start] = sampled
+        # of the whole parameter, `state_hash` samples one value in every stride
+        stride = max(1, math.prod(shape) // 64)
+        first = -start * math.prod(shape[1:]) % stride
+        samples.setdefault(name, {})[start] = value.flatten()[first::stride].clone()
     if config.unit_head:
         for rows in state["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
@@ -597,28 +553,16 @@ def read_state(path, config, shapes, dtype, device, slices):
     return state, samples_hash(joined)
 
 
-class FileProgress:
-    """A line on standard error for each file of a large checkpoint."""
-
-    def __init__(self, path):
-        self.files, self.current = weight_files(path), None
-        self.total = sum(file.stat().st_size for file in self.files)
-
-    def show(self, file):
-        if file != self.current and self.total >= LARGE:
-            self.current = file
-            number = self.files.index(file) + 1
-            print(f"reading {file.name} ({number} of {len(self.files)}, {self.total / 1e9:.1f} GB "
-                  "in all)", file=sys.stderr)
-
-
-def sample_for_hash(shape, start, size):
-    """(rows, columns) of the values of a parameter that `clover.state_hash` samples, one in every
-    numel // 64, within `size` rows from `start`, counted from there."""
-    width, stride = math.prod(shape[1:]), max(1, math.prod(shape) // 64)
-    first = -(-start * width // stride) * stride
-    flat = torch.arange(first, (start + size) * width, stride) - start * width
-    return (flat // width, flat % width) if len(shape) > 1 else (torch.zeros_like(flat), flat)
+def show_files(path, matches):
+    """Yields the matches, without their files, of which it prints those of a large checkpoint."""
+    files = weight_files(path)
+    total = sum(file.stat().st_size for file in files)
+    for file, group in itertools.groupby(matches, itemgetter(0)):
+        if total >= LARGE:
+            print(f"reading {file.name} ({files.index(file) + 1} of {len(files)}, "
+                  f"{total / 1e9:.1f} GB in all)", file=sys.stderr)
+        for _, *match in group:
+            yield match
 
 
 def shard_shape(shape, slices):
@@ -632,17 +576,15 @@ def shard_shape(shape, slices):
 def copy_shard(target, value, start, slices):
     """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank
     holds it."""
-    dim, parts = slices or (0, [slice(0, start + len(value))])
+    end = start + len(value)
+    dim, parts = slices or (0, [slice(0, len(target))])
     if dim == 1:
-        target[start:start + len(value)].copy_(value[:, parts[0]])
+        target[start:end].copy_(value[:, parts[0]])
         return
-    row = 0  # of the target
-    for part in parts:
-        first, last = max(part.start, start), min(part.stop, start + len(value))
+    for part, rows in zip(parts, target.split([part.stop - part.start for part in parts])):
+        first, last = max(part.start, start), min(part.stop, end)
         if first < last:
-            at = row + first - part.start
-            target[at:at + last - first].copy_(value[first - start:last - start])
-        row += part.stop - part.start
+            rows[first - part.start:last - part.start].copy_(value[first - start:last - start])
 
 
 def save(model, path, dtype=None):
@@ -650,7 +592,7 @@ def save(model, path, dtype=None):
     transformers to read. Raises InputError for a config that the family's format cannot express."""
     path, dtype = Path(path), dtype or model.dtype
     raw = hf_config(model.config, dtype)
-    if parse_config(raw, path) != model.config:
+    if parse_config(raw) != model.config:
         raise InputError(f"{path}: the {model.config.family} format has no way to write this "
                          f"config: {model.config}")
     path.mkdir(parents=True, exist_ok=True)
@@ -673,16 +615,12 @@ def describe(path):
     scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
     gb = lambda size: f"{size / 1e9:.2f} GB"
-    head = "tied to the embeddings" if c.tied else "of its own"
-    gated = " gated" if c.gated else ""
-    in_both = lambda size: f"{gb(4 * size)} in float32, {gb(2 * size)} in bfloat16"
-    return "\n".join((
-        f"family        {c.family} ({FAMILIES[c.family].architecture})",
-        f"layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{gated}",
-        f"heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        f"vocabulary    {c.vocab_size}, LM head {head}",
-        f"context       {c.block_size} tokens, positions by {c.positions}{scaling}",
-        f"parameters    {count / 1e6:.1f} million: {in_both(count)}",
-        f"weights       {shards}, {gb(sum(f.stat().st_size for f in files))}",
-        f"KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in "
-        "bfloat16"))
+    return f"""\
+family        {c.family} ({FAMILIES[c.family].architecture})
+layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{" gated" if c.gated else ""}
+heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}
+vocabulary    {c.vocab_size}, LM head {"tied to the embeddings" if c.tied else "of its own"}
+context       {c.block_size} tokens, positions by {c.positions}{scaling}
+parameters    {count / 1e6:.1f} million: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
+weights       {shards}, {gb(sum(file.stat().st_size for file in files))}
+KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16"""

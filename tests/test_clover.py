@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends import cpu
 from clover import PRESETS, CloverHeads, model_hash, preset
 from conftest import random_prompts, toy_model
 from generate import generate
-from backends import cpu
 from model import GPT, InputError
 
 

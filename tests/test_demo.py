@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.cpu import NATIVE_BFLOAT16
 from clover import CloverHeads
 from generate import generate
 from hf.chat import sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
-from backends.cpu import NATIVE_BFLOAT16
 from model import GPT
 from tools.cli import DEMO
 from training.data import load_tokens, prompts

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import train_heads
+from backends.tensor_parallel import Group
 from bench import __main__ as bench
 from bench.steps import size_config
 from clover import PRESETS, Head
-from model import GPT, Block, Group
+from model import GPT, Block
 from tools import cli
 from training import base
 
@@ -74,9 +75,12 @@ def test_what_fits_several_gpus():
     count = lambda module: sum(p.numel() for p in module.parameters())
     for name, config in models.items():
         with torch.device("meta"):
-            ranks = [GPT(config, Group(0, size)) for size in (1, 2, 4, 8)]
+            ranks = [GPT(config) for _ in range(4)]
+            for size, model in zip((1, 2, 4, 8), ranks):
+                Group(0, size).divide(model)
             heads = count(Block(config)) + clover.n_draft * count(Head(clover, config))
-        cached = [2 * c.n_layer * c.n_kv_head * c.head_size * 8 * 4096 for c in (model.share for model in ranks)]
+        parts = [model.blocks[0].attn.config for model in ranks]
+        cached = [2 * c.n_layer * c.n_kv_head * c.head_size * 8 * 4096 for c in parts]
         cells = [f"{2 * (count(model) + heads + cache) / 1e9:.0f}" for model, cache in zip(ranks, cached)]
         assert f"| {name} | {' | '.join(cells)} |" in page
 
@@ -104,9 +108,9 @@ def test_the_readme_is_short_and_quotes_the_code_as_it_is():
     assert len(text.splitlines()) <= 180
     for file, lines in re.findall(r"^\| \[(\w+\.py)\].*?\| ([\d,]+) \|", text, re.M):
         assert int(lines.replace(",", "")) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1), file
-    step = re.search(r"def step\(self, variant\):\n.*?```", text, re.S)[0].splitlines()[:-1]
+    step = re.search(r"def step\(self, plan\):\n.*?```", text, re.S)[0].splitlines()[:-1]
     code = [" ".join(line.split()) for line in loop.splitlines()]
-    assert len(step) == 6 and all(" ".join(line.split()) in code for line in step)
+    assert len(step) == 7 and all(" ".join(line.split()) in code for line in step)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)

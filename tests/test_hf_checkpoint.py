@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset
+from clover import state_hash as identity
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from hf.checkpoint import check_headers, describe, read_config
-from clover import state_hash as identity
 from model import GPT, GPTConfig, InputError, alibi_slopes, atomic_write
 
 ROOT = Path(__file__).parent.parent

@@ -15,13 +15,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import generate as command_line
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
-from generate import Sequence, Variant, generate
+from generate import DraftPlan, Sequence, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import cli, tune
+from tools import cli, printer, tune
 from tools.compare import first_difference
 from tools.drafts import Drafts
 
@@ -62,7 +61,7 @@ def folder(checkpoint):
 
 
 def run(capsys, *flags):
-    command_line.main([str(flag) for flag in flags])
+    cli.generate_main([str(flag) for flag in flags])
     return capsys.readouterr().out
 
 
@@ -93,7 +92,7 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
 
 
 def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
-    """Catches a variant that decodes and is not shown, shares that do not add up, another step's times."""
+    """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
     monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, v, *_: (1 + v.tree_size / 10) / 1000)
     assert "carry no acceptance table" in run(capsys, *flags)
@@ -112,8 +111,8 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
     assert list(table) == names and table["heads 2"][:2] == ["1.30", "2.70"]
     assert sum(int(table[name][-1].rstrip("%")) for name in names) == pytest.approx(100, abs=5)
     assert "draft    verify    sample    accept    commit" in said and result["explained"][0].startswith("batch size 1")
-    assert sum(row["steps"] for row in result["variants"].values()) == result["steps"]
-    assert sum(row["tokens"] for row in result["variants"].values()) == len(result["tokens"][0])
+    assert sum(row["steps"] for row in result["plans"].values()) == result["steps"]
+    assert sum(row["tokens"] for row in result["plans"].values()) == len(result["tokens"][0])
 
 
 @pytest.mark.parametrize("draft, names", [("heads+lookup", {"heads 8 + lookup 8"}), ("heads", {"heads 16"}),
@@ -125,26 +124,26 @@ def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, 
     plain = json.loads(run(capsys, *flags, "--tree-size", 1))
     size = () if draft == "none" else ("--tree-size", 17)
     drafted = json.loads(run(capsys, *flags, *size, *(("--draft", draft) if draft else ())))
-    assert set(drafted["variants"]) == names and set(plain["variants"]) == {"plain"}
+    assert set(drafted["plans"]) == names and set(plain["plans"]) == {"plain"}
     assert drafted["tokens"] == plain["tokens"] and not plain["accepted"]
     assert set(drafted["accepted"]) <= {"heads", "lookup"} and (draft != "lookup" or "heads" not in drafted["accepted"])
 
 
 def test_a_folder_without_heads_is_drafted_for_by_lookup(folder, capsys):
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--json", "--tree-size", 5, "--heads", "none"]
-    assert set(json.loads(run(capsys, *flags))["variants"]) == {"lookup 4"}
+    assert set(json.loads(run(capsys, *flags))["plans"]) == {"lookup 4"}
 
 
 def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     """Catches a guess in the colour of the drafter that did not make it."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    encoding = load_encoding(folder)
     session = SimpleNamespace(texts=["abc"], args=SimpleNamespace(json=False), stop=[], template=None,
-                              encoding=load_encoding(folder))
-    printer = cli.Printer(session)
-    printer.show(0, [70, 71, 72, 73], [0, 3, 5, 9], Variant(3, 6))
+                              encoding=encoding, text_stream=encoding.stream)
+    printer.Printer(session).show(0, [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
     coded = session.encoding.decode([70, 71, 72, 73])
-    codes = cli.HEAD_COLOURS[0], cli.LOOKUP_COLOUR, cli.LOOKUP_COLOUR
+    codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
     assert capsys.readouterr().out == "abc" + "".join(painted) + coded[3]
 
@@ -217,7 +216,7 @@ def test_a_conversation_takes_turns(chat_folder, capsys, monkeypatch):
 def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folder, capsys, monkeypatch):
     """Catches a traceback, and a conversation that is lost to one long line."""
     typed(monkeypatch, "hi", "x" * 200, "ok")
-    command_line.main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "8", "--chat"])
+    cli.generate_main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "8", "--chat"])
     said = capsys.readouterr()
     assert "shorten the prompt; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
 
@@ -234,7 +233,7 @@ def test_flags_that_cannot_be_end_a_conversation(chat_folder, monkeypatch):
     for flags in (["--temperature", "-1"], ["--tree-size", "0"], ["--beams", "999"]):
         typed(monkeypatch, "hi", "you")
         with pytest.raises(InputError, match="must be"):
-            command_line.main(["--model", str(chat_folder), "--device", "cpu", "--chat", *flags])
+            cli.generate_main(["--model", str(chat_folder), "--device", "cpu", "--chat", *flags])
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monkeypatch):
@@ -248,7 +247,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
     monkeypatch.setattr(Sequence, "take", interrupted)
     typed(monkeypatch, "hi", "go on")
     flags = ["--max-new-tokens", "10", "--chat", "--draft", "none"]
-    command_line.main(["--model", str(chat_folder), "--device", "cpu", *flags])
+    cli.generate_main(["--model", str(chat_folder), "--device", "cpu", *flags])
     assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
 
 
@@ -272,7 +271,7 @@ def test_the_folder_says_how_to_sample_where_no_flag_does(chat_folder, capsys):
     (chat_folder / "generation_config.json").write_text(json.dumps(settings))
     assert tokens() == sampled and tokens("--temperature", 0) == greedy
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
-    told = lambda *more: (command_line.main(list(map(str, flags + list(more)))), capsys.readouterr().err)[1]
+    told = lambda *more: (cli.generate_main(list(map(str, flags + list(more)))), capsys.readouterr().err)[1]
     assert told().startswith("sampling as chat/generation_config.json says: ") and "temperature 2, top-k 50 (" in told()
     assert "temperature" not in told("--temperature", 1).split("(")[0] and told("--temperature", 0) == ""
     for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
@@ -312,7 +311,7 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
 
 def test_trees_as_text(monkeypatch):
     """Catches a branch under the wrong parent, and marks that are not the path's."""
-    step = dict(prompt=1, step=7, variant="heads 3 + lookup 3", nodes=["x", " =", "\n", " 1", ")", "]", "}"],
+    step = dict(prompt=1, step=7, plan="heads 3 + lookup 3", nodes=["x", " =", "\n", " 1", ")", "]", "}"],
                 parents=[-1, 0, 0, 1, 3, 4, 5], path=[0, 1, 3, 4], emitted=[" =", " 1", ")", "2"],
                 drafted_by=["root", "head 1", "head 1", "head 2", "lookup", "lookup", "lookup"],
                 guessed_by=["head 1", "head 2", "lookup", "model"])
@@ -364,7 +363,7 @@ BAD_FLAGS = {
 def test_bad_flags_are_refused_in_one_line(folder, case):
     flags, says = BAD_FLAGS[case]
     with pytest.raises(InputError) as caught:
-        command_line.main(["--model", str(folder), "--device", "cpu", *flags])
+        cli.generate_main(["--model", str(folder), "--device", "cpu", *flags])
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -399,4 +398,4 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     toy_model().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(InputError, match="do not belong together"):
-        command_line.main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "a"])
+        cli.generate_main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "a"])

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import generate as module
+from backends.tensor_parallel import Group
 from clover import CloverHeads
 from conftest import random_prompts, toy_model
-from generate import DEFAULT_TREE, Engine, Fixed, Sampling, Variant, generate
+from generate import DEFAULT_TREE, Decoder, DraftPlan, Engine, FixedPolicy, Sampling, generate
 from hf.tokenizer import load_encoding
-from model import GPT, Group, InputError
+from model import GPT, InputError
 from test_clover import random_heads
 from tools import tune
 from tools.cli import DEMO
 from tools.tune import (
-    Choice,
+    AdaptivePolicy,
     acceptance,
     expected_tokens,
     fit,
@@ -52,18 +54,18 @@ def test_acceptance_is_what_decoding_accepts():
 def test_acceptance_is_the_same_with_a_step_in_flight(toy, monkeypatch):
     """Catches slots moved or left out while a step is in flight: its result has a row for each, as the buffer that it
     is copied to on a GPU."""
-    class AsOnCuda(Engine):
+    class AsOnCuda(Decoder):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.steps_ahead = 1
 
-        def step(self, variant):
-            result = super().step(variant)
+        def step(self, plan):
+            result = super().step(plan)
             assert len(result) == self.batch_size
             return result
     heads, given = random_heads(toy), random_prompts([9, 30, 3, 14, 7])
     want = [acceptance(toy, heads, given, t, 20, batch_size=3) for t in (0.0, 1.0)]
-    monkeypatch.setattr(tune, "Engine", AsOnCuda)
+    monkeypatch.setattr(module, "Decoder", AsOnCuda)
     assert [acceptance(toy, heads, given, t, 20, batch_size=3) for t in (0.0, 1.0)] == want
 
 
@@ -78,7 +80,7 @@ def test_expected_tokens_between_temperatures():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which variants there are to choose from
+# Which plans there are to choose from
 
 def heads_with_table(model):
     heads = random_heads(model)
@@ -87,12 +89,12 @@ def heads_with_table(model):
 
 
 def timed(monkeypatch, times):
-    """Step times are times(variant) -> the list of variants that were timed."""
+    """Step times are times(plan) -> the list of plans that were timed."""
     measured = []
 
-    def measure(model, heads, batch_size, variant, *_):
-        measured.append(variant)
-        return times(variant)
+    def measure(model, heads, batch_size, plan, *_):
+        measured.append(plan)
+        return times(plan)
     monkeypatch.setattr(tune, "step_time", measure)
     return measured
 
@@ -102,14 +104,14 @@ def timed(monkeypatch, times):
                                          (lambda T: 1 + T / 100, (2, 4))],
                          ids=["free", "linear", "step", "slope", "flat"])
 def test_the_trees_that_find_most_per_second_are_chosen_from(toy, monkeypatch, times, want):
-    """Catches a search that stops too soon, and a choice without plain decoding."""
-    measured = timed(monkeypatch, lambda variant: times(variant.tree_size))
+    """Catches a search that stops too soon, and a policy without plain decoding."""
+    measured = timed(monkeypatch, lambda plan: times(plan.tree_size))
     heads = heads_with_table(toy)
     found = fit(toy, heads, False, 1, 100, Sampling())
-    assert [variant.tree_size for variant in found.variants] == [1, *want]
+    assert [plan.tree_size for plan in found.plans] == [1, *want]
     assert all(found.seconds[v] == times(v.tree_size)
                and found.expected[v] == expected_tokens({"0": TABLE}, v.tree_size, 0)
-               for v in found.variants)
+               for v in found.plans)
     first = len(measured)
     assert fit(toy, heads, False, 1, 100, Sampling()).seconds == found.seconds and len(measured) == first  # known now
     fit(toy, heads, False, 1, 100, Sampling(), fresh=True)
@@ -120,30 +122,31 @@ def test_the_trees_that_find_most_per_second_are_chosen_from(toy, monkeypatch, t
 
 def test_drafters_that_are_there_are_chosen_from(toy, monkeypatch):
     """Catches a chain where lookup was not asked for, none where it was, and a tree of more than 64 nodes."""
-    timed(monkeypatch, lambda variant: 1.0 + 0.001 * variant.tree_size)
+    timed(monkeypatch, lambda plan: 1.0 + 0.001 * plan.tree_size)
     heads = heads_with_table(toy)
-    chains = tuple(Variant(0, n) for n in tune.CHAINS)
-    assert fit(toy, None, False, 1, 100, Sampling()).variants == (Variant(),)
-    assert fit(toy, None, True, 1, 100, Sampling()).variants == (Variant(), *chains)
-    found = fit(toy, heads, True, 1, 100, Sampling()).variants
-    assert found == (Variant(), Variant(1), Variant(3), *chains, Variant(1, 4), Variant(3, 10), Variant(3, 20))
+    chains = tuple(DraftPlan(0, n) for n in tune.CHAINS)
+    assert fit(toy, None, False, 1, 100, Sampling()).plans == (DraftPlan(),)
+    assert fit(toy, None, True, 1, 100, Sampling()).plans == (DraftPlan(), *chains)
+    found = fit(toy, heads, True, 1, 100, Sampling()).plans
+    trees = DraftPlan(), DraftPlan(1), DraftPlan(3)
+    assert found == (*trees, *chains, DraftPlan(1, 4), DraftPlan(3, 10), DraftPlan(3, 20))
     heads.info = dict(acceptance={"0": [[1 / 64] * 63] * 4})
-    found = fit(toy, heads, True, 2, 100, Sampling()).variants
-    assert found[2] == Variant(63) and max(variant.tree_size for variant in found) == 64
+    found = fit(toy, heads, True, 2, 100, Sampling()).plans
+    assert found[2] == DraftPlan(63) and max(plan.tree_size for plan in found) == 64
     assert len(set(found)) == 9
 
 
 def test_a_time_that_other_work_spoilt_is_seen(toy, monkeypatch):
     """Catches a step that is taken for slower than one that does more: what else ran just then is no property of it."""
-    slow = Variant(0, 10)
-    timed(monkeypatch, lambda variant: 50.0 if variant == slow else 1.0 + variant.tree_size / 100)
+    slow = DraftPlan(0, 10)
+    timed(monkeypatch, lambda plan: 50.0 if plan == slow else 1.0 + plan.tree_size / 100)
     found = fit(toy, None, True, 1, 100, Sampling())
-    assert found.seconds[slow] == found.seconds[Variant(0, 20)] == 1.21 and found.seconds[Variant(0, 4)] == 1.05
+    assert found.seconds[slow] == found.seconds[DraftPlan(0, 20)] == 1.21 and found.seconds[DraftPlan(0, 4)] == 1.05
 
 
 def test_the_file_of_times_serves_the_next_process(toy, monkeypatch):
     """Catches a library call that writes a file, and a command line that measures every time."""
-    heads, measured = heads_with_table(toy), timed(monkeypatch, lambda variant: 1.0)
+    heads, measured = heads_with_table(toy), timed(monkeypatch, lambda plan: 1.0)
     generate(toy, random_prompts([5]), 20, heads, lookup=True)
     assert measured and not times_file().parent.exists()
     tune.MEASURED.clear()
@@ -155,8 +158,8 @@ def test_the_file_of_times_serves_the_next_process(toy, monkeypatch):
 
 def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
     """Catches a crash over a file that another version wrote, and times that cannot be kept."""
-    heads, file, want = heads_with_table(toy), times_file(), (Variant(), Variant(1), Variant(3))
-    measured = timed(monkeypatch, lambda variant: 1.0)
+    heads, file, want = heads_with_table(toy), times_file(), (DraftPlan(), DraftPlan(1), DraftPlan(3))
+    measured = timed(monkeypatch, lambda plan: 1.0)
     file.parent.mkdir(parents=True)
     key = tune.cache_key(toy, heads, 1, 100, Sampling(), None, True)
     broken = 3, {"1+0": "x"}, {"1+0": 0}, {"1+0": -1}, {"1": 1.0}, {"1+0+2": 1.0}
@@ -164,36 +167,36 @@ def test_a_broken_file_of_times_is_measured_again(toy, monkeypatch):
         file.write_text(content)
         tune.MEASURED.clear()
         measured.clear()
-        assert fit(toy, heads, False, 1, 100, Sampling(), file=file).variants == want and Variant(1) in measured
+        assert fit(toy, heads, False, 1, 100, Sampling(), file=file).plans == want and DraftPlan(1) in measured
         assert len(json.loads(file.read_text())) >= 1
     file.unlink()
     file.mkdir()
-    assert fit(toy, heads, False, 1, 100, Sampling(), file=file, fresh=True).variants == want
+    assert fit(toy, heads, False, 1, 100, Sampling(), file=file, fresh=True).plans == want
 
 
 def test_heads_without_a_table_get_a_small_tree(toy):
     heads = random_heads(toy)
     out = generate(toy, random_prompts([5]), 20, heads)
-    assert out.tree_size == DEFAULT_TREE and list(out.variants) == [Variant(DEFAULT_TREE - 1)]
-    assert fit(toy, heads, True, 1, 100, Sampling()).variants[:2] == (Variant(), Variant(DEFAULT_TREE - 1))
+    assert out.tree_size == DEFAULT_TREE and list(out.plans) == [DraftPlan(DEFAULT_TREE - 1)]
+    assert fit(toy, heads, True, 1, 100, Sampling()).plans[:2] == (DraftPlan(), DraftPlan(DEFAULT_TREE - 1))
 
 
 @pytest.mark.parametrize("error", [InputError("no room"), torch.OutOfMemoryError("no room")], ids=["refused", "failed"])
 def test_trees_that_do_not_fit_the_memory_are_not_chosen(toy, monkeypatch, error):
-    def times(variant):
-        if variant.tree_size > 6:
+    def times(plan):
+        if plan.tree_size > 6:
             raise error
         return 1.0
     timed(monkeypatch, times)
-    found = fit(toy, heads_with_table(toy), True, 1, 100, Sampling()).variants
-    assert found == (Variant(), Variant(1), Variant(3), Variant(0, 4))
+    found = fit(toy, heads_with_table(toy), True, 1, 100, Sampling()).plans
+    assert found == (DraftPlan(), DraftPlan(1), DraftPlan(3), DraftPlan(0, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What each step takes
 
-PLAIN, SMALL, LARGE = Variant(), Variant(2), Variant(8)
-CHAIN, LONG, BOTH = Variant(0, 4), Variant(0, 16), Variant(8, 16)
+PLAIN, SMALL, LARGE = DraftPlan(), DraftPlan(2), DraftPlan(8)
+CHAIN, LONG, BOTH = DraftPlan(0, 4), DraftPlan(0, 16), DraftPlan(8, 16)
 SECONDS = {PLAIN: 1.0, SMALL: 1.2, LARGE: 1.5, CHAIN: 1.2, LONG: 1.5, BOTH: 2.1}
 EXPECTED = {PLAIN: 1.0, SMALL: 1.6, LARGE: 2.2, CHAIN: 1.65, LONG: 1.67, BOTH: 2.9}
 TEXTS = {  # chances that the heads' small tree, their large one, and each token of a chain are right
@@ -201,126 +204,112 @@ TEXTS = {  # chances that the heads' small tree, their large one, and each token
     "both pay": (0.5, 0.8, 0.7)}
 
 
-def emitted(rng, variant, chances):
-    """What a step finds in a made-up text: (tokens, path, chain) as `Choice.learn` takes them."""
+def emitted(rng, plan, chances):
+    """What a step finds in a made-up text: (tokens, path, chain) as `AdaptivePolicy.update` takes them."""
     small, large, right = chances
     found = lambda share: int(share) + (rng.random() < share % 1)
     by_small = found(small)
-    by_heads = by_small * (variant.heads > 0) + (found(large - small) if variant.heads == LARGE.heads else 0)
-    by_lookup = next((i for i in range(variant.lookup) if rng.random() >= right), variant.lookup)
+    by_heads = by_small * (plan.head_nodes > 0) + (found(large - small) if plan.head_nodes == LARGE.head_nodes else 0)
+    by_lookup = next((i for i in range(plan.lookup_tokens) if rng.random() >= right), plan.lookup_tokens)
     path = [0, 1, 2, 3, 4, 5, 6, 7, 8][:1 + min(by_small, by_heads)] + [4, 5, 6, 7, 8][:max(by_heads - by_small, 0)]
-    path += range(variant.heads + 1, variant.heads + 1 + by_lookup - by_heads)
+    path += range(plan.head_nodes + 1, plan.head_nodes + 1 + by_lookup - by_heads)
     tokens = list(range(len(path)))
-    both = variant.heads and variant.lookup
-    return tokens, path, [*tokens[:by_lookup], *[-2] * (variant.lookup - by_lookup)] if both else None
+    both = plan.head_nodes and plan.lookup_tokens
+    return tokens, path, [*tokens[:by_lookup], *[-2] * (plan.lookup_tokens - by_lookup)] if both else None
 
 
-def spend(choice, rng, chances, steps, batch):
-    """(tokens, seconds) of so many steps."""
+def spend(policy, rng, chances, steps, batch):
+    """(tokens, seconds) of this many steps."""
     total, taken = 0, 0.0
     for _ in range(steps):
-        variant = choice.pick([])
-        found = [emitted(rng, variant, chances) for _ in range(batch)]
-        choice.learn(variant, found, [])
-        total, taken = total + sum(len(tokens) for tokens, _, _ in found), taken + SECONDS[variant]
+        plan = policy.select()
+        found = [emitted(rng, plan, chances) for _ in range(batch)]
+        policy.update(plan, found)
+        total, taken = total + sum(len(tokens) for tokens, _, _ in found), taken + SECONDS[plan]
     return total, taken
 
 
-def speed(choice, texts, batch, steps=3000):
+def speed(policy, texts, batch, steps=3000):
     """Tokens per second over some texts, one after the other."""
     rng = random.Random(0)
-    totals = [spend(choice, rng, TEXTS[text], steps, batch) for text in texts]
+    totals = [spend(policy, rng, TEXTS[text], steps, batch) for text in texts]
     return sum(tokens for tokens, _ in totals) / sum(taken for _, taken in totals)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_choice_is_as_quick_as_the_best_variant(text, batch):
-    """Catches trials that cost more than they may, a variant that is never tried, a mean that forgets too soon."""
-    singles = [speed(Fixed(variant), [text], batch) for variant in SECONDS]
-    assert speed(Choice(SECONDS, EXPECTED), [text], batch) >= 0.97 * max(singles)
+    """Catches trials that cost more than they may, a plan that is never tried, a mean that forgets too soon."""
+    singles = [speed(FixedPolicy(plan), [text], batch) for plan in SECONDS]
+    assert speed(AdaptivePolicy(SECONDS, EXPECTED), [text], batch) >= 0.97 * max(singles)
 
 
 @pytest.mark.parametrize("texts", [("nothing pays", "it repeats"), ("it repeats", "nothing pays"),
                                    ("heads pay", "it repeats", "nothing pays", "both pay")], ids=" then ".join)
 def test_a_choice_follows_the_text(texts):
-    """Catches a choice made once and for all: it is quicker than any single variant."""
-    singles = [speed(Fixed(variant), texts, 1, 500) for variant in SECONDS]
-    assert speed(Choice(SECONDS, EXPECTED), texts, 1, 500) >= 1.02 * max(singles)
+    """Catches a policy made once and for all: it is quicker than any single plan."""
+    singles = [speed(FixedPolicy(plan), texts, 1, 500) for plan in SECONDS]
+    assert speed(AdaptivePolicy(SECONDS, EXPECTED), texts, 1, 500) >= 1.02 * max(singles)
 
 
 def test_wrong_expectations_are_given_up():
     """Catches a table of another text that is believed for ever, in either direction."""
-    for wrong in ({LARGE: 9.0, SMALL: 8.0}, {variant: 1.0 for variant in EXPECTED}):
+    for wrong in ({LARGE: 9.0, SMALL: 8.0}, {plan: 1.0 for plan in EXPECTED}):
         for text in TEXTS:
-            best = max(speed(Fixed(variant), [text], 1) for variant in SECONDS)
-            assert speed(Choice(SECONDS, EXPECTED | wrong), [text], 1) >= 0.93 * best
+            best = max(speed(FixedPolicy(plan), [text], 1) for plan in SECONDS)
+            assert speed(AdaptivePolicy(SECONDS, EXPECTED | wrong), [text], 1) >= 0.93 * best
 
 
 def test_trials_cost_what_they_may():
     """Catches trials that are free of charge: where all else is worse by far they lose at most their share."""
-    choice, taken = Choice(SECONDS, dict.fromkeys(SECONDS, 1.0)), Counter()
+    policy, taken = AdaptivePolicy(SECONDS, dict.fromkeys(SECONDS, 1.0)), Counter()
     for _ in range(5000):
-        variant = choice.pick([])
-        choice.learn(variant, [([0], [0], [-1] * variant.lookup if variant == BOTH else None)], [])
-        taken[variant] += 1
-    spent = sum(count * SECONDS[variant] for variant, count in taken.items())
+        plan = policy.select()
+        policy.update(plan, [([0], [0], [-1] * plan.lookup_tokens if plan == BOTH else None)])
+        taken[plan] += 1
+    spent = sum(count * SECONDS[plan] for plan, count in taken.items())
     assert 1 - 5000 / spent <= 1.1 * tune.TRIALS
     assert set(taken) == {*SECONDS} - {LONG}  # of which CHAIN tells all: it is never right to its end
 
 
-def test_what_the_heads_have_not_read_counts():
-    """Catches a trial of the heads that takes no account of a long text that they would have to read first."""
-    tried = {}
-    for unread in (0, 500):
-        choice, tried[unread] = Choice(SECONDS, dict.fromkeys(SECONDS, 1.0), reading=(0.1, 0.01)), Counter()
-        for _ in range(300):
-            variant = choice.pick([unread] * 2)
-            choice.learn(variant, [([0], [0], [-1] * variant.lookup if variant == BOTH else None)] * 2, [unread] * 2)
-            tried[unread][variant] += 1
-    assert tried[0][SMALL] and tried[0][CHAIN] and tried[500][CHAIN]
-    assert not tried[500].keys() & {SMALL, LARGE, BOTH}
-
-
 def test_a_choice_without_a_running_text_learns_nothing():
     """Catches a mean of no numbers: a step in flight when the last text ended."""
-    choice = Choice(SECONDS, EXPECTED)
-    choice.learn(BOTH, [], [])
-    assert choice.tokens == EXPECTED
+    policy = AdaptivePolicy(SECONDS, EXPECTED)
+    policy.update(BOTH, [])
+    assert policy.tokens == EXPECTED
 
 
 @torch.inference_mode()
 def test_what_other_variants_would_have_found_is_what_they_find():
     """Catches a node counted for a tree that does not have it, or a chain that is right beyond its first mistake."""
-    variants = PLAIN, SMALL, LARGE, CHAIN, LONG, BOTH, Variant(2, 4)
+    plans = PLAIN, SMALL, LARGE, CHAIN, LONG, BOTH, DraftPlan(2, 4)
     known, unknown = 0, 0
     model = toy_model(scale=1.5)  # texts of which some repeat and some do not
     heads = random_heads(model)
-    made = Engine(model, heads, batch_size=1, capacity=200, choice=SimpleNamespace(variants=variants), beams=3)
-    rng = random.Random(0)
+    made = Engine(model, heads, batch_size=1, capacity=200, policy=SimpleNamespace(plans=plans), beams=3)
+    decoder, rng = made.decoder, random.Random(0)
 
-    def tokens_of(variant):
+    def tokens_of(plan):
         """(tokens, path, chain) as `Engine.retire` has them; the state stays as it is."""
-        (tree, chain), P = made.draft(variant), made.max_path(variant)
-        row = made.accept(variant, tree, made.sample(tree, made.verify(tree)))[0].tolist()
-        count = row[2 * P]
-        return row[:count], row[P:P + count], None if chain is None else chain[0].tolist()
+        tree, chain = decoder.draft(plan)
+        target = decoder.sample(tree, decoder.verify(tree))
+        found = decoder.accept(plan, tree, target, chain).lists()
+        count = found.count[0]
+        return found.tokens[0][:count], found.path[0][:count], found.chain and found.chain[0]
 
-    def pick(unread):
-        if made.running and made.slots.active[0]:
+    def select():
+        if made.running and decoder.slots.active[0]:
             nonlocal known, unknown
-            for slot, sequence in made.running.items():
-                made.let_heads_read(slot, sequence, sequence.length)
-            found = {variant: tokens_of(variant) for variant in variants}
-            for variant, other in itertools.product(variants, variants):
-                if other.heads <= variant.heads and (variant.lookup or not other.lookup):
-                    tokens, path, chain = found[variant]
-                    right = right_tokens(tokens, chain) if variant.lookup else 0
-                    told, emitted = would_find(other, variant, path, right, math.inf), len(found[other][0])
-                    assert told in (emitted, math.inf), (variant, other, found)
+            found = {plan: tokens_of(plan) for plan in plans}
+            for plan, other in itertools.product(plans, plans):
+                if other.head_nodes <= plan.head_nodes and (plan.lookup_tokens or not other.lookup_tokens):
+                    tokens, path, chain = found[plan]
+                    right = right_tokens(tokens, chain) if plan.lookup_tokens else 0
+                    told, emitted = would_find(other, plan, path, right, math.inf), len(found[other][0])
+                    assert told in (emitted, math.inf), (plan, other, found)
                     known, unknown = known + (told == emitted), unknown + (told == math.inf)
-        return rng.choice(variants)
-    made.choice = SimpleNamespace(variants=variants, pick=pick, learn=lambda variant, found, unread: None)
+        return rng.choice(plans)
+    made.policy = SimpleNamespace(plans=plans, select=select, update=lambda plan, found: None)
     made.generate(random_prompts([60, 30, 5]), 60)
     assert known > 500 and unknown > 20
 
@@ -333,22 +322,22 @@ def test_seconds_takes_the_quickest_call(monkeypatch):
 
 
 def test_stages_and_steps_are_timed(toy):
-    for variant in (Variant(8), Variant(0, 4), Variant(4, 4)):
-        times = stage_times(toy, random_heads(toy), 2, variant, Sampling(0.5, top_k=3))
+    for plan in (DraftPlan(8), DraftPlan(0, 4), DraftPlan(4, 4)):
+        times = stage_times(toy, random_heads(toy), 2, plan, Sampling(0.5, top_k=3))
         assert list(times) == ["draft", "verify", "sample", "accept", "commit"] and min(times.values()) > 0
-    assert step_time(toy, None, 2, Variant(), Sampling()) > 0
+    assert step_time(toy, None, 2, DraftPlan(), Sampling()) > 0
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tree_size, draft", [(1, 0.0), (9, 1.0)])
 def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     """Catches a CUDA graph captured of nothing, for which CUDA warns and which it may not launch."""
-    made, captured = tune.timing_engine(toy, random_heads(toy), 2, Variant(tree_size - 1), Sampling()), []
-    monkeypatch.setattr(tune, "timing_engine", lambda *_, **__: made)
-    monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or (None, stage))
+    made, captured = tune.timing_decoder(toy, random_heads(toy), 2, DraftPlan(tree_size - 1), Sampling()), []
+    monkeypatch.setattr(tune, "timing_decoder", lambda *_, **__: made)
+    monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or stage)
     monkeypatch.setattr(tune, "seconds", lambda body, device, group: 1.0)
     model = SimpleNamespace(device=torch.device("cuda"), group=Group())
-    times = stage_times(model, None, 2, Variant(tree_size - 1), Sampling())
+    times = stage_times(model, None, 2, DraftPlan(tree_size - 1), Sampling())
     assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
     assert len(captured) == sum(times.values())
 
@@ -356,20 +345,20 @@ def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
-@pytest.mark.parametrize("variant", [Variant(), Variant(8), Variant(0, 8), Variant(4, 4)], ids=str)
-def test_stages_and_steps_are_timed_on_a_gpu(variant):
+@pytest.mark.parametrize("plan", [DraftPlan(), DraftPlan(8), DraftPlan(0, 8), DraftPlan(4, 4)], ids=str)
+def test_stages_and_steps_are_timed_on_a_gpu(plan):
     """Catches a stage that cannot be captured by itself."""
     model = toy_model().to("cuda")
     heads = random_heads(model).to("cuda")
-    times = stage_times(model, heads, 2, variant, Sampling(0.5, top_k=3))
-    assert (times.pop("draft") > 0) == (variant.tree_size > 1) and min(times.values()) > 0
-    assert step_time(model, heads, 2, variant, Sampling()) > 0
+    times = stage_times(model, heads, 2, plan, Sampling(0.5, top_k=3))
+    assert (times.pop("draft") > 0) == (plan.tree_size > 1) and min(times.values()) > 0
+    assert step_time(model, heads, 2, plan, Sampling()) > 0
 
 
 @torch.inference_mode()
 def test_timing_leaves_the_cache_as_long_as_it_was(toy):
     """Catches steps that run out of the cache while they are timed."""
-    made = tune.timing_engine(toy, random_heads(toy), 2, Variant(4, 4), Sampling())
+    made = tune.timing_decoder(toy, random_heads(toy), 2, DraftPlan(4, 4), Sampling())
     for _ in range(300):
         made.body()()
-    assert made.slots.cache.lengths.tolist() == [255, 255] and isinstance(made, Engine)
+    assert made.slots.cache.lengths.tolist() == [255, 255] and isinstance(made, Decoder)

@@ -92,8 +92,8 @@ def load_model(args, group=None):
 
 
 def load_heads(path, args, model, encoding):
-    """Those of a folder, or of the model folder's own `clover`. None for "none" and where a model
-    has no heads beside it."""
+    """The heads of a folder, by default of the model folder's own `clover`. None for "none" and
+    where a model has no heads beside it."""
     beside = Path(args.model) / "clover"
     path = path or (beside if beside.is_dir() else "none")
     if str(path) == "none":
@@ -148,7 +148,8 @@ def answer(session):
 
 def print_texts(session, engine, prompts, trees):
     """Continues the prompts and prints the texts -> (Output, whether Ctrl-C ended it)."""
-    printer, interrupted = Printer(session, trees), False
+    printer = Printer(session, trees)
+    interrupted = False
     try:
         output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
                                  session.encoding)
@@ -288,7 +289,8 @@ class Session:
 
     def drafters(self):
         """(the heads or None, whether lookup drafts) as --draft, --heads and --tree-size say."""
-        args, heads = self.args, None
+        args = self.args
+        heads = None
         if args.draft not in ("lookup", "none"):
             heads = load_heads(args.heads, args, self.model, self.encoding)
         if args.draft in ("heads+lookup", "heads") and heads is None:
@@ -296,8 +298,8 @@ class Session:
                              "needs; train some with train_heads.py, give --heads, or take "
                              "--draft lookup")
         lookup = args.draft in ("heads+lookup", "lookup", None)
-        one_guess = args.tree_size == 2  # the heads have it
-        return heads, lookup and not (heads and one_guess)
+        # a tree of 2 nodes has room for one guess, the heads'
+        return heads, lookup and not (heads and args.tree_size == 2)
 
     def encode(self, messages):
         """Token ids of a conversation after the system message; without a chat template, of its

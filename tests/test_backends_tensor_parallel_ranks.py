@@ -1,4 +1,5 @@
-"""generate.py in several processes, as torchrun starts them: they say what one says, and end together."""
+"""backends/tensor_parallel.py: generate.py in several processes, as torchrun starts them: they say what one says, and
+end together."""
 
 import json
 import os
@@ -12,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from backends import tensor_parallel as ranks
 from clover import PRESETS, CloverHeads
 from model import GPT, InputError
-from tools import ranks
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
 FLAGS = "--model", "model", "--device", "cpu", "--max-new-tokens", "24"
@@ -103,7 +104,7 @@ def test_what_all_find_is_told_once(folder, flags):
 
 
 def test_what_torchrun_leaves_out_is_named(monkeypatch):
-    given = dict(TORCHELASTIC_RUN_ID="x", **dict.fromkeys(ranks.NUMBERS, "2"), MASTER_ADDR="localhost")
+    given = dict(TORCHELASTIC_RUN_ID="x", **dict.fromkeys(ranks.VARIABLES, "2"), MASTER_ADDR="localhost")
     for name in given:
         monkeypatch.setenv(name, given[name])
     assert ranks.numbers() == (2, 2, 2)
@@ -111,7 +112,7 @@ def test_what_torchrun_leaves_out_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="2 processes on this machine need as many GPUs, but it has 1"):
         ranks.start(args)
-    for name in (*ranks.NUMBERS, "MASTER_ADDR"):
+    for name in (*ranks.VARIABLES, "MASTER_ADDR"):
         with monkeypatch.context() as patched:
             patched.delenv(name)
             with pytest.raises(InputError, match=f"torchrun sets {name}, but it is missing; start this with"):
