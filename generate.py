@@ -151,8 +151,8 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
-        if model.device.type == "cpu" and find_spec("backends"):
-            from backends import cpu
+        if find_spec("backends"):
+            from backends import cpu  # which does nothing elsewhere
             cpu.apply(model, heads)
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)

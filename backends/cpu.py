@@ -33,10 +33,11 @@ FEWEST_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors 
 
 
 def apply(model, heads=None):
-    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. It may be called again, after
-    weights have changed."""
+    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. It may be called again: after
+    weights have changed, or for a model that has left the CPU, whose layers become what they
+    were."""
     if model.device.type != "cpu" or runs_triton(model.embed.weight):
-        return
+        return restore(model, heads)
     warn_of_emulation(model.dtype)
     pack(model, model)
     if heads is not None:
@@ -45,6 +46,16 @@ def apply(model, heads=None):
         model.blocks[-1].is_last = True
     model.context_type = CPUContext
     model.new_cache = partial(new_cache, model)
+
+
+def restore(model, heads=None):
+    """Takes back what `apply` did."""
+    plain = {packed: layer for layer, packed in PACKED.items()}
+    for module in filter(None, (model, heads)):
+        for layer in module.modules():
+            layer.__class__ = plain.get(type(layer), type(layer))
+    model.context_type = AttentionContext
+    vars(model).pop("new_cache", None)
 
 
 def default_dtype(device, stored):
@@ -202,7 +213,7 @@ class PackedBlock(Block):
             return super().forward(hidden, residual, rope, context, kv)
         stream = hidden if residual is None else residual + hidden
         B, T = context.cache_rows.shape
-        rows = max(stream.shape[1], -(-FEWEST_ROWS // B))  # of each sequence
+        rows = max(stream.shape[1], -(-attn.proj.min_rows // B))  # of each sequence
         stream = pad_tokens(stream, rows)
         qkv = attn.qkv.product(self.attn_norm.add(stream, None)[0])
         attended = attn.attend(qkv if rows == T else qkv[:, :T], rope, context, kv)

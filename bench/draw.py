@@ -9,23 +9,18 @@ import io
 import re
 import warnings
 from argparse import Namespace
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 
 from bench import hardware, make_folder, roofline, write_file
 from bench.steps import SIZES
-from clover import MAX_TREE
+from clover import MAX_DRAFT, MAX_TREE
 from model import InputError, read_json
 from tools.cli import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.tune import PREFIX
 
-WIDTH = 760            # of a picture, in pixels, of which 96 are an inch
-COLUMNS = 88           # of text.svg
-LETTER = 0.61          # width of a monospaced character, in font sizes
-NODES, LABEL = 16, 14  # of tree.svg: boxes, characters of one
-TREE_SIZE = 17         # of tokens-per-step.svg
+WIDTH = 760  # of a picture, in pixels, of which 96 are an inch
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
@@ -35,12 +30,14 @@ STYLE = dict.fromkeys(COLOURED, GREY) | {
     "font.sans-serif": ["Segoe UI", "Noto Sans", "Helvetica", "Arial", "DejaVu Sans"],
     "font.monospace": ["DejaVu Sans Mono", "Menlo", "Liberation Mono", "Lucida Console"],
     "figure.facecolor": "none", "axes.facecolor": "none", "axes.spines.left": False,
-    "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4}
+    "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4,
+    "figure.constrained_layout.h_pad": 0.1}
 DRAFTERS = {  # as records call them: (name, colour)
     "plain": ("plain decoding", GREY), "medusa": ("Medusa", GREEN), "hydra": ("Hydra", GREEN),
     "clover": ("Clover", GREEN), "clover2": ("Clover-2", GREEN), "lookup": ("lookup alone", AMBER),
     "clover + lookup": ("Clover + lookup", BLUE), "auto": ("auto (default)", PINK)}
-MODELS = {"30b": PINK, "8b": GREEN, "1.5b": BLUE}  # of roofline.svg
+GUESSED_BY = {f"head {i + 1}": ANSI[HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]]
+              for i in range(MAX_DRAFT)} | {"model": DIM, "lookup": ANSI[LOOKUP_COLOUR]}
 
 
 def card(figure, title, height, own, drafted_by, below):
@@ -49,179 +46,144 @@ def card(figure, title, height, own, drafted_by, below):
                linewidth=1)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
     axes.set_axis_off()
-    colours = {own: DIM, "guessed by:": BRIGHT} | {by: colour_of(by) for by in sorted(drafted_by)}
+    colours = {own: DIM, "guessed by:": BRIGHT} | {by: GUESSED_BY[by] for by in sorted(drafted_by)}
     x = 24
     for words, colour in colours.items():
-        axes.text(x, 34, words, color=colour)
+        axes.text(x, 32, words, color=colour)
         x += 7.2 * len(words) + 16
     axes.text(24, height - 24, below, color=BRIGHT)
     return axes
 
 
-def printable(words):
-    """Text without characters that XML forbids or that no one sees."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in words)
-
-
-def colour_of(guessed_by):
-    """On the card, of what "head 1", "lookup" or the "model" guessed."""
-    if guessed_by in ("model", "lookup"):
-        return DIM if guessed_by == "model" else ANSI[LOOKUP_COLOUR]
-    return ANSI[HEAD_COLOURS[min(int(guessed_by.removeprefix("head ")), len(HEAD_COLOURS)) - 1]]
-
-
 def draw_text(figure, run):
     steps = [step for step in run["drafts"] if step["prompt"] == 0]
-    tokens = [token for step in steps
-              for token in zip(step["emitted"], step["guessed_by"], strict=True)]
+    tokens = [(words, by, GUESSED_BY[by]) for step in steps
+              for words, by in zip(step["emitted"], step["guessed_by"], strict=True)]
     row = column = 0
     placed = []
-    for words, by in [(run["prompts"][0], "prompt"), *tokens]:
+    for words, _, colour in [(run["prompts"][0], "", BRIGHT), *tokens]:
         for part in re.findall(r"\n| +|\S+", words.expandtabs(4)):
-            if part == "\n" or column + len(part) > COLUMNS:
+            if part == "\n" or column + len(part) > 88:
                 row += 1
                 column = 0
-            placed.append((24 + 13 * LETTER * column, 66 + 19 * row, part, by))
-            column += len(part) if part != "\n" else 0
-    axes = card(figure, "A text, each token in the colour of what guessed it", 122 + 19 * row,
-                "not guessed", {by for _, by in tokens} - {"model"},
+            if part != "\n":
+                placed.append((24 + 7.93 * column, 66 + 19 * row, part, colour))
+                column += len(part)
+    axes = card(figure, "A text, each token in the colour of what guessed it", 118 + 19 * row,
+                "not guessed", {by for _, by, _ in tokens} - {"model"},
                 f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
                 "tokens per step (plain decoding: 1)")
-    for x, y, part, by in placed:
-        if not part.isspace():
-            axes.text(x, y, printable(part), family="monospace",
-                      color=BRIGHT if by == "prompt" else colour_of(by))
+    for x, y, part, colour in placed:
+        axes.text(x, y, part.strip(), color=colour, family="monospace")
 
 
-def layout(step):
-    """[(x, y, label, parent)] of a step's nodes and, as the last one, of the model's own token:
-    depths from left to right, the accepted path along the top."""
+def draw_tree(figure, run):
+    """Of the step with most accepted: depths from left to right, the accepted path on top."""
+    steps = [step for step in run["drafts"] if 2 < len(step["path"]) < 8
+             and len(set(step["parents"])) < len(step["parents"]) < 16
+             and step["guessed_by"][-1] == "model" and step["nodes"][0].strip()]
+    if not steps:
+        raise InputError("the run has no step of fewer than 16 nodes with two accepted guesses "
+                         "and another branch; save a run with a smaller --tree-size")
+    step = max(steps, key=lambda step: len(step["path"]))
+    tokens = [*step["nodes"], step["emitted"][-1]]
     parents = [*step["parents"], step["path"][-1]]
-    labels = [printable(words.translate(str.maketrans(" \n\t", "·↵⇥")))
-              for words in (*step["nodes"], step["emitted"][-1])]
-    labels = [words if len(words) <= LABEL else words[:LABEL - 1] + "…" for words in labels]
+    accepted = {*step["path"], len(step["nodes"])}
     places = {}
 
     def place(node, depth, row):
         """Gives a node and its descendants their places -> the first row that is free."""
         places[node] = depth, row
         children = [i for i, parent in enumerate(parents) if parent == node]
-        for child in sorted(children, key=lambda i: i not in (*step["path"], len(step["nodes"]))):
+        for child in sorted(children, key=lambda i: i not in accepted):
             row = place(child, depth + 1, row)
         return row if children else row + 1
 
-    place(0, 0, 0)
-    widths = [12 * LETTER * max(len(labels[i]) for i in places if places[i][0] == depth) + 36
-              for depth in range(max(places.values())[0] + 1)]
-    lefts = [*accumulate(widths, initial=24)]
-    return [(lefts[places[i][0]], 76 + 34 * places[i][1], labels[i], parent)
-            for i, parent in enumerate(parents)]
-
-
-def shows_the_method(step):
-    """Whether a step is small and has a root that can be seen, two accepted guesses, a branch that
-    was not accepted and the model's own token."""
-    return (len(step["parents"]) < NODES and len(step["path"]) > 2
-            and len(set(step["parents"])) < len(step["parents"]) and step["nodes"][0].strip()
-            and step["guessed_by"][-1:] == ["model"] and max(layout(step))[0] < WIDTH - 130)
-
-
-def draw_tree(figure, run):
-    steps = filter(shows_the_method, run["drafts"])
-    step = max(steps, key=lambda step: len(step["path"]), default=None)
-    if not step:
-        raise InputError(f"the run has no step of fewer than {NODES} nodes with two accepted "
-                         "guesses and another branch; save a run with a smaller --tree-size")
-    nodes = layout(step)
-    axes = card(figure, "A drafted tree, with what was accepted", max(y for _, y, *_ in nodes) + 84,
-                "the model's next token", set(step["drafted_by"][1:]),
-                "White: the newest token. Full: accepted, the model says the same. Outlined: "
-                f"rejected.\nOne step: {len(step['path']) - 1} guesses accepted and the model's "
-                f"next token, {len(step['path'])} tokens.")
-    colours = [BRIGHT, *map(colour_of, (*step["drafted_by"][1:], "model"))]
-    for i, ((x, y, words, parent), colour) in enumerate(zip(nodes, colours, strict=True)):
-        accepted = i in (*step["path"], len(nodes) - 1)
+    height = 144 + 34 * place(0, 0, 0)
+    axes = card(figure, "A drafted tree, with what was accepted", height, "the model's next token",
+                set(step["drafted_by"][1:]), "White: the newest token. Full: accepted, the model "
+                "says the same. Outlined: rejected.\nOne step: "
+                f"{len(accepted) - 2} guesses accepted, {len(accepted) - 1} tokens.")
+    width = min(110, 712 / (1 + max(places.values())[0]))
+    spots = {i: (30 + width * depth, 78 + 34 * row) for i, (depth, row) in places.items()}
+    colours = [BRIGHT, *(GUESSED_BY[by] for by in (*step["drafted_by"][1:], "model"))]
+    for i, (words, colour) in enumerate(zip(tokens, colours, strict=True)):
+        x, y = spots[i]
+        edge, line, ink, fill = (BRIGHT, 1.5, CARD, colour) if i in accepted else (
+            FRAME, 0.75, colour, CARD)
         if i:
-            left, top, *_ = nodes[parent]
-            axes.plot([left + 8, x - 12, x - 12, x], [top, top, y, y], zorder=1 + accepted,
-                      color=BRIGHT if accepted else FRAME, linewidth=1.5 if accepted else 0.75)
-        axes.text(x + 6, y, words, color=CARD if accepted else colour, size=9, family="monospace",
-                  va="center_baseline", bbox=dict(
-                      boxstyle="round,pad=0.5,rounding_size=0.4", edgecolor=colour,
-                      facecolor=colour if accepted else CARD, linewidth=0.75))
+            left, top = spots[parents[i]]
+            axes.plot([left, x - 15, x - 15, x], [top, top, y, y], color=edge, linewidth=line,
+                      zorder=line)
+        words = words.translate(str.maketrans(" \n\t", "·↵⇥"))[:int((width - 26) / 7)]
+        axes.text(x, y, words, color=ink, size=8.5, family="monospace", va="center_baseline",
+                  bbox=dict(boxstyle="round", edgecolor=colour, facecolor=fill, linewidth=0.75))
 
 
-def chart(figure, title, height, margins, *below):
-    """Axes with a title above and small lines below; the height and the margins in pixels."""
-    left, right, bottom = margins
-    total = height + 50 + bottom
-    figure.set(size_inches=(WIDTH / 96, total / 96), label=title)
-    figure.text(0, 1 - 18 / total, title, size=12, weight="bold")
-    figure.text(0, 6 / total, "\n".join(below), size=9)
-    return figure.add_axes((left / WIDTH, bottom / total, 1 - (left + right) / WIDTH,
-                            height / total))
+def chart(figure, title, height, *below):
+    """Axes with a title above and small lines below."""
+    figure.set(size_inches=(WIDTH / 96, height / 96), label=title, layout_engine="constrained")
+    figure.suptitle(title, x=0, ha="left", size=12, weight="bold")
+    figure.supxlabel("\n".join(below), x=0, ha="left", size=9)
+    return figure.subplots()
 
 
 def measured(record):
     """What was measured and where, for the small line below a chart."""
     kind = f"temperature {record['temperature']:g}" if record.get("temperature") else "greedy"
-    dtype = record["dtype"].removeprefix("torch.")
-    return (f"Measured: {record['model']}/, {dtype}, {kind}, {record['prompts']} prompts, "
-            f"{record['max_new_tokens']} new tokens each; {hardware(record['machine'])}")
+    return (f"Measured: {record['model']}/, {record['dtype'].removeprefix('torch.')}, {kind}, "
+            f"{record['prompts']} prompts, {record['max_new_tokens']} new tokens each; "
+            + hardware(record["machine"]))
 
 
 def draw_tokens_per_step(figure, record):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
     found = {"plain": 1.0} | {
         row["heads"]: row["tokens_per_step"] for row in record["decoding"]
-        if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, TREE_SIZE, 1)}
-    steps = " or ".join(sorted({str(heads["steps"]) for heads in record["training"].values()}))
+        if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
     bars = [(*DRAFTERS[name], found[name]) for name in DRAFTERS if name in found]
-    axes = chart(figure, "Tokens per step", 32 * len(bars), (130, 60, 52),
-                 f"{TREE_SIZE - 1} guesses per step, heads of {steps} training steps.",
+    steps = " or ".join(sorted({str(heads["steps"]) for heads in record["training"].values()}))
+    axes = chart(figure, "Tokens per step: one is the model's own (grey), others are guessed right",
+                 80 + 34 * len(bars), f"16 guesses per step, heads of {steps} training steps.",
                  measured(record))
     for name, colour, value in bars:
         axes.barh(name, 1, 0.7, color=GREY)
         axes.barh(name, value - 1, 0.7, 1, color=colour)
         axes.annotate(f"{value:.2f}", (value, name), (6, 0), textcoords="offset points",
                       color=colour, va="center_baseline", weight="bold")
-    axes.text(0, -0.6, "not guessed", size=9)
-    axes.text(1.08, -0.6, "guessed right", size=9)
-    axes.set(xlim=(0, max(found.values())), ylim=(len(bars) - 0.5, -0.5))
+    axes.invert_yaxis()
+    axes.margins(0)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.spines["bottom"].set_visible(False)
-
-
-def label_ends(axes, ends, edge, ha):
-    """Names and values at the ends of lines, each 16 pixels or more below the one above. ends:
-    [(value, batch size, words, colour)]; edge: where the words begin or end, of the axes."""
-    height = inf
-    for value, size, words, colour in sorted(ends, reverse=True):
-        _, y = axes.transAxes.inverted().transform(axes.transData.transform((size, value)))
-        height = min(y, height - 16 / 340)
-        axes.annotate(words, (size, value), (edge, height), textcoords="axes fraction", ha=ha,
-                      va="center", color=colour, arrowprops=dict(
-                          arrowstyle="-", color=colour, linewidth=0.75, shrinkA=2, shrinkB=4,
-                          relpos=(ha == "right", 0.5)))
+    axes.spines.bottom.set_visible(False)
 
 
 def line_chart(figure, title, lines, form, *below):
     """Lines over the batch size, with names and values at both ends; both axes are logarithmic.
     lines: {(name, colour, style): {batch size: value}}; form: of a value."""
-    axes = chart(figure, f"{title} (logarithmic)", 340, (252, 180, 90), *below)
-    sizes = sorted({size for points in lines.values() for size in points})
-    starts, ends = [], []
-    for (name, colour, style), points in lines.items():
+    axes = chart(figure, f"{title} (logarithmic)", 470, *below)
+    for (_, colour, style), points in lines.items():
         axes.plot(points.keys(), points.values(), style, color=colour, marker="o")
-        for labels, size in zip((starts, ends), sorted({min(points), max(points)})):
-            labels.append((points[size], size, f"{name} {form.format(points[size])}", colour))
-    axes.set(xscale="log", yscale="log", yticks=[],
-             xlabel="batch size: sequences decoded together")
+    sizes = sorted({size for points in lines.values() for size in points})
+    axes.set(xscale="log", yscale="log", xlabel="batch size: sequences decoded together")
     axes.minorticks_off()
     axes.set_xticks(sizes, sizes)
+    axes.set_yticks([])
     axes.autoscale_view()
-    label_ends(axes, starts, -0.05, "right")
-    label_ends(axes, ends, 1.05, "left")
+    for end, edge, ha in ((min, -0.05, "right"), (max, 1.05, "left")):
+        points = {line: (end(at), at[end(at)]) for line, at in lines.items()
+                  if end is min or len(at) > 1}
+        label_points(axes, points, form, edge, ha)
+
+
+def label_points(axes, points, form, edge, ha):
+    """Names and values at an edge, one below another. points: {line: (batch size, value)}."""
+    height = inf
+    for (name, colour, _), point in sorted(points.items(), key=lambda item: -item[1][1]):
+        _, y = axes.transAxes.inverted().transform(axes.transData.transform(point))
+        height = min(y, height - 0.05)
+        arrow = dict(arrowstyle="-", color=colour, linewidth=0.75, relpos=(ha == "right", 0.5))
+        axes.annotate(f"{name} {form.format(point[1])}", point, (edge, height), ha=ha, va="center",
+                      textcoords="axes fraction", color=colour, arrowprops=arrow)
 
 
 def draw_batch(figure, record):
@@ -244,12 +206,13 @@ def draw_roofline(figure, _):
         Namespace(acceptance=None, heads=DEMO / "clover", temperature=0.0))
     sizes = [2 ** i for i in range(9)]
     lines = {("plain decoding", GREY, ":"): dict.fromkeys(sizes, 1.0)}
-    for model, colour in MODELS.items():
+    for model, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():
         predict = roofline.Prediction(roofline.GPUS["h200"], roofline.sizes(model), heads).row
-        rows = [predict(size, T, tokens(T)) for size in sizes for T in range(2, MAX_TREE + 1)]
-        rows = sorted((row for row in rows if row), key=lambda row: row["speed_up"])
-        best = {row["batch_size"]: row["speed_up"] for row in rows}
-        lines[SIZES[model][0], colour, "-"] = dict(sorted(best.items()))
+        points = lines[SIZES[model][0], colour, "-"] = {}
+        for size in sizes:
+            rows = [predict(size, T, tokens(T)) for T in range(2, MAX_TREE + 1)]
+            if any(rows):
+                points[size] = max(row["speed_up"] for row in rows if row)
     line_chart(figure, "Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
                f"By python -m bench roofline, from the GPU's datasheet: bfloat16, {PREFIX} tokens "
                "in each cache, guesses as good", "as those of demo/clover, the best tree for each "
@@ -267,42 +230,36 @@ PICTURES = {  # name: (what draws it, its record, what writes that)
 def render(picture, *given, kind="svg"):
     """The bytes of what picture(figure, *given) draws."""
     try:
-        import matplotlib.figure
+        from matplotlib import figure, rc_context, text
     except ImportError:
         raise InputError("drawing needs matplotlib, which is not installed: "
                          "pip install matplotlib") from None
     file = io.BytesIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the fonts here do not have
-        figure = matplotlib.figure.Figure()
-        picture(figure, *given)
-        metadata = dict(Title=figure.get_label(), Date=None, Creator=None) if kind == "svg" else {}
-        figure.savefig(file, format=kind, dpi=192, metadata=metadata)
+        drawn = figure.Figure()
+        picture(drawn, *given)
+        for words in drawn.findobj(text.Text):  # without what XML forbids or no one sees
+            words.set_text("".join(c if c.isprintable() or c == "\n" else "\ufffd"
+                                   for c in words.get_text()))
+        metadata = dict(Title=drawn.get_label(), Date=None, Creator=None) if kind == "svg" else {}
+        drawn.savefig(file, format=kind, dpi=192, metadata=metadata)
     return file.getvalue()
-
-
-def draw(name, args):
-    """The bytes of a picture. Raises InputError where its record is missing or is another's."""
-    picture, source, how = PICTURES[name]
-    path = Path(args.run if source == "run" else f"{args.results}/{source}")
-    if source and not path.is_file():
-        raise InputError(f"{path} is not here; {how} writes it")
-    try:
-        return render(picture, source and read_json(path))
-    except InputError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        kind = type(error).__name__
-        raise InputError(f"{path} is not what {how} writes ({kind}: {error})") from None
 
 
 def bench(args):
     """`python -m bench draw`: writes the pictures into args.out."""
     make_folder(args.out)
-    for name in PICTURES:
+    for name, (picture, source, how) in PICTURES.items():
+        path = Path(args.run if source == "run" else f"{args.results}/{source}")
         try:
-            content = draw(name, args)
+            if source and not path.is_file():
+                raise InputError(f"{path} is not here")
+            content = render(picture, source and read_json(path))
             write_file(Path(args.out) / name, content)
             print(f"{args.out}/{name}: {len(content) / 1000:.1f} kB")
         except InputError as error:
-            print(f"left out: {name}: {error}")
+            print(f"left out: {name}: {error}" + (f"; {how} writes {path}" if how else ""))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = type(error).__name__
+            print(f"left out: {name}: {path} is not what {how} writes ({kind}: {error})")

@@ -8,6 +8,7 @@ compiled for every target: `pytest -m static` checks registers, spills and share
 """
 
 import contextlib
+import inspect
 import os
 import re
 import subprocess
@@ -31,7 +32,8 @@ from model import GPT, InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT32 = torch.int32
-INT64 = torch.int64
+DTYPES = {"int": torch.int64, "int32": INT32, "int64": torch.int64, "float32": FP32}
+SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000)  # by default
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
         "_unsafe_view"}
 
@@ -152,109 +154,85 @@ def signatures(launches):
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
-def attention_launches(T, G, D, dtype, aligned=True, S=4096, alibi=False):
-    cache = torch.empty(2, 2, S, D, dtype=dtype)
-    cache = cache if aligned else torch.empty(2, 2, D, S + 1, dtype=dtype).mT
-    return record(kernels.tree_attention, torch.empty(2, T, 2 * G, D, dtype=dtype), cache, cache,
-                  torch.zeros(2, dtype=INT32), torch.zeros(2, T, dtype=INT64),
-                  slopes=torch.zeros(2 * G) if alibi else None)
+def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132, **given):
+    """The launches of one of the kernels' functions, with tensors as its `takes` declares them.
+    given: sizes, dtypes of tensors of ints, and other arguments. aligned: whether the caches' and
+    weights' last stride is 1. present: the tensors that are given, of those that may be None."""
+    function = getattr(kernels, name)
+    scope = SIZES | given
+    arguments = {}
+    for argument, spec in inspect.getclosurevars(function.takes).nonlocals["specs"].items():
+        tensors = []
+        for sizes, (kind, *_), _ in kernels._parse(spec):
+            shape = [3 if size == "..." else kernels._evaluate(size, scope) for size in sizes]
+            kind = dtype if kind in ("float", "real") else scope.get(argument, DTYPES.get(kind))
+            x = torch.empty(shape, dtype=kind, device="meta")
+            if argument in ("k_cache", "v_cache", "weight") and not aligned:
+                x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
+            tensors.append(x)
+        if spec[-1] == "?" and argument not in present.split():
+            arguments[argument] = None
+        elif tensors:
+            arguments[argument] = tensors[0] if len(tensors) == 1 else tensors
+    if "candidates" in arguments:
+        arguments["candidates"] = kernels.Candidates(*arguments["candidates"])
+    others = {key: given[key] for key in inspect.signature(function).parameters.keys() & given}
+    return record(function, multiprocessors=multiprocessors, **others | arguments)
 
 
-def project_launches(M, k, dtype, temperature=None, gathered=False, aligned=True, C=4096, V=32000,
-                     multiprocessors=132):
-    weight = torch.empty(V, C, dtype=dtype) if aligned else torch.empty(C, V + 1, dtype=dtype).T
-    vocab_ids = torch.zeros(V, dtype=INT32) if gathered else None
-    zeros = torch.zeros(M, dtype=INT64)
-    noise = None if temperature is None else (temperature, 2**40, zeros, zeros, 0)
-    return record(kernels._project_triton, torch.empty(M, C, dtype=dtype), weight, vocab_ids, k,
-                  noise, multiprocessors=multiprocessors)
-
-
-def draft_launches(K, W, T):
-    """Of select_candidates at the last depth, and of best_tree."""
-    W = min(W, T - 1)
-    n = min(W * W, T - 1)
-    root = torch.zeros(2).long()
-    candidates = kernels.Candidates.empty(root, K, n)
-    logprobs = torch.empty(2, W if K > 1 else 1, W)
-    selected = record(kernels.select_candidates, logprobs, logprobs.long(), candidates, K - 1)
-    return selected + record(kernels.best_tree, root, candidates, T)
-
-
-def rope_launches(D, dtype, normed):
-    angles, weight = torch.empty(2, 3, 1, D, dtype=dtype), torch.empty(D, dtype=dtype)
-    return record(kernels.rope_cache, torch.empty(2, 3, 12, D, dtype=dtype),
-                  None if D % 2 else (angles, angles), torch.empty(2, 2, 2, 64, D, dtype=dtype),
-                  torch.arange(3).expand(2, 3), *[weight if normed else None] * 2)
-
-
-def small_launches(name, dtype=INT64, **sizes):
-    """Of an operation of SMALL: its arguments by their shapes, or as they are."""
-    arguments = [torch.zeros(x[:-1] if isinstance(x[-1], torch.dtype) else x,
-                             dtype=x[-1] if isinstance(x[-1], torch.dtype) else dtype)
-                 if isinstance(x, tuple) else x for x in SMALL[name](**sizes)]
-    return record(getattr(kernels, name), *arguments)
-
-
-SMALL = {
-    "commit_path": lambda P, D: ((2, 2, 2, 2, 64, D), (2, INT32), (2, P, INT64), (2, INT32)),
-    "add_norm": lambda C, kind: ((3, C), *dict(
-        rms=((3, C), (C,)), layer=((3, C), (C,), (C,)), scale=(None, None))[kind]),
-    "cosine_mix": lambda C, n_head: ((3, C), (3, C), (3, 2 * C), n_head),
-    "glu": lambda activation: ((3, 2 * 11008), activation),
-    "ngram_lookup": lambda n: ((2, 8192, INT32), (2, INT32), n),
-    "merge_chain": lambda T, n: (*[(2, T)] * 4, (2, n)),
-    "accept_path": lambda T: (*[(2, T)] * 5, (2, INT32), min(T, 5)),
-    "nucleus": lambda V: ((3, V, FP32), 0.9),
-}
-
-
-def cases(launches, *names, **choices):
-    """The launches of every combination of arguments."""
-    return [launch for case in product(*choices.values())
-            for launch in launches(*names, **dict(zip(choices, case)))]
+def cases(name, **choices):
+    """The launches of a function with every combination of the alternatives, which are lists."""
+    lists = [x if isinstance(x, list) else [x] for x in choices.values()]
+    return [launch for case in product(*lists)
+            for launch in launches_of(name, **dict(zip(choices, case)))]
 
 
 def all_launches():
     """The signatures of every shape class of every host function, each once. Launches that differ
     from others in ways that never showed in the registers are left out: see the comments."""
-    D = 16, 32, 64, 128, 256  # others have the tile of the next power of two, and masks
-    T, M = (2, 8, 16, 32), (8, 32, 64)  # with 4 query heads a group: tiles of up to 128 query rows
-    attention = partial(cases, attention_launches, G=[4])
-    project = partial(cases, project_launches)
-    small = partial(cases, small_launches)
-    found = attention(T=T, D=(*D, 80, 192), dtype=[BF16]) + attention(T=T, D=D, dtype=[FP16])
+    D = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
+    T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of up to 128 query rows
+    M = [8, 32, 64]
+    mixed = [True, False]
+    alibi = dict(present="slopes")
+    attention = partial(cases, "tree_attention")
+    topk = partial(cases, "project_topk")
+    sample = partial(cases, "project_sample", seed=0, temperature=0.8)
+    found = attention(T=T, D=[*D, 80, 192]) + attention(T=T, D=D, dtype=FP16)
     # loads of single elements take fewer registers with a mask than without, float32 the same
-    found += attention(T=[5], D=D, dtype=[FP32, BF16, FP16], aligned=[True, False])
-    found += attention(T=[2, 16], D=[128], dtype=[BF16], S=[64], alibi=[False, True])  # one split
-    found += attention(T=T, D=D, dtype=[BF16], alibi=[True])  # float16 takes the same registers
-    found += attention(T=[5], D=D, dtype=[FP32, BF16], aligned=[True, False], alibi=[True])
+    found += attention(T=5, D=D, dtype=[FP32, BF16, FP16], aligned=mixed)
+    found += attention(T=[2, 16], D=128, S=64, present=["", "slopes"])  # one split
+    found += attention(T=T, D=D, **alibi)  # float16 takes the same registers
+    found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **alibi)
     # a greedy sample is one without noise, so one of both is gathered; masked channels: 2 registers
-    found += project(M=M, k=[1], dtype=[BF16], temperature=[0.0, 0.8])
-    found += project(M=M, k=[1], dtype=[BF16], temperature=[0.8], gathered=[True])
-    found += project(M=M, k=[1, 8, 32], dtype=[BF16], gathered=[False, True])
-    found += project(M=M, k=[8], dtype=[BF16], C=[4112])
-    found += project(M=M, k=[8], dtype=[FP32], aligned=[False])
-    for k, t in ((1, 0.8), (8, None), (32, None)):
-        found += project(M=M, k=[k], dtype=[FP32, FP16], temperature=[t])
-        found += project(M=M, k=[k], dtype=[BF16, FP16], temperature=[t], aligned=[False])
-    for k, t in ((1, 0.8), (1, None), (32, None)):  # multiprocessors: how many lists to merge
-        found += project(M=[8], k=[k], dtype=[BF16], temperature=[t], V=[128256],
-                         multiprocessors=[2**i for i in range(9)])
-    found += project(M=[8], k=[1], dtype=[BF16], V=[100])
+    found += sample(M=M, temperature=[0.0, 0.8]) + sample(M=M, present="vocab_ids")
+    found += topk(M=M, k=[1, 8, 32], present=["", "vocab_ids"]) + topk(M=M, k=8, C=4112)
+    found += topk(M=M, k=8, dtype=FP32, aligned=False)
+    for project in (sample, partial(topk, k=[8, 32])):
+        found += project(M=M, dtype=[FP32, FP16]) + project(M=M, dtype=[BF16, FP16], aligned=False)
+    for project in (sample, partial(topk, k=[1, 32])):  # multiprocessors: how many lists to merge
+        found += project(M=8, V=128256, multiprocessors=[2**i for i in range(9)])
+    found += topk(M=8, k=1, V=100)
     both = dict(dtype=[BF16, FP32])  # float16 takes what bfloat16 does
-    found += small("commit_path", P=[1, 5, 17, 64], D=[16, 80, 256], **both)
-    found += small("add_norm", C=[16, 1000, 4096, 16384], kind=["rms", "layer", "scale"], **both)
-    found += cases(rope_launches, D=[16, 21, 64, 80, 128, 256], normed=[False, True], **both)
-    found += small("glu", activation=["silu", "gelu"], **both)
-    found += small("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
-    found += cases(draft_launches, K=[4], W=[4, 8, 32], T=[16, 64])
-    found += cases(draft_launches, K=[8, 16, 32], W=[8], T=[64])
-    found += small("ngram_lookup", n=[1, 4, 10, 31, 63])
-    found += small("merge_chain", T=[1, 8, 16, 33], n=[1, 4, 10, 31])
-    for size, n in ((1, 63), (63, 1), (54, 10)):
-        found += small("merge_chain", T=[size], n=[n])
-    return signatures(found + small("accept_path", T=[1, 16, 64]) + small("nucleus", V=[32000]))
+    found += cases("commit_path", P=[1, 5, 17, 64], D=[16, 80, 256], count=INT32, **both)
+    norms = ["", "delta weight", "delta weight bias"]
+    found += cases("add_norm", C=[16, 1000, 4096, 16384], present=norms, **both)
+    found += cases("rope_cache", D=21, present=["", "q_weight k_weight"], **both)
+    found += cases("rope_cache", D=[16, 64, 80, 128, 256],
+                   present=["rope", "rope q_weight k_weight"], **both)
+    found += cases("glu", C=2 * 11008, activation=["silu", "gelu"], **both)
+    found += cases("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
+    draft = partial(cases, "select_candidates")
+    for W, n, K in ((4, 15, 4), (8, 15, 4), (15, 15, 4), (4, 16, 4), (32, 63, 4), (8, 63, 4),
+                    (8, 63, 8), (8, 63, 16), (8, 63, 32)):
+        found += draft(w=W, W=W, n=n, K=K, depth=K - 1)
+        found += cases("best_tree", n=n, K=K, tree_size=16 if n == 15 else 64)
+    found += cases("ngram_lookup", n=[1, 4, 10, 31, 63])
+    found += cases("merge_chain", T=[1, 8, 16, 33], n=[1, 4, 10, 31])
+    for T, n in ((1, 63), (63, 1), (54, 10)):
+        found += cases("merge_chain", T=T, n=n)
+    found += cases("accept_path", T=1, max_path=1) + cases("accept_path", T=[16, 64], max_path=5)
+    return signatures(found + cases("nucleus", top_p=0.9))
 
 
 # -------------------------------------------------------------------------------------------------

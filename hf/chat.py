@@ -28,11 +28,10 @@ def stop_tokens(path, encoding):
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too. Raises InputError
     for ids that the tokenizer does not have."""
     folder = _folder(path)
-    ids = None
-    for name in ("generation_config.json", "config.json"):
-        if ids is None:
-            file = folder / name
-            ids = optional_json(file).get("eos_token_id")
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        ids = optional_json(file).get("eos_token_id")
+        if ids is not None:
+            break
     ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
     if not ids or not all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids):
         raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; "
@@ -59,9 +58,8 @@ def load_chat_template(path):
     file, source = _template_source(_folder(path))
     if source is None:
         return None
-    settings = token_settings(_folder(path)).items()
-    texts = {key: token_text(value) for key, value in settings if key.endswith("_token")}
-    texts = {key: text for key, text in texts.items() if text is not None}
+    texts = {key: token_text(value) for key, value in token_settings(_folder(path)).items()
+             if key.endswith("_token") and token_text(value) is not None}
     return ChatTemplate(file, source, texts)
 
 
@@ -82,8 +80,7 @@ def _template_source(folder):
         source = next(named, {}).get("template", source)
     if not isinstance(source, str | None):
         raise InputError(f"{file}: expected a chat_template that is a text, or a list with one "
-                         f"named default, but it is a {type(source).__name__} without; correct the "
-                         "file")
+                         f"named default, not a {type(source).__name__}; correct the file")
     return file, source
 
 
@@ -109,8 +106,8 @@ class ChatTemplate:
         """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
         template uses, such as tools. Raises InputError, with the reason, if the template raises,
         leaves its sandbox or does not end."""
-        given = dict(messages=messages, tools=None, documents=None)
-        given |= dict(add_generation_prompt=add_generation_prompt)
+        given = dict(messages=messages, tools=None, documents=None,
+                     add_generation_prompt=add_generation_prompt)
         self.environment.deadline = time.monotonic() + MAX_SECONDS
         parts = []
         length = 0
@@ -129,9 +126,8 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"{self.file}: expected a chat template that takes these messages, "
-                             f"but: {line}{reason}; correct the messages or the template"
-                             ) from error
+            raise InputError(f"{self.file}: cannot render these messages: {line}{reason}; correct "
+                             "the messages or the template") from error
 
 
 class TimedLoops(CodeGenerator):

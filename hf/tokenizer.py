@@ -1,8 +1,7 @@
 """A checkpoint folder's tokenizer, with exactly the ids of the folder's own files.
 
-The tokenizers package reads every tokenizer.json. tiktoken, which is faster, does the encoding
-where that is plainly a byte-level BPE with one of the patterns below. sentencepiece serves folders
-that have a tokenizer.model alone.
+The tokenizers package reads every tokenizer.json. tiktoken, which is faster, encodes where that is
+plainly a byte-level BPE with one of the patterns below. sentencepiece reads a tokenizer.model.
 """
 
 import hashlib
@@ -22,9 +21,8 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 # Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of training.base. Punctuation takes no line end, and a line end takes the indentation after it but
-# for one space. So a prompt that ends with a colon, as prompts of code do, is cut into tokens as
-# the text before a line end is.
+# Of training.base. Punctuation takes no line end, so a prompt that ends with a colon, as prompts of
+# code do, is cut into tokens as the text before a line end is.
 CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
@@ -41,8 +39,7 @@ class Encoding:
     encode, encode_plain: str -> ids, with and without special tokens. decode: ids -> str; it may
     take a space off the start of a text, as the folder's own tokenizer does. special_tokens:
     {text: id} of all added tokens. ids: those of all tokens. prefix: the ids before a prompt.
-    hash: 16 hex digits of `hashed`, what the ids depend on.
-    """
+    hash: 16 hex digits of `hashed`, what the ids depend on."""
 
     def __init__(self, encode, encode_plain, decode, special_tokens, ids, hashed):
         self._encode = encode
@@ -57,8 +54,8 @@ class Encoding:
 
     def encode(self, text, *, allowed_special=()):
         """The ids of a text, in which special tokens are found with allowed_special="all"."""
-        text = text.encode("utf-16", "surrogatepass")
-        text = text.decode("utf-16", "replace")  # U+FFFD for lone surrogates
+        # U+FFFD for lone surrogates
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return (self._encode if allowed_special == "all" else self._encode_plain)(text)
 
     def encode_ordinary(self, text):
@@ -73,8 +70,8 @@ class Encoding:
 
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt: `encoding.prefix`, such as a BOS token, and those of the text, special
-    tokens included. Equal to transformers' encode(text), but that nothing is put after the text."""
+    """The ids of a prompt, special tokens and `encoding.prefix` included: those of transformers'
+    encode(text), but that nothing is put after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
@@ -88,8 +85,7 @@ def end_of_text(encoding):
     for text in SEPARATORS:
         if text in encoding.special_tokens:
             return encoding.special_tokens[text]
-    raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}, but it has none; "
-                     "add one to its file")
+    raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,8 +96,7 @@ class TextStream:
 
     In sum it is what decoding all ids at once gives, but for a space that some decoders take off
     the start of a text. encoding: any object with decode(ids) and encode_ordinary(text). stopped:
-    whether a stop text has come.
-    """
+    whether a stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
@@ -123,9 +118,7 @@ class TextStream:
     def finish(self):
         """The rest, at the end of a text."""
         rest = self._release(self.decode(self.context + self.pending)[len(self.shown):])
-        rest += self.held
-        self.held = ""
-        return rest
+        return rest + self.held
 
     def _completed(self, token):
         self.pending.append(token)
@@ -165,8 +158,7 @@ def load_encoding(path):
     """The Encoding of a Hugging Face folder, or of one of its files.
 
     Reads the first of tokenizer.json, vocab.json with merges.txt, tokenizer.model. Raises
-    InputError for files that are missing, broken or unknown, and for a missing package.
-    """
+    InputError for files that are missing, broken or unknown, and for a missing package."""
     file = Path(path)
     if file.is_dir():
         names = ["tokenizer.json", *["vocab.json"] * (file / "merges.txt").exists()]
@@ -247,8 +239,7 @@ def _through_tokenizers(file, spec, special, package):
     vocab = package.get_vocab(with_added_tokens=True)
     for text, index in special.items():  # the package numbers added tokens itself
         if vocab.get(text) != index:
-            _refuse(file, f"the id {index!r} for the added token {text!r}, where it should be "
-                          f"{vocab.get(text)}")
+            _refuse(file, f"the id {index!r} for the added token {text!r}, not {vocab.get(text)}")
     if len(set(vocab.values())) < len(vocab):
         _refuse(file, "one id for two tokens")
 
@@ -256,8 +247,8 @@ def _through_tokenizers(file, spec, special, package):
         try:
             return tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
-            raise InputError(f"{file}: expected a text in its vocabulary, but: {error}; change the "
-                             "text") from error
+            raise InputError(f"{file}: expected a text in its vocabulary ({error}); change the text"
+                             ) from error
 
     parts = [spec.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
     return Encoding(partial(encode, package), partial(encode, plain),
@@ -333,8 +324,7 @@ def _ranks(model, special, bpe):
 
     tiktoken joins the two neighbours whose joint token has the lowest id. The merges do the same if
     the ids of the tokens they make rise, and if they make every token from its own bytes. With
-    ignore_merges a piece that is a token is taken as it is, so the merges need not make it; but
-    they must not stop at two parts: tiktoken joins these."""
+    ignore_merges they need not make it, but must not stop at two parts, which tiktoken joins."""
     vocab = model["vocab"]
     whole_pieces = bool(model.get("ignore_merges"))
     merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
@@ -367,8 +357,8 @@ def _tokenizer_class(file, config, *known):
     """tokenizer_config.json's tokenizer_class, one of `known`; where it is missing, the first."""
     kind = (config.get("tokenizer_class") or known[0]).removesuffix("Fast")
     if kind not in known:
-        _refuse(file, f"the tokenizer_class {kind}, and no tokenizer.json ({' and '.join(known)} "
-                      "need none)")
+        _refuse(file, f"the tokenizer_class {kind}, not {' or '.join(known)}, which need no other "
+                      "file")
     return kind
 
 
@@ -385,13 +375,11 @@ def token_settings(folder):
 
 
 def _added_tokens(file, config, vocab, defaults):
-    """The added tokens in a tokenizer.json's form, in the order of their ids.
-
-    config: the settings, beside which added_tokens.json is read. vocab: {text: id}. defaults: texts
-    of tokens that need not be named."""
+    """The added tokens in a tokenizer.json's form, in the order of their ids. config: the settings.
+    vocab: {text: id}. defaults: texts of tokens that need not be named."""
     file = file.with_name("tokenizer_config.json")
-    decoder = config.get("added_tokens_decoder") or {}
-    named = [(int(index), token) for index, token in decoder.items()]
+    named = config.get("added_tokens_decoder") or {}
+    named = [(int(index), token) for index, token in named.items()]
     named += [(id, text) for text, id in optional_json(file.parent / "added_tokens.json").items()]
     for key, value in config.items():
         if key.endswith(("_token", "_special_tokens")):
@@ -422,8 +410,8 @@ def _bos(file, config, special, default, text=None):
         return []
     text = token_text(config.get("bos_token") or text)
     if text not in special:
-        _refuse(file.with_name("tokenizer_config.json"),
-                f"add_bos_token, but a bos_token ({text!r}) without an id")
+        file = file.with_name("tokenizer_config.json")
+        _refuse(file, f"add_bos_token, but no id for the bos_token {text!r}")
     return [special[text]]
 
 
@@ -460,8 +448,8 @@ def _read_sentencepiece(file):
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
-        raise InputError(f"{file}: expected the package sentencepiece, which a tokenizer.model "
-                         "needs, but it is missing; pip install sentencepiece") from None
+        raise InputError(f"{file}: needs the package sentencepiece, which is missing; pip install "
+                         "sentencepiece") from None
     kind = _tokenizer_class(file, config, "LlamaTokenizer", "BaichuanTokenizer")
     if config.get("add_prefix_space") is False or config.get("sp_model_kwargs"):
         _refuse(file, "add_prefix_space=false or sp_model_kwargs in its tokenizer_config.json")

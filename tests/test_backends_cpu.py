@@ -1,14 +1,22 @@
 """What a CPU runs in place of the naive references: masks made once a step, attention with exact sums in bfloat16, and
 logits scored again where their rounding could decide."""
 
+import copy
 import math
 
 import pytest
 import torch
 
+import model as models
+from backends import cpu
 from backends.cpu import TreeMask, cached_attention, rescored_argmax, tree_mask
+from conftest import SHAPES, random_prompts, toy_model
+from generate import Engine
 from kernels import gumbel, gumbel_argmax, tree_attention_reference
+from model import GPT
+from test_clover import random_heads
 from test_kernels import as_int64, random_forest, visible_rows
+from test_model import chain
 
 
 def test_tree_mask_follows_the_bits():
@@ -39,13 +47,13 @@ def test_tree_mask_holds_the_alibi_bias():
 
 WRONG = {"half-slopes": (dict(slopes=torch.zeros(4).half()), "slopes"),
          "slopes-elsewhere": (dict(slopes=torch.zeros(4, device="meta")), "slopes"),
-         "max-len-too-small": (dict(max_len=9), "lengths")}
+         "end-too-small": (dict(end=9), "lengths")}
 
 
 @pytest.mark.parametrize("changed, named", WRONG.values(), ids=WRONG.keys())
 def test_tree_mask_names_wrong_input(changed, named):
     """Bug: a mask cut short, or slopes that do not fit, quietly give an answer."""
-    arguments = dict(lengths=torch.tensor([0, 7]).int(), ancestors=torch.zeros(2, 3).long(), max_len=10)
+    arguments = dict(lengths=torch.tensor([0, 7]).int(), ancestors=torch.zeros(2, 3).long(), end=10)
     with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got "):
         tree_mask(**arguments | changed)
 
@@ -113,3 +121,178 @@ def test_rescored_argmax_undoes_the_rounding_of_the_logits(temperature):
     alone = [rescored_argmax(rounded[i:i + 1], hidden[i:i + 1], weight, temperature, 9, sequence[i:i + 1],
                                      position[i:i + 1]) for i in range(30)]
     assert torch.equal(torch.cat(alone), got[:30])
+
+
+@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+@pytest.mark.parametrize("cache_dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, cache_dtype, monkeypatch):
+    """Row invariance in bfloat16: read with its prompt, alone, in a tree of two branches, in a batch. Catches a sum
+    whose order depends on other rows or on where in the cache its terms are, which sooner or later changes a text."""
+    sizes = dict(n_layer=3, n_embd=256, n_inner=2816, head_size=32)  # enough sums for one to be rounded another way
+    model = toy_model(**SHAPES[shape] | sizes, scale=1.0).to(torch.bfloat16)
+    cpu.apply(model)
+    monkeypatch.setattr(models, "free_memory", lambda device: math.inf if cache_dtype == torch.float64 else 0)
+    monkeypatch.setattr(models, "check_memory", lambda *_: None)
+    n, texts = 30, torch.tensor(random_prompts([150] * 3))
+    with torch.inference_mode():
+        read = model.new_cache(1, 200)
+        assert read.kv.dtype == cache_dtype
+        want = model.prefill(texts[:1], read)[0]
+        alone = model.new_cache(1, 200)
+        for i in range(150):
+            hidden = model(texts[:1, i:i + 1], torch.tensor([[i]]), alone, chain(1))
+            assert torch.equal(hidden[0, 0], want[i]), i
+            alone.lengths += 1
+        for T, batch in ((1, 2), (1, 3), (2, 1), (3, 1), (2, 3)):  # some are padded to FEWEST_ROWS
+            cache = model.new_cache(batch, 200)
+            for b in range(batch):
+                for start in range(0, 50, 25):
+                    model.prefill(texts[b:b + 1, start:start + 25], cache.slots(b), start)
+            hidden = model(texts[:batch, 50:50 + T], torch.arange(50, 50 + T).expand(batch, T), cache,
+                           chain(T).expand(batch, T))
+            assert torch.equal(hidden[0], want[50:50 + T]), (T, batch)
+        # the text's next n tokens at a tree's even nodes, another text's at the odd ones; then beside two more trees
+        nodes, depths = texts[:2, 90:90 + n].T.flatten(), torch.arange(2 * n) // 2
+        ancestors = torch.tensor([[sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(2 * n)]])
+        for batch in (1, 3):
+            cache = model.new_cache(batch, 200)
+            for b in range(batch):
+                model.prefill(texts[b:b + 1, :90], cache.slots(b))
+            hidden = model(nodes.expand(batch, -1), 90 + depths.expand(batch, -1), cache, ancestors.expand(batch, -1))
+            assert torch.equal(hidden[0, ::2], want[90:90 + n]), batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed weights
+
+@pytest.mark.skipif(not cpu.ONEDNN_LINEAR, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch):
+    """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
+    model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([12]))
+    used = []
+    call = cpu.packed_linear
+    monkeypatch.setattr(cpu, "packed_linear", lambda *a, **k: used.append(a) or call(*a, **k))
+
+    def check(packed):
+        with torch.inference_mode():
+            used.clear()
+            got = model.lm_head(model(tokens))
+            assert bool(used) == packed
+        with torch.no_grad():  # never packed
+            used.clear()
+            torch.testing.assert_close(got, model.lm_head(model(tokens)), atol=1e-4, rtol=1e-4)
+            assert not used
+    check(packed=False)
+    cpu.apply(model)
+    check(packed=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    check(packed=False)
+    cpu.apply(model)
+    check(packed=True)
+    model = copy.deepcopy(model)
+    check(packed=False)
+    cpu.apply(model)
+    for layer in list(model.modules()):
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)
+    check(packed=False)
+    cpu.apply(model)
+    model.requires_grad_(True)
+    cpu.apply(model)
+    check(packed=False)
+    model.requires_grad_(False)
+    cpu.apply(model)
+    model.to(torch.float64)
+    check(packed=False)
+
+
+@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+def test_products_that_depend_on_the_number_of_rows_are_told_of(monkeypatch, capsys):
+    """Catches a check that sees no difference, or one where there is none."""
+    models.warn.cache_clear()
+    cpu.check_rows.cache_clear()
+    cpu.check_rows(96, 1001)
+    assert not capsys.readouterr().err
+
+    def reordered(x, packed, call=cpu.packed_linear):
+        return call(x, packed) if len(x) > 5 else call(x * 1.01, packed)
+    monkeypatch.setattr(cpu, "packed_linear", reordered)
+    cpu.check_rows.cache_clear()
+    cpu.check_rows(96, 1001)
+    assert "1001 by 96 depend on the number of rows" in capsys.readouterr().err
+    cpu.check_rows.cache_clear()
+
+
+def test_layers_become_what_they_were_where_a_model_leaves_the_cpu():
+    """Catches a mask read back from a GPU, or a float64 cache there, after the model has decoded on a CPU."""
+    model = toy_model()
+    heads = random_heads(model)
+    types = lambda: [type(layer) for module in (model, heads) for layer in module.modules()]
+    before = types()
+    cpu.apply(model, heads)
+    assert types() != before and model.context_type is cpu.CPUContext
+    model.to("meta")
+    cpu.apply(model, heads)
+    assert types() == before and model.context_type is models.AttentionContext and "new_cache" not in vars(model)
+
+
+def test_the_heads_read_as_many_tokens_as_there_are():
+    """Catches rows that pad the model's products left in the heads' states, which take the last one."""
+    model = toy_model()
+    heads = random_heads(model)
+    cpu.apply(model, heads)
+    for T in (1, 3, 5):
+        cache = heads.new_cache(1, 8)
+        tokens = torch.tensor(random_prompts([T]))
+        with torch.inference_mode():
+            states = heads.augment(torch.randn(1, T, 64), tokens, torch.arange(T)[None], cache, end=T)
+        assert states.shape == (1, T, 64)
+
+
+@pytest.mark.parametrize("native, stored, want", [
+    (True, torch.bfloat16, torch.bfloat16), (True, torch.float32, torch.float32), (True, torch.float16, torch.float32),
+    (False, torch.bfloat16, torch.float32)])
+def test_a_checkpoint_comes_in_the_dtype_that_is_fast_here(native, stored, want, tmp_path, monkeypatch, capsys):
+    """Catches bfloat16 on a CPU that emulates it, a float32 checkpoint rounded unasked, and silence about either."""
+    monkeypatch.setattr(cpu, "NATIVE_BFLOAT16", native)
+    toy_model().save_pretrained(tmp_path, stored)
+    assert GPT.from_pretrained(tmp_path, device="cpu").dtype == want
+    for dtype, slow in ((want, False), (torch.float16, True), (torch.bfloat16, not native)):
+        models.warn.cache_clear()
+        Engine(GPT.from_pretrained(tmp_path, dtype, "cpu"), capacity=8)
+        line = f"{dtype} is slow on this CPU, which has no instructions for it; --dtype "[6:]
+        faster = "bfloat16 is faster" if native else "float32 is faster"
+        assert capsys.readouterr().err == (line + faster + "\n") * slow
+
+
+def test_packing_needs_room(monkeypatch, capsys):
+    """Catches copies that push a large model out of the memory, and silence or a line for each engine about it."""
+    model = toy_model()
+    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
+    models.warn.cache_clear()
+    cpu.apply(model)
+    cpu.apply(model)
+    assert getattr(model.head, "packed_weight", None) is None
+    told = capsys.readouterr().err
+    assert told.count("no room for packed copies") == bool(cpu.ONEDNN_LINEAR), told
+
+
+@pytest.mark.skipif(not cpu.ONEDNN_LINEAR, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("vocab_ids", [None, [90, 4, 17, 33, 60]])
+def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
+    """Catches a packed part of the vocabulary that belongs to other ids or to an older weight."""
+    model, hidden = toy_model(), torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    vocab_ids = None if vocab_ids is None else torch.tensor(vocab_ids, dtype=torch.int32)
+    for factor in (1.0, 1.5):
+        with torch.no_grad():
+            model.head.weight.mul_(factor)
+        want = model.head.topk(hidden, 4, vocab_ids)
+        cpu.apply(model)
+        with torch.inference_mode():
+            got = model.head.topk(hidden, 4, vocab_ids)
+        torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(got[1], want[1])

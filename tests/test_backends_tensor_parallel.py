@@ -1,4 +1,4 @@
-"""Tensor parallel decoding (model.Group): what several processes hold together says what one process says."""
+"""backends/tensor_parallel.py: what several processes hold together says what one process says."""
 
 import json
 import os
@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
-from model import GPT, Group, InputError
+from model import InputError
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {
@@ -31,7 +32,7 @@ RANK = """
 import json, sys
 import torch, torch.distributed as dist
 sys.path[:0] = {path!r}
-import test_group
+import test_backends_tensor_parallel as test_group
 torch.set_num_threads(1)
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet{{size}}", rank=rank, world_size=size)
@@ -44,7 +45,7 @@ def texts(folder, group):
     """Decodes every family's model of a folder in every way -> {name: lists of tokens}."""
     found = {}
     for name in FAMILIES:
-        model = GPT.from_pretrained(Path(folder) / name, torch.float32, "cpu", group)
+        model = checkpoint.load(Path(folder) / name, torch.float32, "cpu", group)
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
         for i, way in enumerate(WAYS):
             way = way | dict(heads=heads if "heads" in way else None)
@@ -58,14 +59,14 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     for i, (name, flags) in enumerate(FAMILIES.items()):
         toy_model(seed=i, **dict(family=name.split("-")[0], head_size=16) | flags).save_pretrained(root / name)
-        model = GPT.from_pretrained(root / name, torch.float32, "cpu")
+        model = checkpoint.load(root / name, torch.float32, "cpu")
         heads = CloverHeads(PRESETS["clover"], model)
         heads.set_vocabulary(torch.randperm(97, generator=torch.Generator().manual_seed(i))[:48].tolist())
         heads.save_pretrained(root / name / "clover")
     return root
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_say_what_one_process_says(folder, size):
     """Catches a part of a fused matrix that another rank has too, a bias that is added twice, noise of another token,
     slopes of other heads, a draft vocabulary cut at the wrong id, ranks that take different tokens."""
@@ -88,9 +89,9 @@ def test_ranks_hold_every_weight_once(folder, name, size):
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         counts = torch.zeros(whole.numel())
         for rank in range(size):
-            held = Group(rank, size).held(parameter, config)
-            part = torch.empty(checkpoint.held_shape(shape, held), dtype=torch.int64)
-            checkpoint.copy_held(part, whole, 0, held)
+            held = Group(rank, size).shard_slices(parameter, config)
+            part = torch.empty(checkpoint.shard_shape(shape, held), dtype=torch.int64)
+            checkpoint.copy_shard(part, whole, 0, held)
             counts[part.flatten()] += 1
         kv_copies = max(size // config.n_kv_head, 1)
         allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), float(size)}
@@ -101,4 +102,4 @@ def test_ranks_hold_every_weight_once(folder, name, size):
 @pytest.mark.parametrize("flags", [dict(n_head=3, n_kv_head=1), dict(n_inner=97), dict(n_head=6, n_kv_head=3)], ids=str)
 def test_sizes_that_ranks_do_not_divide_are_refused(flags):
     with pytest.raises(InputError, match="do not divide .* take another --nproc-per-node"):
-        Group(0, 4 if "n_kv_head" not in flags else 2).share(toy_model(**flags).config)
+        Group(0, 4 if "n_kv_head" not in flags else 2).shard_config(toy_model(**flags).config)

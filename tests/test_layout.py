@@ -148,4 +148,5 @@ def test_a_command_line_without_its_folders_says_so(tmp_path):
     command = [sys.executable, "generate.py", "--prompt", "a"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == (
-        "generate.py: the command line needs tools, which is not here; copy the folders tools/, hf/ and backends/ here too\n")
+        "generate.py: the command line needs tools, which is not here; copy the folders tools/, hf/ and backends/ here "
+        "too\n")
