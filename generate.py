@@ -32,7 +32,7 @@ from kernels import (
     runs_triton,
     unchecked,
 )
-from model import InputError, KVCache, check, needs_folder
+from model import InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
 DEFAULT_BATCH = 8    # slots, where no batch size is given
@@ -660,7 +660,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     adapts = tree_size is None and (lookup or (heads and heads.info.get("acceptance")))
     if policy is None and adapts:
-        with needs_folder("tools", ", or give a tree_size"):
+        with needs_folders(", or give a tree_size"):
             from tools.tune import fit
         policy = fit(model, heads, lookup, batch_size, capacity, sampling, beams, graph, times_file,
                      fresh)

@@ -511,13 +511,13 @@ class GPT(nn.Module):
     def from_pretrained(cls, path, dtype=None, device=None):
         """Reads a Hugging Face checkpoint folder, straight to the device; see
         `hf.checkpoint.load`."""
-        with needs_folder("hf"):
+        with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device)
 
     def save_pretrained(self, path, dtype=None):
         """Writes such a folder, for transformers to read; see `hf.checkpoint.save`."""
-        with needs_folder("hf"):
+        with needs_folders():
             from hf.checkpoint import save
         save(self, path, dtype)
 
@@ -526,13 +526,14 @@ class GPT(nn.Module):
 # Files, folders, memory
 
 @contextlib.contextmanager
-def needs_folder(name, otherwise=""):
-    """Around an import from a folder beside this file. Where that is missing, says so; otherwise:
+def needs_folders(otherwise=""):
+    """Around an import from folders beside this file. Where one is missing, says so; otherwise:
     what else can be done."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if str(error.name).split(".")[0] != name:
+        name = str(error.name).split(".")[0]
+        if name not in ("backends", "hf", "tools"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          f"here too{otherwise}") from None

@@ -1,5 +1,4 @@
-"""Measurements, `python -m bench ...`. Here: their tables, their records, the machine they ran
-on."""
+"""Measurements, `python -m bench ...`: their tables, their records, the machine they ran on."""
 
 import json
 import os
@@ -15,9 +14,8 @@ from model import InputError, atomic_write, read_json
 
 
 def cell(row, column):
-    """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key such as
-    "stages.draft" leads into a dict. What is missing or None is a dash; of a text counts what is
-    before a colon: an error without its message."""
+    """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key "stages.draft"
+    leads into a dict. What is missing is a dash; a text, such as an error, ends at its colon."""
     key, form = column.rsplit(" ", 1)
     for name in key.split("."):
         row = row.get(name) if isinstance(row, dict) else None
@@ -53,13 +51,13 @@ class Table(list):
 
 class Record(dict):
     """What a command measures, the object of its JSON line. With a path it is also a file, written
-    anew after every row, so that a command that was stopped goes on with what is missing.
-    `complete` says whether nothing is. Raises InputError for a file that holds a run with other
-    settings or on another machine."""
+    anew after every row: a command that was stopped goes on with what is missing, until `complete`.
+    Raises InputError for a file that holds a run with other settings or on another machine."""
 
     def __init__(self, path=None, **settings):
         super().__init__(settings, machine=machine())
-        self.path, kept = path, read_json(path) if path and Path(path).is_file() else {}
+        self.path = path
+        kept = read_json(path) if path and Path(path).is_file() else {}
         for name, value in json.loads(json.dumps(self)).items() if kept else ():
             if kept.get(name) != value:
                 raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; "

@@ -1,22 +1,7 @@
 """Measures decoding, draft heads and kernels: same inputs, same run, against each other and limits.
 
-    python -m bench heads                              # demo/clover and demo/medusa on demo/
-    python -m bench heads --heads DIR DIR ...          # others; the rest is compared with the first
-    python -m bench heads --train DIR                  # presets, ablations, trained alike
-    python -m bench decode                             # plain, Medusa, Clover, lookup, transformers
-    python -m bench decode --heads none --text rename  # lookup alone, texts that an editor repeats
-    python -m bench decode --random-weights 360m       # steps at a real size, beside llama.cpp's
-    torchrun --nproc-per-node 2 -m bench decode ...    # with the model held by several processes
-    python -m bench exact                              # on a CPU: what exact bfloat16 costs
-    python -m bench kernels                            # on a GPU: times against its bandwidth
-    python -m bench kernels --static                   # registers, spills and shared memory
-    python -m bench launches                           # how many launches a step takes
-    python -m bench tests                              # on a GPU: pytest -m gpu, kept as it goes
-    python -m bench gpu --out DIR --slice 3            # on a GPU: all of these, in slices
-    python -m bench report DIR                         # the tables of the files in DIR, as Markdown
-    python -m bench roofline --model 8b --gpu h200     # predicts what speculation gains
-    python -m bench roofline --gpu h200 --check DIR    # holds the prediction against measured steps
-    python -m bench draw                               # the pictures of README.md and docs/
+    python -m bench COMMAND --help     # COMMANDS, below; docs/cli.md says what each measures
+    torchrun --nproc-per-node 2 -m bench decode ...  # with the model held by several processes
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out
 FILE heads, decode, exact, kernels and tests keep that line in a file as it grows, and a run that
@@ -152,15 +137,14 @@ def check_flags(args):
                          "trained heads theirs")
     if args.what == "kernels" and set(args.heads) - {*operations.MODELS}:
         raise InputError(f"--heads must be of {', '.join(operations.MODELS)}, not {args.heads}")
-    if args.what not in ("heads", "decode"):
-        return
-    names = [Path(path).name for path in args.heads]
-    others = set(names[:-1]) if args.what == "decode" else set()
-    if len({"plain", "lookup", *names}) < len(names) + 2 or "heads" in others:
-        raise InputError("two of the heads folders have the same name, or one is called plain, "
-                         "heads or lookup; rename one, to tell their rows apart")
-    if "none" in others:
-        raise InputError("of --heads only the last can be none, which drafts by lookup alone")
+    if args.what in ("heads", "decode"):
+        names = [Path(path).name for path in args.heads]
+        others = names[:-1] if args.what == "decode" else []
+        if len({"plain", "lookup", *names}) < len(names) + 2 or "heads" in others:
+            raise InputError("two of the heads folders have the same name, or one is called plain, "
+                             "heads or lookup; rename one, to tell their rows apart")
+        if "none" in others:
+            raise InputError("of --heads only the last can be none, which drafts by lookup alone")
 
 
 def main(argv=None):

@@ -6,11 +6,12 @@ import re
 import statistics
 from collections import Counter
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from backends.tensor_parallel import group_of
+from backends.tensor_parallel import Group, group_of
 from bench import Record, Table, peers
 from clover import CloverHeads
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, Sampling, prepare
@@ -30,7 +31,6 @@ TEXTS = {"heldout": "held-out text",
          "rename": "held-out text and its first quarter with a name changed"}
 NAMES = r"(?<=[^\w\\])[A-Za-z_]\w{2,}(?=\W)"  # not cut off at the text's start or end, no \uXXXX
 NEW_NAME = "renamed_item"  # which --text rename puts in the place of another
-RANKS = "left out, with several ranks"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -53,32 +53,31 @@ def settings(args, model):
 
 
 def decode_in_turns(model, given, ways, args, runs=1, **options):
-    """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, a
-    tree size or choice among them; or another program, with a `generate`}, plain decoding first.
-
-    Returns {name: row}, with medians, and with the share of texts that are plain decoding's as
-    `identical`; and {name: what each run gave}."""
-    outputs, peaks, rows = {name: [] for name in ways}, {}, {}
+    """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, or
+    another program with a `generate`}, plain decoding first -> ({name: row of medians and of the
+    share of texts that are plain decoding's, `identical`}, {name: what each run gave})."""
+    outputs = {name: [] for name in ways}
+    peaks = {}
     for name, way in list(ways.items()) * runs:
         out, peaks[name] = (decode_once(model, given, args.max_new_tokens, **options, **way)
                             if isinstance(way, dict) else
                             (way.generate(given, args.max_new_tokens), None))
         outputs[name].append(out)
-    plain, *_ = outputs.values()
+    plain = next(iter(outputs.values()))
     texts = lambda done: [tokens for out in done for tokens in out.tokens]
+    rows = {}
     for name, done in outputs.items():
-        median, same = median_run(done), [a == b for a, b in zip(texts(done), texts(plain))]
-        rows[name] = dict(
-            tree_size=median.tree_size, tokens_per_step=median.tokens_per_step,
-            tokens_per_second=median.tokens_per_second, peak_gb=peaks[name],
-            speed_up=paired_ratio(done, plain), identical=sum(same) / len(texts(plain)))
+        median = median_run(done)
+        fields = ("tree_size", "tokens_per_step", "tokens_per_second")
+        same = statistics.fmean(a == b for a, b in zip(texts(done), texts(plain)))
+        rows[name] = {field: getattr(median, field) for field in fields} | dict(
+            peak_gb=peaks[name], speed_up=paired_ratio(done, plain), identical=same)
     return rows, outputs
 
 
 def decode_once(model, given, max_new_tokens, policy=None, **options):
-    """(Output, GB of a GPU's memory or None), on an engine of its own, so that each has the memory
-    to itself, after a few tokens that compile and load everything. The policy starts with what it
-    expected at first: a copy learns."""
+    """(Output, GB of a GPU's memory or None) of an engine of its own, after a few tokens that
+    compile and load everything. A copy of the policy learns, from the prompts alone."""
     def ready_engine():
         engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
         afresh = deepcopy(engine.policy)
@@ -86,8 +85,7 @@ def decode_once(model, given, max_new_tokens, policy=None, **options):
         engine.policy = afresh
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
-    modules = filter(None, (model, engine.decoder.heads))
-    weights = sum(map(parameter_bytes, modules)) / GB
+    weights = sum(parameter_bytes(x) for x in (model, engine.decoder.heads) if x) / GB
     return engine.generate(given, max_new_tokens), None if taken is None else weights + taken
 
 
@@ -102,9 +100,8 @@ def paired_ratio(done, others):
 
 
 def reserved_gb(make, device):
-    """(what make() returns, GB that torch took from the GPU for it at most; None on a CPU). Of what
-    is reserved, not of what is allocated: a CUDA graph's memory counts as free between two
-    replays."""
+    """(what make() returns, GB that torch took from the GPU for it at most; None on a CPU):
+    reserved, not allocated, as a CUDA graph's memory counts as free between two replays."""
     if device.type != "cuda":
         return make(), None
     torch.cuda.empty_cache()
@@ -118,18 +115,16 @@ def parameter_bytes(module):
 
 
 def step_bytes(model, batch_size):
-    """What one step must read, on each rank: all weights that it holds, but for an embedding table
-    that is not the LM head as well, and the keys and values of PREFIX tokens of each sequence."""
+    """What one step must read, on each rank: the weights, but for an embedding table that is not
+    the LM head as well, and the keys and values of PREFIX tokens of each sequence."""
     c = model.blocks[0].attn.config
     table = 0 if model.config.tied and group_of(model).size == 1 else model.embed.weight.nbytes
-    weights = parameter_bytes(model) - table
-    rows = batch_size * PREFIX * 2 * c.n_layer * c.n_kv_head
-    return weights + rows * c.head_size * model.dtype.itemsize
+    row = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
+    return parameter_bytes(model) - table + batch_size * PREFIX * row
 
 
 def open_record(args, group, **settings):
-    """The Record of `bench decode`: of the ranks of a group the first keeps it, all go on from
-    it."""
+    """The Record of `bench decode`; the first rank keeps it, and all go on from it."""
     ranks = dict(ranks=group.size) if group.size > 1 else {}
     record = Record(None if group.rank else args.out, temperature=args.temperature, runs=args.runs,
                     **ranks, **settings)
@@ -137,32 +132,32 @@ def open_record(args, group, **settings):
     return record
 
 
-def measure_bandwidth(record, device, group):
-    """Bytes per second of a copy, by `copy_bandwidth`; of ranks that copy at once, the first's."""
-    return GB * record.once("copy_gb_per_s", lambda: group.broadcast(copy_bandwidth(device) / GB))
+def measure_bandwidth(record, device, group=None):
+    """Bytes per second of a copy, printed; of ranks that copy at once, the first's."""
+    group = group or Group()
+    rate = record.once("copy_gb_per_s", lambda: group.broadcast(copy_bandwidth(device) / GB))
+    print(f"copy bandwidth {rate:.1f} GB/s (bytes read and written)")
+    return GB * rate
 
 
 # -------------------------------------------------------------------------------------------------
 # `python -m bench decode`
 
 def renaming(piece, encoding):
-    """A prompt as an editor has it, from a piece of text (token ids): the piece, and its first
-    quarter again with a name changed. Of that quarter's names the one that the piece has most
-    of."""
-    text, start = encoding.decode(piece), encoding.decode(piece[:max(len(piece) // 4, 1)])
+    """A piece of text (token ids) and, as an editor repeats it, its first quarter again with a name
+    changed: of that quarter's names the one that is most frequent in the piece."""
     names = lambda text: [name for name in re.findall(NAMES, text) if not keyword.iskeyword(name)]
-    counts = Counter(names(text))
+    start = encoding.decode(piece[:max(len(piece) // 4, 1)])
+    counts = Counter(names(encoding.decode(piece)))
     name = max(names(start), key=lambda name: counts[name], default=None)
     start = re.sub(rf"\b{name}\b", NEW_NAME, start) if name else start
     return [*piece, *encoding.encode_ordinary("\n\n" + start)]
 
 
 def text_prompts(heldout, encoding, n, args):
-    """n prompts as --text says, of up to --prompt-length tokens: in a batch no two neighbours have
-    the same length."""
-    pieces = prompts(heldout, n, args.prompt_length)
+    """n prompts as --text says, of up to --prompt-length tokens, neighbours of other lengths."""
     pieces = [piece[min(i % 8 * args.prompt_length // 32, len(piece) - 1):]
-              for i, piece in enumerate(pieces)]
+              for i, piece in enumerate(prompts(heldout, n, args.prompt_length))]
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
@@ -174,34 +169,34 @@ def ways_to_draft(heads, fitted, tree_size):
     their best of more than one node. fitted(heads, lookup) -> an AdaptivePolicy."""
     *others, (_, last) = heads.items()
     policy = fitted(last, True)
+    ways = {}
+    times = {}
+
+    def add(name, heads, plan, seconds):
+        ways[name] = dict(heads=heads, policy=FixedPolicy(plan))
+        times[name] = seconds
+
     plain, *plans = policy.plans
-    ways = {"plain": dict(policy=FixedPolicy(plain))}
-    times = {"plain": policy.seconds[plain]}
+    add("plain", None, plain, policy.seconds[plain])
     for name, kind in others:
         found = fitted(kind, False)
         drafting = (plan for plan in found.plans if plan.head_nodes)
         best = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
         plan = DraftPlan(tree_size - 1) if tree_size else best
-        way = f"{name} {plan.head_nodes}"  # as in str(plan)
-        ways[way] = dict(heads=kind, policy=FixedPolicy(plan))
-        times[way] = found.seconds.get(plan)
+        add(f"{name} {plan.head_nodes}", kind, plan, found.seconds.get(plan))  # as in str(plan)
     for plan in plans:
-        ways[str(plan)] = dict(heads=last, policy=FixedPolicy(plan))
-        times[str(plan)] = policy.seconds[plan]
+        add(str(plan), last, plan, policy.seconds[plan])
     return ways | {"auto": dict(heads=last, policy=policy)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
-    """Adds the rows of one batch size, for all `ways_to_draft` and for transformers; floor: seconds
-    per step."""
-    sampling, graph = Sampling(args.temperature), not args.no_graph
+    """Adds the rows of one batch size, of all `ways_to_draft` and transformers. floor: seconds."""
+    graph = not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
-    fitted = lambda kind, lookup: fit(model, kind, lookup, batch_size, capacity, sampling,
-                                      graph=graph)
+    fitted = partial(fit, model, batch_size=batch_size, capacity=capacity,
+                     sampling=Sampling(args.temperature), graph=graph)
     ways, times = ways_to_draft(heads, fitted, args.tree_size)
-    others, words = {}, RANKS
-    if group_of(model).size == 1:
-        others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
+    others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
     rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, graph=graph,
                                     batch_size=batch_size, temperature=args.temperature)
     for name, row in rows.items():
@@ -223,10 +218,11 @@ def tree_columns(sizes):
 
 
 def measure_trees(model, given, heads, args):
-    """Tokens per step of each kind of heads, of lookup, and of lookup with the last heads, over
-    tree sizes, printed: {what drafts: {tree size: tokens per step}}."""
+    """Tokens per step of each kind of heads, of lookup, and of lookup with the last heads, printed:
+    {what drafts: {tree size: tokens per step}}."""
     print("\ntokens per step over tree sizes")
-    table, last = Table(tree_columns(args.tree_sizes)), list(heads)[-1]
+    table = Table(tree_columns(args.tree_sizes))
+    last = list(heads)[-1]
     drafters = {name: (kind, False) for name, kind in heads.items() if kind}
     drafters |= {"lookup": (None, True)}
     drafters |= {f"{last} + lookup": (heads[last], True)} if heads[last] else {}
@@ -236,8 +232,7 @@ def measure_trees(model, given, heads, args):
             if not (kind and lookup and size == 2):  # no room for both
                 engine = prepare(model, given, args.max_new_tokens, kind, lookup=lookup,
                                  tree_size=size, temperature=args.temperature)
-                out = engine.generate(given, args.max_new_tokens)
-                found[str(size)] = out.tokens_per_step
+                found[str(size)] = engine.generate(given, args.max_new_tokens).tokens_per_step
         table.add(found, drafted_by=name)
     return dict(zip(drafters, table))
 
@@ -251,8 +246,7 @@ def bench(args, group):
     record = open_record(args, group, bench="decode", **settings(args, model), heads=names,
                          text=args.text)
     bandwidth = measure_bandwidth(record, model.device, group)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; copy bandwidth "
-          f"{bandwidth / GB:.1f} GB/s (bytes read and written)")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
     table = record.table("decoding", DECODING)
     for batch_size in args.batch_sizes:
         if not table.has(batch_size=batch_size):

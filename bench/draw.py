@@ -89,28 +89,22 @@ def draw_tree(figure, run):
     tokens = [*step["nodes"], step["emitted"][-1]]
     parents = [*step["parents"], step["path"][-1]]
     accepted = {*step["path"], len(step["nodes"])}
-    places = {}
-
-    def place(node, depth, row):
-        """Gives a node and its descendants their places -> the first row that is free."""
-        places[node] = depth, row
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        for child in sorted(children, key=lambda i: i not in accepted):
-            row = place(child, depth + 1, row)
-        return row if children else row + 1
-
-    height = 144 + 34 * place(0, 0, 0)
-    axes = card(figure, "A drafted tree, with what was accepted", height, "the model's next token",
-                set(step["drafted_by"][1:]), "White: the newest token. Full: accepted, the model "
-                "says the same. Outlined: rejected.\nOne step: "
+    keys = [()]  # of a node: for each node of its path, whether it was rejected, and its number
+    for i, parent in enumerate(parents[1:], 1):
+        keys.append((*keys[parent], (i not in accepted, i)))
+    leaves = [key for i, key in enumerate(keys) if i not in parents]
+    width = min(110, 712 / (1 + max(map(len, keys))))
+    spots = [(30 + width * len(key), 78 + 34 * sum(leaf < key for leaf in leaves)) for key in keys]
+    axes = card(figure, "A drafted tree, with what was accepted", 144 + 34 * len(leaves),
+                "the model's next token", set(step["drafted_by"][1:]), "White: the newest token. "
+                "Full: accepted, the model says the same. Outlined: rejected.\nOne step: "
                 f"{len(accepted) - 2} guesses accepted, {len(accepted) - 1} tokens.")
-    width = min(110, 712 / (1 + max(places.values())[0]))
-    spots = {i: (30 + width * depth, 78 + 34 * row) for i, (depth, row) in places.items()}
     colours = [BRIGHT, *(GUESSED_BY[by] for by in (*step["drafted_by"][1:], "model"))]
     for i, (words, colour) in enumerate(zip(tokens, colours, strict=True)):
         x, y = spots[i]
-        edge, line, ink, fill = (BRIGHT, 1.5, CARD, colour) if i in accepted else (
-            FRAME, 0.75, colour, CARD)
+        edge, line, ink, fill = FRAME, 0.75, colour, CARD
+        if i in accepted:
+            edge, line, ink, fill = BRIGHT, 1.5, CARD, colour
         if i:
             left, top = spots[parents[i]]
             axes.plot([left, x - 15, x - 15, x], [top, top, y, y], color=edge, linewidth=line,
@@ -170,20 +164,15 @@ def line_chart(figure, title, lines, form, *below):
     axes.set_yticks([])
     axes.autoscale_view()
     for end, edge, ha in ((min, -0.05, "right"), (max, 1.05, "left")):
-        points = {line: (end(at), at[end(at)]) for line, at in lines.items()
-                  if end is min or len(at) > 1}
-        label_points(axes, points, form, edge, ha)
-
-
-def label_points(axes, points, form, edge, ha):
-    """Names and values at an edge, one below another. points: {line: (batch size, value)}."""
-    height = inf
-    for (name, colour, _), point in sorted(points.items(), key=lambda item: -item[1][1]):
-        _, y = axes.transAxes.inverted().transform(axes.transData.transform(point))
-        height = min(y, height - 0.05)
-        arrow = dict(arrowstyle="-", color=colour, linewidth=0.75, relpos=(ha == "right", 0.5))
-        axes.annotate(f"{name} {form.format(point[1])}", point, (edge, height), ha=ha, va="center",
-                      textcoords="axes fraction", color=colour, arrowprops=arrow)
+        height = inf
+        labels = [(points[end(points)], end(points), name, colour)
+                  for (name, colour, _), points in lines.items() if end is min or len(points) > 1]
+        for value, size, name, colour in sorted(labels, reverse=True):
+            _, y = axes.transAxes.inverted().transform(axes.transData.transform((size, value)))
+            height = min(y, height - 0.05)  # labels are one below another
+            arrow = dict(arrowstyle="-", color=colour, linewidth=0.75, relpos=(end is min, 0.5))
+            axes.annotate(f"{name} {form.format(value)}", (size, value), (edge, height), ha=ha,
+                          textcoords="axes fraction", va="center", color=colour, arrowprops=arrow)
 
 
 def draw_batch(figure, record):
@@ -230,20 +219,20 @@ PICTURES = {  # name: (what draws it, its record, what writes that)
 def render(picture, *given, kind="svg"):
     """The bytes of what picture(figure, *given) draws."""
     try:
-        from matplotlib import figure, rc_context, text
+        import matplotlib.figure
     except ImportError:
         raise InputError("drawing needs matplotlib, which is not installed: "
                          "pip install matplotlib") from None
     file = io.BytesIO()
-    with rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the fonts here do not have
-        drawn = figure.Figure()
-        picture(drawn, *given)
-        for words in drawn.findobj(text.Text):  # without what XML forbids or no one sees
+        figure = matplotlib.figure.Figure()
+        picture(figure, *given)
+        for words in figure.findobj(matplotlib.text.Text):  # XML forbids some characters
             words.set_text("".join(c if c.isprintable() or c == "\n" else "\ufffd"
                                    for c in words.get_text()))
-        metadata = dict(Title=drawn.get_label(), Date=None, Creator=None) if kind == "svg" else {}
-        drawn.savefig(file, format=kind, dpi=192, metadata=metadata)
+        metadata = dict(Title=figure.get_label(), Date=None, Creator=None) if kind == "svg" else {}
+        figure.savefig(file, format=kind, dpi=192, metadata=metadata)
     return file.getvalue()
 
 
@@ -254,12 +243,12 @@ def bench(args):
         path = Path(args.run if source == "run" else f"{args.results}/{source}")
         try:
             if source and not path.is_file():
-                raise InputError(f"{path} is not here")
+                raise InputError(f"{path} is not here; {how} writes it")
             content = render(picture, source and read_json(path))
             write_file(Path(args.out) / name, content)
             print(f"{args.out}/{name}: {len(content) / 1000:.1f} kB")
         except InputError as error:
-            print(f"left out: {name}: {error}" + (f"; {how} writes {path}" if how else ""))
+            print(f"left out: {name}: {error}")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             kind = type(error).__name__
             print(f"left out: {name}: {path} is not what {how} writes ({kind}: {error})")

@@ -1,11 +1,8 @@
-"""`python -m bench gpu`: everything that only a GPU can tell, in slices of a few minutes, the most
-telling first.
+"""`python -m bench gpu`: everything that only a GPU can tell, in slices of a few minutes.
 
-A slice runs other commands of bench, each in a process of its own, so that a fault of one leaves
-the others' results. Each keeps its record in a file, DIR/NAME.json, and what it says in
-DIR/NAME.log. When a slice's time is up, the command that runs is stopped, and the next call goes on
-where it was. A file that is complete, or that says what failed, is left as it is: delete it to
-measure anew. `python -m bench report DIR` makes tables of them all.
+A slice runs other commands of bench, each in its own process with its record in DIR/NAME.json and
+its output in DIR/NAME.log. When a slice's time is up, its command is stopped, and the next call
+resumes it. A file that is complete, or that says what failed, stays: delete it to measure anew.
 """
 
 import json
@@ -49,41 +46,39 @@ TESTS = {"test": "test {}", "outcome": "outcome {}", "seconds": "seconds {:.1f}"
 
 def commands(parts, out):
     """{name: command of bench} -> {name: argv}, each of which keeps its record in `out`."""
-    start = [sys.executable, "-m", "bench"]
-    return {name: [*start, *shlex.split(words.format(out=shlex.quote(str(out)))),
+    return {name: [sys.executable, "-m", "bench",
+                   *shlex.split(words.format(out=shlex.quote(str(out)))),
                    "--out", str(out / f"{name}.json")] for name, words in parts.items()}
 
 
 def state(path):
     """Of a command's record: "missing", "begun", "failed" or "complete"."""
-    record = read_json(path) if path.is_file() else None
-    if record is None:
+    if not path.is_file():
         return "missing"
+    record = read_json(path)
     return "failed" if "error" in record else "complete" if record.get("complete") else "begun"
 
 
 def run_slice(argvs, out, seconds):
-    """Runs {name: argv} in turns, for `seconds` in all, but for what is complete or failed
-    before."""
+    """Runs those of {name: argv} that are not complete and did not fail, `seconds` in all."""
     deadline = time.monotonic() + seconds
     for name, argv in argvs.items():
-        path, left = out / f"{name}.json", deadline - time.monotonic()
+        path = out / f"{name}.json"
         log = path.with_suffix(".log")
-        if state(path) in ("missing", "begun") and left > 0:
-            code = run(argv, log, left)
-            if code is not None and state(path) != "complete":
-                tail = log.read_text(errors="replace").splitlines()[-30:]
-                record = read_json(path) if path.is_file() else {}
-                record["error"] = dict(exit_code=code, tail=tail)
-                write_file(path, (json.dumps(record) + "\n").encode())
+        left = deadline - time.monotonic()
+        code = run(argv, log, left) if state(path) in ("missing", "begun") and left > 0 else None
+        if code is not None and state(path) != "complete":
+            record = read_json(path) if path.is_file() else {}
+            tail = log.read_text(errors="replace").splitlines()[-30:]
+            record["error"] = dict(exit_code=code, tail=tail)
+            write_file(path, (json.dumps(record) + "\n").encode())
         advice = {"complete": "", "failed": f"; see {log}, and delete {path} to run it again"}
         print(f"{name}: {state(path)}{advice.get(state(path), '; the next call goes on with it')}",
               flush=True)
 
 
 def run(argv, log, seconds):
-    """Runs a command -> its exit code, or None when its time was up. What it says is added to the
-    file `log`."""
+    """Runs a command, its output added to a file -> its exit code, None when its time was up."""
     with open(log, "a") as file:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                                    start_new_session=True)
@@ -96,15 +91,13 @@ def run(argv, log, seconds):
 
 
 def stop(process):
-    """SIGTERM, which acts as Ctrl-C; after GRACE seconds the end of the process and its
-    children."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """SIGTERM, which acts as Ctrl-C; after GRACE seconds SIGKILL, for its children too."""
+    process.terminate()  # does nothing to a process that ended
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def bench(args):
@@ -116,13 +109,13 @@ def bench(args):
     make_folder(out)
     for parts in [SLICES[args.slice - 1]] if args.slice else SLICES:
         run_slice(commands(parts, out), out, 60 * args.minutes)
-    names = [name for parts in SLICES for name in parts]
-    return dict(bench="gpu", parts={name: state(out / f"{name}.json") for name in names})
+    return dict(bench="gpu", parts={name: state(out / f"{name}.json")
+                                    for parts in SLICES for name in parts})
 
 
 class Recorder:
-    """A plugin of pytest that keeps the outcome of every test in a Table, and leaves out those that
-    are there. A test that takes the process with it stays "unfinished"."""
+    """A plugin of pytest that keeps outcomes in a Table and leaves out the tests that are there. A
+    test that takes the process with it stays "unfinished"."""
 
     def __init__(self, table):
         self.table = table

@@ -1,9 +1,8 @@
 """Draft heads against each other and lookup on equal terms: accuracy, tokens per step, throughput.
 
-With --train, train_heads.py first trains every kind below on the same base, data, steps and
-batches, to guess among all token ids: the four presets, and Clover with one of its parts taken out,
-as in the ablation of its paper (arXiv 2405.00263). Trained kinds are kept; an interrupted one is
-resumed.
+With --train, train_heads.py first trains the kinds below on the same base, data, steps and batches,
+to guess among all token ids: the four presets, and Clover with one of its parts taken out, as in
+the ablation of its paper (arXiv 2405.00263). Trained kinds are kept; an interrupted one is resumed.
 """
 
 from itertools import product
@@ -48,10 +47,10 @@ def base_steps(folder):
     return torch.load(file, **options)["step"] if file.is_file() else 0
 
 
-def train(args, name, main, done, flags, steps):
-    """Trains into a folder of --train by main(flags), or goes on with it, until done(folder) is the
-    number of steps -> the folder."""
+def train(args, name, main, done, flags):
+    """Trains into a folder of --train by main(flags) until done(folder) says so -> the folder."""
     folder = Path(args.train) / name
+    steps = int(flags[flags.index("--steps") + 1])
     if done(folder) != steps:
         data = ["--data", *args.data] if args.data else []
         resume = ["--resume"] if (folder / "train_state.pt").is_file() else []
@@ -65,29 +64,25 @@ def train(args, name, main, done, flags, steps):
 def train_kinds(args):
     """The folders of args.kinds, trained; args.model becomes that of --base, trained too."""
     if args.base:
-        flags = BASES[args.base].split()
-        steps = int(flags[flags.index("--steps") + 1])
-        args.model = train(args, args.base, base.main, base_steps, flags, steps)
-    dtype = ["--dtype", args.dtype] if args.dtype else []
-    common = ["--model", args.model, "--steps", str(args.steps), "--draft-vocabulary", "0", *dtype]
-    return [train(args, name, train_heads.main, heads_steps, [*KINDS[name].split(), *common],
-                  args.steps) for name in args.kinds]
+        args.model = train(args, args.base, base.main, base_steps, BASES[args.base].split())
+    flags = ["--model", args.model, "--steps", str(args.steps), "--draft-vocabulary", "0"]
+    flags += ["--dtype", args.dtype] if args.dtype else []
+    return [train(args, name, train_heads.main, heads_steps, KINDS[name].split() + flags)
+            for name in args.kinds]
 
 
 def accuracy_table(accuracy):
     """({heading: column}, rows) of {heads: [share per head]}."""
-    most = max(map(len, accuracy.values()))
-    columns = {"heads": "heads {}"} | {f"head {i + 1}": f"{i} {{:.1%}}" for i in range(most)}
-    return columns, [dict(heads=name) | {str(i): share for i, share in enumerate(shares)}
-                     for name, shares in accuracy.items()]
+    columns = {f"head {i + 1}": f"{i} {{:.1%}}" for i in range(max(map(len, accuracy.values())))}
+    return {"heads": "heads {}"} | columns, [
+        dict(heads=name) | {str(i): share for i, share in enumerate(shares)}
+        for name, shares in accuracy.items()]
 
 
 def accuracies(heads, heldout):
     """Held-out head accuracy of every kind, printed: {name: [share per head]}."""
-    found = {}
-    for name, kind in heads.items():
-        block_size = min(256, kind.model.config.block_size - kind.config.n_draft - 1)
-        found[name] = head_accuracy(kind, heldout, 8, block_size)[1]
+    size = lambda kind: min(256, kind.model.config.block_size - kind.config.n_draft - 1)
+    found = {name: head_accuracy(kind, heldout, 8, size(kind))[1] for name, kind in heads.items()}
     print("\nhead accuracy")
     Table(*accuracy_table(found))
     return found
@@ -104,20 +99,22 @@ def decoding_columns(first):
 def measure_decoding(model, given, heads, args, table):
     """Adds the rows of every kind at every temperature, batch and tree size, of lookup, and of
     lookup with Clover's heads or, without these, the last; plain decoding runs beside each."""
-    first, last = next(iter(heads)), "clover" if "clover" in heads else list(heads)[-1]
-    for temperature, batch_size, tree_size in product(args.temperatures, args.batch_sizes,
-                                                      args.tree_sizes):
-        label = dict(temperature=temperature, batch_size=batch_size, tree_size=tree_size)
+    last = "clover" if "clover" in heads else list(heads)[-1]
+    for label in product(args.temperatures, args.batch_sizes, args.tree_sizes):
+        label = dict(zip(("temperature", "batch_size", "tree_size"), label))
         if table.has(**label):
             continue
-        drafters = {name: dict(heads=kind) for name, kind in heads.items()}
-        drafters |= {"lookup": dict(lookup=True)} if tree_size > 1 else {}
-        both = {f"{last} + lookup": dict(heads=heads[last], lookup=True)}
-        drafters |= both if tree_size > 2 else {}
-        ways = {name: drafter | dict(tree_size=tree_size) for name, drafter in drafters.items()}
-        rows, _ = decode_in_turns(model, given, {"plain": dict(tree_size=1)} | ways, args,
-                                  batch_size=batch_size, temperature=temperature)
-        plain, beside = rows.pop("plain"), rows[first]
+        size = label["tree_size"]
+        ways = {"plain": dict(tree_size=1)}
+        ways |= {name: dict(tree_size=size, heads=kind) for name, kind in heads.items()}
+        if size > 1:
+            ways["lookup"] = dict(tree_size=size, lookup=True)
+        if size > 2:
+            ways[f"{last} + lookup"] = dict(tree_size=size, heads=heads[last], lookup=True)
+        rows, _ = decode_in_turns(model, given, ways, args, batch_size=label["batch_size"],
+                                  temperature=label["temperature"])
+        plain = rows.pop("plain")
+        beside = rows[next(iter(heads))]
         extra = beside["tokens_per_step"] - 1
         table.add(*(dict(heads=name) | row | label | dict(
             plain_tokens_per_second=plain["tokens_per_second"],

@@ -1,10 +1,9 @@
 """Other programs beside ours, each where it is installed: the step times of llama.cpp and
 transformers on the same random weights, and transformers' `generate` on the same checkpoint.
 
-For the steps both get the model's own weights in its own dtype, and PREFIX tokens in their caches.
-A step is then a forward pass of T more tokens, whose logits are all computed and which leave the
-cache again. It neither drafts nor chooses a token, so it is a little less than a step of ours.
-llama.cpp maps the weights from a file; transformers shares those in memory.
+Both get the model's own weights and dtype, and PREFIX tokens in their caches. A step of theirs is a
+forward pass of T more tokens, which leave the cache again. It computes all logits, but neither
+drafts nor chooses a token, so it is a little less than a step of ours.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
+from backends.tensor_parallel import group_of
 from clover import MAX_TREE
 from hf.checkpoint import hf_config, split_weight
 from model import InputError, check_memory
@@ -35,24 +35,21 @@ GGUF = {  # what a GGUFWriter adds: the field of a GPTConfig
 
 def stored_weights(model):
     """A model's weights as a checkpoint folder holds them: {tensor's name: tensor}, no copies."""
-    found = {}
-    for name, value in model.state_dict().items():
-        if not (model.config.tied and name == "head.weight"):
-            found |= split_weight(name, value, model.config)
-    return found
+    return {stored: tensor for name, value in model.state_dict().items()
+            if not (model.config.tied and name == "head.weight")
+            for stored, tensor in split_weight(name, value, model.config).items()}
 
 
 def interleaved(rows, head_size):
-    """Rows of a query or key projection [n D, ...], where the two that are rotated together are
-    half a head apart -> the same rows with the two side by side, as llama.cpp expects them of
-    Llama."""
+    """Rows of a query or key projection [n D, ...], of which the two that are rotated together are
+    half a head apart -> with the two side by side, as llama.cpp expects them of Llama."""
     shape = -1, 2, head_size // 2, *rows.shape[1:]
     return rows.view(shape).transpose(1, 2).reshape(rows.shape)
 
 
 def write_gguf(model, path):
     """Writes a llama.cpp file without a tokenizer. Matrices keep their dtype; norms and biases are
-    float32, as llama.cpp's own converter writes them. InputError for other families."""
+    float32, as from llama.cpp's own converter. InputError for other families."""
     import gguf
     c = model.config
     if c.family not in ("llama", "qwen2"):
@@ -65,11 +62,14 @@ def write_gguf(model, path):
     for name, value in stored_weights(model).items():
         if c.family == "llama" and ("self_attn.q_proj." in name or "self_attn.k_proj." in name):
             value = interleaved(value, c.head_size)
-        value, raw = value.float() if value.dim() == 1 else value, {}
+        if value.dim() == 1:
+            value = value.float()
+        raw_dtype = None
         if value.dtype == torch.bfloat16:  # which numpy does not know
-            value, raw = value.view(torch.uint8), dict(raw_dtype=gguf.GGMLQuantizationType.BF16)
+            value = value.view(torch.uint8)
+            raw_dtype = gguf.GGMLQuantizationType.BF16
         name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(name, value.numpy(), **raw)
+        writer.add_tensor(name, value.numpy(), raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -77,16 +77,17 @@ def write_gguf(model, path):
 
 
 class LlamaCpp:
-    """llama.cpp on as many threads as torch, with PREFIX tokens in its cache, by default of
-    float16. Raises InputError where memory or disk have no room for the file, or it does not
-    load."""
-    title, packages = "llama.cpp", "llama-cpp-python gguf"
+    """llama.cpp on as many threads as torch. Its cache is float16 by default. InputError where
+    memory or disk have no room for the file of the weights, which it maps, or it does not load."""
+    title = "llama.cpp"
+    packages = "llama-cpp-python gguf"
     batch = context = model = None
 
     def __init__(self, model):
         import gguf  # noqa: F401, here to be missed before anything is done
         import llama_cpp
-        self.lib, self.vocab_size = llama_cpp, model.config.vocab_size
+        self.lib = llama_cpp
+        self.vocab_size = model.config.vocab_size
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         LlamaCpp.silence = llama_cpp.llama_log_callback(lambda *_: None)  # must outlive all calls
         llama_cpp.llama_log_set(LlamaCpp.silence, None)
@@ -100,18 +101,18 @@ class LlamaCpp:
             raise
 
     def load(self, model):
-        lib, size = self.lib, sum(p.nbytes for p in model.parameters())
+        lib = self.lib
+        size = sum(p.nbytes for p in model.parameters())
         check_memory("the file of the weights takes", size, "cpu", "take a smaller size")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             free = shutil.disk_usage(folder).free
             if size > free:
-                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, but "
-                                 f"{free / 1e9:.1f} GB are free in {tempfile.gettempdir()}; "
-                                 "set TMPDIR to another folder")
+                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, free are "
+                                 f"{free / 1e9:.1f}; set TMPDIR to another folder")
             path = str(Path(folder) / "model.gguf")  # mapped: it outlives its name
             write_gguf(model, path)
-            default = lib.llama_model_default_params()
-            self.model = lib.llama_model_load_from_file(path.encode(), default)
+            self.model = lib.llama_model_load_from_file(path.encode(),
+                                                        lib.llama_model_default_params())
         settings = lib.llama_context_default_params()
         settings.n_ctx = settings.n_batch = PREFIX + MAX_TREE
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
@@ -121,7 +122,7 @@ class LlamaCpp:
         self.batch = lib.llama_batch_init(PREFIX + MAX_TREE, 0, 1)
 
     def fill(self, tokens, position, logits):
-        """Makes the batch these tokens, from a position on; logits: whether to compute theirs."""
+        """Makes the batch these tokens, from a position on; logits: whether it computes theirs."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -129,8 +130,7 @@ class LlamaCpp:
             batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, logits
 
     def decode(self):
-        code = self.lib.llama_decode(self.context, self.batch)
-        if code:
+        if code := self.lib.llama_decode(self.context, self.batch):
             raise RuntimeError(f"llama_decode fails with code {code}")
         self.lib.llama_synchronize(self.context)
 
@@ -144,7 +144,6 @@ class LlamaCpp:
         return self.step
 
     def close(self):
-        """Frees what llama.cpp took."""
         for free, what in ((self.lib.llama_batch_free, self.batch),
                            (self.lib.llama_free, self.context),
                            (self.lib.llama_model_free, self.model)):
@@ -154,8 +153,7 @@ class LlamaCpp:
 
 
 class Transformers:
-    """transformers' model of the family with PREFIX tokens in a DynamicCache, as its generate runs
-    it by default."""
+    """transformers' model of the family, with a DynamicCache, as its generate has by default."""
     title = packages = "transformers"
 
     @torch.inference_mode()
@@ -197,9 +195,9 @@ PROGRAMS = {"llama_cpp": LlamaCpp, "transformers": Transformers}
 
 @contextlib.contextmanager
 def running(model):
-    """Yields ({name: a program that runs the model}, {name: its version, or why it does not}). None
-    runs for a model on CUDA."""
-    made, words = {}, {}
+    """Yields ({name: a program that runs the model}, {name: its version, or why it does not})."""
+    made = {}
+    words = {}
     try:
         for name, program in PROGRAMS.items():
             try:
@@ -217,16 +215,8 @@ def running(model):
             program.close()
 
 
-# -------------------------------------------------------------------------------------------------
-# transformers' generate
-
-GENERATING = {"transformers": {},
-              "transformers, prompt lookup": dict(prompt_lookup_num_tokens=10)}
-
-
 class Generate:
-    """transformers' greedy `generate`, one prompt at a time, with these flags. No text ends early,
-    as with us."""
+    """transformers' greedy `generate`, one prompt at a time. No text ends early, as with us."""
 
     def __init__(self, model, **flags):
         self.model, self.flags = model, flags
@@ -235,7 +225,8 @@ class Generate:
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens):
         """What bench.decoding reads of an Output. It does not say in how many steps."""
-        texts, start = [], time.perf_counter()
+        texts = []
+        start = time.perf_counter()
         for prompt in prompts:
             tokens = torch.tensor([prompt], device=self.model.device)
             out = self.model.generate(tokens, attention_mask=torch.ones_like(tokens),
@@ -248,8 +239,10 @@ class Generate:
 
 
 def generating(model, folder, temperature, batch_size, prompts):
-    """({name: a Generate of the checkpoint in the folder, with our model's dtype and device},
-    transformers' version, or why there are none)."""
+    """({name: a Generate of the checkpoint, with our dtype and device}, transformers' version, or
+    why there are none)."""
+    if group_of(model).size > 1:
+        return {}, "left out, with several ranks"
     if temperature:
         return {}, "measured at temperature 0 only"
     if batch_size != 1:
@@ -261,7 +254,8 @@ def generating(model, folder, temperature, batch_size, prompts):
     silence(transformers)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
     theirs = theirs.to(model.device).eval()
-    made = {name: Generate(theirs, **flags) for name, flags in GENERATING.items()}
+    made = {"transformers": Generate(theirs), "transformers, prompt lookup": Generate(
+        theirs, prompt_lookup_num_tokens=10)}
     for program in made.values():
         program.generate(prompts[:1], 8)  # what only the first call does
     return made, transformers.__version__

@@ -1,8 +1,8 @@
 """`python -m bench report DIR`: the records in a folder as Markdown tables, for README.md and
 docs/.
 
-A column that is empty in all rows is left out. One that says the same in all rows, of three or
-more, is above the table.
+A column that is empty in all rows is left out. One that says the same in all of three or more
+rows is above the table.
 """
 
 from collections import Counter
@@ -15,29 +15,17 @@ from bench.operations import OPERATIONS
 from bench.steps import EXACT, LAUNCHES, STEPS
 from model import InputError, read_json
 
-# -------------------------------------------------------------------------------------------------
-# What a record holds: (title, columns, rows), ...
+# What each kind of record holds: (title, columns, rows), ...
 
 def decode_tables(record):
     title = f"Decoding {record['model']}, heads {record['heads'][-1]}, {TEXTS[record['text']]}"
     yield f"{title}, temperature {record['temperature']:g}", DECODING, record["decoding"]
-    ratios = [dict(size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()]
-    columns = {"batch size": "size {}", "speed-up": "ratio {:.2f}x"}
-    yield "auto over the best single plan", columns, ratios
+    yield ("auto over the best single plan",
+           {"batch size": "size {}", "speed-up": "ratio {:.2f}x"},
+           [dict(size=size, ratio=ratio) for size, ratio in record["auto_over_best"].items()])
     trees = record.get("trees", {})
-    rows = [dict(drafted_by=name) | row for name, row in trees.items()]
-    columns = tree_columns(next(iter(trees.values()), ()))
-    yield "Tokens per step over tree sizes", columns, rows
-
-
-def step_tables(record):
-    columns = STEPS | peers.COLUMNS | LAUNCHES
-    yield f"Steps of {record['model']} with random weights", columns, record["steps"]
-
-
-def exact_tables(record):
-    title = f"Verifying with {record['model']}, what bits that never differ cost"
-    yield title, EXACT, record["verify"]
+    yield ("Tokens per step over tree sizes", tree_columns(next(iter(trees.values()), ())),
+           [dict(drafted_by=name) | row for name, row in trees.items()])
 
 
 def heads_tables(record):
@@ -47,60 +35,51 @@ def heads_tables(record):
         yield f"Decoding {record['model']}", decoding_columns(first), rows
         return
     for name, temperature in dict.fromkeys((row["heads"], row["temperature"]) for row in rows):
-        mine = [row for row in rows if (row["heads"], row["temperature"]) == (name, temperature)]
+        columns, lines = {"batch size": "batch_size {}"}, {}  # a line for each batch size
+        for figure, over in {"speed_up": "plain", "speed_up_over_first": first}.items():
+            for row in rows:
+                if over != name and (row["heads"], row["temperature"]) == (name, temperature):
+                    key = f"{figure} {row['tree_size']}"
+                    columns[f"over {over}, T = {row['tree_size']}"] = f"{key} {{:.2f}}x"
+                    line = lines.setdefault(row["batch_size"], dict(batch_size=row["batch_size"]))
+                    line[key] = row[figure]
         title = f"{name} over batch sizes, temperature {temperature:g}"
-        yield title, *grid(mine, {"speed_up": "plain"} if name == first else
-                           {"speed_up": "plain", "speed_up_over_first": first})
-
-
-def grid(rows, figures):
-    """Rows of one kind of heads -> (columns, rows): a line for each batch size, a column for each
-    tree size. figures: {figure: over what}."""
-    columns, lines = {"batch size": "batch_size {}"}, {}
-    for figure, over in figures.items():
-        for row in rows:
-            key, size = f"{figure} {row['tree_size']}", row["batch_size"]
-            columns[f"over {over}, T = {row['tree_size']}"] = f"{key} {{:.2f}}x"
-            lines.setdefault(size, dict(batch_size=size))[key] = row[figure]
-    return columns, list(lines.values())
-
-
-def kernel_tables(record):
-    for name, operation in OPERATIONS.items():
-        title = f"{name}, us; {record['copy_gb_per_s']:.0f} GB/s copied"
-        yield title, operation.columns, record.get(name, [])
-
-
-def static_tables(record):
-    yield ("Registers per thread / spilled bytes / bytes of shared memory", static.COLUMNS,
-           [row | static.figures(row) for row in record["table"]])
+        yield title, columns, list(lines.values())
 
 
 def test_tables(record):
     rows = record["tests"]
-    counts = Counter(row["outcome"] for row in rows)
     yield (f"pytest -m gpu, {sum(row['seconds'] for row in rows):.0f} seconds",
            {"outcome": "outcome {}", "tests": "tests {}"},
-           [dict(outcome=name, tests=count) for name, count in counts.items()])
+           [dict(outcome=name, tests=count)
+            for name, count in Counter(row["outcome"] for row in rows).items()])
     last = lambda row: row.get("error", "-").strip().splitlines()[-1][:100].replace("|", "/")
-    bad = [row | dict(error=last(row)) for row in rows
-           if row["outcome"] not in ("passed", "skipped")]
-    columns = {"test": "test {}", "outcome": "outcome {}", "error": "error {}"}
-    yield "Tests that did not pass", columns, bad
+    yield ("Tests that did not pass",
+           {"test": "test {}", "outcome": "outcome {}", "error": "error {}"},
+           [row | dict(error=last(row)) for row in rows
+            if row["outcome"] not in ("passed", "skipped")])
 
 
-FORMS = {"decode": decode_tables, "decode-random": step_tables, "exact": exact_tables,
-         "heads": heads_tables, "kernels": kernel_tables, "kernels-static": static_tables,
-         "tests": test_tables}
+FORMS = {
+    "decode": decode_tables, "heads": heads_tables, "tests": test_tables,
+    "decode-random": lambda record: [(
+        f"Steps of {record['model']} with random weights", STEPS | peers.COLUMNS | LAUNCHES,
+        record["steps"])],
+    "exact": lambda record: [(
+        f"Verifying with {record['model']}, what bits that never differ cost", EXACT,
+        record["verify"])],
+    "kernels": lambda record: [(
+        f"{name}, us; {record['copy_gb_per_s']:.0f} GB/s copied", operation.columns,
+        record.get(name, [])) for name, operation in OPERATIONS.items()],
+    "kernels-static": lambda record: [(
+        "Registers per thread / spilled bytes / bytes of shared memory", static.COLUMNS,
+        [row | static.figures(row) for row in record["table"]])]}
 
-
-# -------------------------------------------------------------------------------------------------
-# As Markdown
 
 def markdown(title, columns, rows):
     """The lines of one table; none without rows."""
-    cells = {heading: [cell(row, column) for row in rows] for heading, column in columns.items()}
-    cells = {heading: column for heading, column in cells.items() if set(column) - {"-"}}
+    cells = {heading: [cell(row, column) for row in rows] for heading, column in columns.items()
+             if {cell(row, column) for row in rows} - {"-"}}
     if not cells:
         return []
     same = {heading: column[0] for heading, column in cells.items()
@@ -114,33 +93,31 @@ def markdown(title, columns, rows):
 
 def lines(record):
     """A record as Markdown. Raises KeyError and its like where it is not what its `bench` says."""
-    machine, found = record["machine"], []
-    on = [machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"]
+    machine = record["machine"]
+    on = [record["dtype"].removeprefix("torch.")] if "dtype" in record else []
+    on.append(machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads")
     on += [f"{name} {machine[name]}" for name in ("torch", "triton", "commit") if machine.get(name)]
-    on = [record["dtype"].removeprefix("torch."), *on] if "dtype" in record else on
-    for title, columns, rows in FORMS[record["bench"]](record):
-        found += markdown(", ".join([title, *on]), columns, rows)
-    return found
+    return [line for title, columns, rows in FORMS[record["bench"]](record)
+            for line in markdown(", ".join([title, *on]), columns, rows)]
 
 
 def report(path):
     """The lines of one file, with what is wrong with it."""
     try:
         record = read_json(path)
-        if not {record.get("bench"), "error"} & {*FORMS, *record}:
-            raise InputError(f"{path}: left out; expected a record of bench {', '.join(FORMS)}")
         found = lines(record) if record.get("bench") in FORMS else []
         if "error" in record:
             code, tail = record["error"]["exit_code"], record["error"]["tail"]
             found += [f"{path}: failed, exit code {code}: {(tail or ['no output'])[-1]}", ""]
+        elif record.get("bench") not in FORMS:
+            raise InputError(f"{path}: left out; expected a record of bench {', '.join(FORMS)}")
         elif not record.get("complete", True):
             found += [f"{path}: not complete; the command that made it goes on with it", ""]
         return found
     except InputError as error:
         return [str(error), ""]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        kind = type(error).__name__
-        return [f"{path}: left out; not what bench writes ({kind}: {error})", ""]
+        return [f"{path}: left out; not what bench writes ({type(error).__name__}: {error})", ""]
 
 
 def bench(args):

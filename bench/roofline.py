@@ -1,16 +1,12 @@
-"""`python -m bench roofline`: predicts from a GPU's datasheet the time of a step, and what
-speculation gains.
+"""`python -m bench roofline`: predicts from a GPU's datasheet a step's time and speculation's gain.
 
-A step is a list of operations. Each takes the longer of its bytes over the memory's bandwidth and
-its FLOPs over the peak of dense bfloat16 products, and some time for each of its launches:
+    seconds = sum of max(bytes / bandwidth, FLOPs / peak) + launches * launch, over its operations
 
-    seconds = sum of max(bytes / bandwidth, FLOPs / peak) + launches * launch
-
-Counted are: a product's weights once, for any number of rows, and 2 FLOPs for each weight and
-row; the keys and values that a sequence has in the cache; K passes of drafting over the heads and
-the LM head, or its draft vocabulary. Taken as free: activations, norms, sampling, choosing a tree.
-All weights are bfloat16, on one GPU. So this is about the least that a step can take: real kernels
-reach 80 to 90% of the bandwidth, and 60 to 80% of the peak.
+Counted are: a product's weights once, for any number of rows, and 2 FLOPs for each weight and row;
+the cached keys and values; K passes of drafting over the heads and the LM head or its draft
+vocabulary. Free are activations, norms, sampling and choosing a tree. All weights are bfloat16, on
+one GPU. This is about the least that a step can take: real kernels reach 80 to 90% of the bandwidth
+and 60 to 80% of the peak.
 """
 
 from itertools import cycle, product
@@ -59,11 +55,13 @@ CHECKED = {"model": "model {}", "batch size": "batch_size {}", "tree size": "tre
 
 class Prediction:
     """Steps of a model (GPTConfig) with draft heads (CloverConfig) on a GPU; `prefix` tokens in the
-    cache of each sequence. chain: instead of a tree of beams, draft a chain, with a head for each
-    guess."""
+    cache of each sequence. chain: draft a chain, with a head for each guess, instead of a tree."""
 
     def __init__(self, gpu, config, heads, prefix=PREFIX, chain=False):
-        self.gpu, self.config, self.heads, self.prefix = gpu, config, heads, prefix
+        self.gpu = gpu
+        self.config = config
+        self.heads = heads
+        self.prefix = prefix
         self.chain = chain
         with torch.device("meta"):
             self.model, self.block, self.head = (
@@ -72,10 +70,9 @@ class Prediction:
         self.lm_head = config.vocab_size * config.n_embd
         self.draft_lm_head = (heads.vocabulary or config.vocab_size) * config.n_embd
 
-    def drafting(self, tree_size):
-        """(K, W): how many heads draft a tree, and with how many beams."""
-        n = tree_size - 1
-        return (n, 1) if self.chain else (min(self.heads.n_draft, n), isqrt(n) + 1)
+    def n_heads(self, tree_size):
+        """How many heads draft a tree."""
+        return tree_size - 1 if self.chain else min(self.heads.n_draft, tree_size - 1)
 
     def seconds(self, size, work, launches=0):
         """Seconds for this many bytes and FLOPs."""
@@ -87,19 +84,20 @@ class Prediction:
 
     def layers(self, n, batch_size, rows):
         """Seconds of n blocks on this many rows of each sequence."""
-        c, keys = self.config, n * batch_size * (self.prefix + rows)
-        size, work = 2 * BYTES * keys * c.n_kv_head, 4 * rows * keys * c.n_head
+        keys = n * batch_size * (self.prefix + rows) * self.config.head_size
         return (self.product(n * self.block, batch_size * rows, n * PER_LAYER)
-                + self.seconds(size * c.head_size, work * c.head_size))
+                + self.seconds(2 * BYTES * keys * self.config.n_kv_head,
+                               4 * rows * keys * self.config.n_head))
 
-    def step(self, batch_size, tree_size):
-        """Seconds of a step: verify, then draft and commit where there is something to draft."""
-        B, T, heads = batch_size, tree_size, self.heads
+    def step(self, B, T):
+        """Seconds of a step, B sequences of T nodes: verify, then draft and commit if T > 1."""
         seconds = self.layers(self.config.n_layer, B, T)
         seconds += self.product(self.lm_head, B * T, PER_STEP)
         if T == 1:
             return seconds
-        K, W = self.drafting(T)
+        heads = self.heads
+        K = self.n_heads(T)
+        W = 1 if self.chain else isqrt(T - 1) + 1  # beams
         reads_tokens = heads.mix != "none" or heads.projector == "linear"
         for depth in range(K):
             rows = B * W if depth and reads_tokens else B  # one state at the root, then one a beam
@@ -108,8 +106,9 @@ class Prediction:
 
     def memory(self, batch_size, tree_size):
         """GB of the weights and the cache."""
-        c, K = self.config, self.drafting(tree_size)[0] if tree_size > 1 else 0
-        weights = self.model + (self.heads.augment_layers * self.block + K * self.head if K else 0)
+        c = self.config
+        weights = self.model + self.n_heads(tree_size) * self.head
+        weights += self.heads.augment_layers * self.block if tree_size > 1 else 0
         rows = batch_size * (self.prefix + tree_size) * 2 * c.n_layer * c.n_kv_head * c.head_size
         return BYTES * (weights + rows) / GB
 
@@ -117,7 +116,8 @@ class Prediction:
         """What is predicted where a step finds this many tokens; None where memory has no room."""
         if self.memory(batch_size, tree_size) > self.gpu.memory:
             return None
-        plain, own = self.step(batch_size, 1), self.step(batch_size, tree_size)
+        plain = self.step(batch_size, 1)
+        own = self.step(batch_size, tree_size)
         return dict(batch_size=batch_size, tree_size=tree_size, tokens_per_step=tokens,
                     step_ms=1e3 * own, tokens_per_second=batch_size * tokens / own,
                     plain_ms=1e3 * plain, plain_tokens_per_second=batch_size / plain,
@@ -125,31 +125,27 @@ class Prediction:
 
     def pays_up_to(self, tree_size, tokens):
         """In words: up to which batch size a step finds its tokens faster than plain decoding."""
-        for batch_size in range(1, MOST + 1):
-            row = self.row(batch_size, tree_size, tokens)
+        for last in range(MOST):
+            row = self.row(last + 1, tree_size, tokens)
             if row is None:
-                return f"pays for all {batch_size - 1} sequences that the memory holds"
+                return f"pays for all {last} sequences that the memory holds"
             if row["speed_up"] <= 1:
-                last = batch_size - 1
                 return f"pays up to batch size {last}" if last else "does not pay"
         return f"pays up to batch size {MOST} and more"
 
 
 def sizes(model):
     """The GPTConfig of a checkpoint folder or of a name in SIZES."""
-    if model in SIZES:
-        return size_config(model)
-    if not Path(model).is_dir():
+    if model not in SIZES and not Path(model).is_dir():
         raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, "
                          f"not {model}")
-    return read_config(model)
+    return size_config(model) if model in SIZES else read_config(model)
 
 
 def acceptance(args):
     """(the heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
     if args.acceptance is not None:
-        chances = lambda size: (args.acceptance ** depth for depth in range(size))
-        return PRESETS["clover"], lambda size: sum(chances(size))
+        return PRESETS["clover"], lambda size: sum(args.acceptance ** i for i in range(size))
     config, record = read_record(Path(args.heads) / "heads.json")
     if not record.get("acceptance"):
         raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with "
@@ -160,25 +156,27 @@ def acceptance(args):
 def plot(path, rows, title):
     """Draws the speed-up over the batch size, a line for each tree size."""
     from bench import draw  # which draws a prediction of this file
-    lines, colours = {}, cycle((draw.GREEN, draw.AMBER, draw.BLUE, draw.PINK, draw.GREY))
+    lines = {}
+    colours = cycle((draw.GREEN, draw.AMBER, draw.BLUE, draw.PINK, draw.GREY))
     for size, colour in zip(dict.fromkeys(row["tree_size"] for row in rows), colours):
-        lines[f"T = {size}", colour, 2, "-"] = {
+        lines[f"T = {size}", colour, "-"] = {
             row["batch_size"]: row["speed_up"] for row in rows if row["tree_size"] == size}
-    title = f"Predicted: {title} (logarithmic)"
     try:
-        Path(path).write_bytes(draw.render(draw.line_chart, title, lines, "{:.2f}x",
-                                           kind=Path(path).suffix[1:] or "?"))
+        Path(path).write_bytes(draw.render(draw.line_chart, f"Predicted: {title}", lines,
+                                           "{:.2f}x", kind=Path(path).suffix[1:] or "?"))
     except InputError:
         raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be drawn to ({error}); take another --plot") from None
 
 
-def predict(args):
-    """Prints the table -> what goes into the JSON line."""
+def bench(args):
+    """`python -m bench roofline`: prints the table -> what goes into the JSON line."""
+    if args.check:
+        return check(args)
     heads, tokens = acceptance(args)
-    chain = args.acceptance is not None
-    prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix, chain)
+    prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix,
+                            chain=args.acceptance is not None)
     title = f"{Path(args.model).name} on {args.gpu}, {args.prefix} tokens in each cache"
     rows = [prediction.row(B, T, tokens(T)) for T, B in product(args.tree_sizes, args.batch_sizes)]
     if not any(rows):
@@ -186,7 +184,7 @@ def predict(args):
                          f"{prediction.gpu.memory}; take another --gpu, or smaller sizes")
     print(f"A prediction from datasheets, not a measurement: {title}. Left out: rows that the "
           "memory has no room for")
-    rows = Table(COLUMNS, [row for row in rows if row])
+    rows = Table(COLUMNS, filter(None, rows))
     pays = {T: prediction.pays_up_to(T, tokens(T)) for T in args.tree_sizes}
     print("", *(f"T = {T}: {words}" for T, words in pays.items()), sep="\n")
     if args.plot:
@@ -195,25 +193,22 @@ def predict(args):
                 rows=rows, pays=pays)
 
 
-def bench(args):
-    """`python -m bench roofline`. With --check, prints the predicted beside the measured steps of a
-    folder's records. Returns what goes into the JSON line."""
-    if not args.check:
-        return predict(args)
+def check(args):
+    """With --check: prints the predicted beside the measured steps of a folder's records."""
     records = [record for record in map(read_json, sorted(Path(args.check).glob("*.json")))
                if record.get("bench") == "decode-random" and record["machine"]["gpu"]]
     if not records:
         raise InputError(f"{args.check}: holds no steps measured on a GPU; python -m bench decode "
                          "--random-weights 8b --out FILE measures them")
-    gpus = {record["machine"]["gpu"] for record in records}
-    print(f"A prediction for {args.gpu}, held against {', '.join(gpus)}")
+    print(f"A prediction for {args.gpu}, held against",
+          ", ".join({record["machine"]["gpu"] for record in records}))
     table = Table(CHECKED)
     for record in records:
         heads = preset("clover", vocabulary=record["draft_vocabulary"])
         prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), heads, record["prefix"])
         for row in record["steps"]:
-            predicted = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
+            ms = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
             table.add(dict(model=record["model"], batch_size=row["batch_size"],
-                           tree_size=row["tree_size"], predicted_ms=predicted,
-                           measured_ms=row["step_ms"], ratio=row["step_ms"] / predicted))
+                           tree_size=row["tree_size"], predicted_ms=ms,
+                           measured_ms=row["step_ms"], ratio=row["step_ms"] / ms))
     return dict(bench="roofline-check", on=args.gpu, rows=table)

@@ -1,10 +1,9 @@
 """What the kernels take, without a GPU: `bench launches` and `bench kernels --static`.
 
-Triton launches are recorded instead of run. Of a step on the meta device, where operations have
-shapes and no values, they are counted together with the torch operations that are not views; torch
-may take more than one launch for an operation, so that is a lower bound. And every launch that
-kernels.py can choose is reduced to the signature that Triton compiles it by, and each signature is
-compiled for every target: `pytest -m static` checks registers, spills and shared memory.
+Triton launches are recorded instead of run. In a step on the meta device they are counted together
+with the torch operations that are not views: a lower bound, as an operation may take several. And
+every signature that Triton compiles a launch of kernels.py by is compiled for every target: `pytest
+-m static` checks registers, spills and shared memory.
 """
 
 import contextlib
@@ -71,7 +70,7 @@ def short_name(kernel):
 # The launches of a step
 
 class Launches(TorchDispatchMode):
-    """Counts torch's operations by name, as `counts`, while it is active."""
+    """Counts torch's operations by name while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -90,8 +89,7 @@ class Launches(TorchDispatchMode):
 
 @torch.inference_mode()
 def step_launches(model, heads=None, **options):
-    """Counter of the launches of one step, by operation. model and heads must be on the meta
-    device; options are the Decoder's."""
+    """Counter of the launches of a Decoder's step, by operation; its modules must be on meta."""
     with recorded() as launches:
         step = Decoder(model, heads, graph=False, **options).body()
         step()  # with what only the first one does
@@ -102,17 +100,16 @@ def step_launches(model, heads=None, **options):
 
 
 def bench_launches(args):
-    """`python -m bench launches`: prints rows for each tree size, returns the JSON line's
-    content."""
+    """`python -m bench launches`: prints rows for each tree size, returns what it counted."""
     model = GPT.from_pretrained(args.model, BF16, "cpu")  # the default on CUDA
     heads = CloverHeads.from_pretrained(args.heads, model).to("meta")
     model.to("meta")
     table = Table(STEP)
     capacity = min(512, model.config.block_size)
-    drafters = [(heads, False), (None, True), (heads, True)]  # heads, lookup
     for size in args.tree_sizes:
-        for plan in (fixed_plan(size, *who) for who in drafters[:3 if size > 2 else 1]):
-            used = heads if plan.head_nodes else None
+        for used, lookup in ((heads, False), (None, True), (heads, True))[:3 if size > 2 else 1]:
+            plan = fixed_plan(size, used, lookup)
+            used = used if plan.head_nodes else None
             counts = step_launches(model, used, plans=(plan,), capacity=capacity)
             most = ", ".join(f"{n} {name}" for name, n in counts.most_common(6))
             table.add(dict(tree_size=plan.tree_size, drafted_by=str(plan), operations=counts,
@@ -131,22 +128,19 @@ def record(function, *args, multiprocessors=132, **named):
 
 
 def signature(name, args, named):
-    """What Triton compiles a launch by: types, constants, and which arguments are multiples of 16.
-    Hashable."""
+    """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
-    kinds, constants, multiples = [], [], []
-    for i, parameter in enumerate(getattr(kernels, name).params):
-        value, key = args[i] if i < len(args) else named[parameter.name], None
-        kind = "constexpr"
-        if not parameter.is_constexpr:
-            special = not parameter.do_not_specialize
-            kind, key = native_specialize_impl(BaseBackend, value, False, special, True)
-        kinds.append(kind)
-        constants += [(i, value)] if kind == "constexpr" else []
-        multiples += [i] if key == "D" else []
+    parameters = getattr(kernels, name).params
+    values = [*args, *(named[parameter.name] for parameter in parameters[len(args):])]
+    found = [("constexpr", None) if parameter.is_constexpr else native_specialize_impl(
+        BaseBackend, value, False, not parameter.do_not_specialize, True)
+        for parameter, value in zip(parameters, values)]
+    kinds = tuple(kind for kind, _ in found)
+    constants = tuple((i, values[i]) for i, kind in enumerate(kinds) if kind == "constexpr")
+    multiples = tuple(i for i, (_, key) in enumerate(found) if key == "D")
     options = ((key, named[key]) for key in ("maxnreg", "num_stages", "num_warps") if key in named)
-    return name, tuple(kinds), tuple(constants), tuple(multiples), tuple(options)
+    return name, kinds, constants, multiples, tuple(options)
 
 
 def signatures(launches):
@@ -235,9 +229,6 @@ def all_launches():
     return signatures(found + cases("nucleus", top_p=0.9))
 
 
-# -------------------------------------------------------------------------------------------------
-# Compiling them
-
 def compile_launch(target, launch):
     """Compiles one signature for a target -> Triton's compiled kernel. Needs no GPU."""
     import triton
@@ -257,13 +248,9 @@ def usage(target, launch):
     """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). Spilled is
     NVIDIA's stack, as the kernels have no arrays, and AMD's scratch memory per lane."""
     compiled = compile_launch(target, launch)
-    if target.startswith("cuda"):
-        text = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
-        pattern = r"\b(REG|STACK|LOCAL):(\d+)"
-    else:
-        text = compiled.asm["amdgcn"]
-        pattern = r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)"
-    found = {name: int(value) for name, value in re.findall(pattern, text)}
+    text = compiled.asm.get("amdgcn") or cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
+    names = r"(REG|STACK|LOCAL|vgpr_count|private_segment_fixed_size)"
+    found = {name: int(value) for name, value in re.findall(rf"\b{names}:\s*(\d+)", text)}
     registers = found.pop("REG" if "REG" in found else "vgpr_count")
     return dict(registers=registers, spilled=sum(found.values()), shared=compiled.metadata.shared)
 
@@ -271,7 +258,7 @@ def usage(target, launch):
 def cuobjdump(cubin, what):
     """The output of Triton's own cuobjdump on a binary."""
     import triton
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         return subprocess.run([tool, what, file.name], capture_output=True, text=True,
@@ -287,7 +274,8 @@ def compile_all(pairs):
 def shape_class(launch):
     """CLASS of a signature: launches with equal ones share a row of the static table."""
     name, kinds, constants, _, options = launch
-    parameters, options = getattr(kernels, name).arg_names, dict(options)
+    parameters = getattr(kernels, name).arg_names
+    options = dict(options)
     constants = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
     alibi = "slopes_ptr" in parameters and "slopes_ptr" not in constants
@@ -302,8 +290,7 @@ def figures(row):
 
 
 def bench(args):
-    """`python -m bench kernels --static`: prints one row per shape class, the worst of its launches
-    for each target; returns the Record."""
+    """`python -m bench kernels --static`: a row per shape class, its worst for each target."""
     launches = all_launches()
     classes = defaultdict(lambda: defaultdict(Counter))
     pairs = [(target, launch) for launch, target in product(launches, TARGETS)]
@@ -312,8 +299,7 @@ def bench(args):
         worst["launches"] += 1
         for figure, value in used.items():
             worst[figure] = max(worst[figure], value)
-    print(f"{len(launches)} launches: registers per thread / spilled bytes / bytes of shared "
-          "memory, the worst per row")
+    print(f"{len(launches)} launches: registers per thread / spilled / shared bytes, the worst")
     result = Record(args.out, bench="kernels-static")
     table = result["table"] = Table(COLUMNS)
     for key, targets in sorted(classes.items(), key=str):

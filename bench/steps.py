@@ -57,8 +57,7 @@ def size_config(name):
 
 
 def random_model(name, device, dtype, group=None):
-    """A GPT of a real model's sizes with random weights. InputError where the memory has no
-    room."""
+    """A GPT of a real model's sizes with random weights. InputError where memory has no room."""
     group = group or Group()
     with torch.device("meta"):
         model = GPT(size_config(name))
@@ -83,11 +82,12 @@ def random_heads(model, vocabulary):
 
 
 def draft_vocabulary(args):
-    """How many ids the random heads draft among, 0 for all. Raises InputError for fewer than a tree
-    has beams, and for more than there are."""
-    V, beams = size_config(args.random_weights).vocab_size, isqrt(max(args.tree_sizes) - 1) + 1
-    default = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
-    n = default if args.draft_vocabulary is None else args.draft_vocabulary
+    """How many ids the random heads draft among, 0 for all."""
+    V = size_config(args.random_weights).vocab_size
+    beams = isqrt(max(args.tree_sizes) - 1) + 1
+    n = args.draft_vocabulary
+    if n is None:
+        n = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
     if n and not beams <= n <= V:
         raise InputError(f"--draft-vocabulary must be 0, for all, or from {beams}, the beams of "
                          f"the largest tree, to {V}, not {n}")
@@ -97,22 +97,17 @@ def draft_vocabulary(args):
 def peak_memory(body):
     """GB of memory that this process has at most while body() runs, libraries and all. Where the
     system does not forget an earlier peak, this may be that one."""
+    import resource  # which Windows has not
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
     body()
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024 / GB
-    except (OSError, IndexError):  # not Linux
-        import resource  # which Windows has not
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
 
 
 def in_turns(bodies, runs, device, group=None):
     """({name: median milliseconds of its body()}, a function from two names to the median ratio of
-    their times in a round). In a round all take turns, so that what else the machine does meets
-    them alike. group: see `tools.tune.seconds`."""
+    their times in a round). In a round all take turns, so that other work meets them alike."""
     times = {name: [] for name in bodies}
     for _ in range(runs):
         for name, body in bodies.items():
@@ -126,44 +121,43 @@ def in_turns(bodies, runs, device, group=None):
 
 def gathers(decoder, graph):
     """A function that does nothing of a step but to gather from all ranks what it gathers."""
-    group, device, gathered = group_of(decoder.model), decoder.model.device, []
+    group = group_of(decoder.model)
     gather = group.all_gather
-    group.all_gather = lambda x: gathered.append(x.clone()) or gather(x)
-    try:
+    gathered = []
+    with patch.object(group, "all_gather", lambda x: gathered.append(x.clone()) or gather(x)):
         decoder.step(decoder.plans[0])
-    finally:
-        del group.all_gather
     body = lambda: [group.all_gather(x) for x in gathered]
-    if graph and device.type == "cuda":
-        replay = capture(body, device)
-        return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
-    return body
+    if not graph or decoder.model.device.type != "cuda":
+        return body
+    replay = capture(body, decoder.model.device)
+    return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
 
 
 @torch.inference_mode()
-def measure_step(model, heads, batch_size, tree_size, floor, sampling, graph, runs, others):
-    """A row of one step: its time and that of its stages, and the times of other programs' steps,
-    all medians of `runs` rounds. floor: in seconds. others: {name: a running one of
-    peers.PROGRAMS}."""
-    plan = DraftPlan(tree_size - 1)
-    step = model, heads if plan.head_nodes else None, batch_size, plan, sampling
+def measure_step(model, heads, batch_size, tree_size, bandwidth, args, others):
+    """A row: the time of one step, of its stages and of other programs' steps, medians of --runs
+    rounds. others: {name: a running one of peers.PROGRAMS}."""
+    heads = heads if tree_size > 1 else None
+    graph = not args.no_graph
+    step = model, heads, batch_size, DraftPlan(tree_size - 1), Sampling(args.temperature)
     decoder = timing_decoder(*step, graph=graph)
     bodies = dict(step=decoder.body())
     bodies |= dict(gathers=gathers(decoder, graph)) if group_of(model).size > 1 else {}
-    bodies |= {name: program.body(tree_size) for name, program in others.items()}
-    bodies = {name: body for name, body in bodies.items() if body}
-    row, ratio = in_turns(bodies, runs, model.device, group_of(model))
+    found = {name: program.body(tree_size) for name, program in others.items()}
+    bodies |= {name: body for name, body in found.items() if body}
+    row, ratio = in_turns(bodies, args.runs, model.device, group_of(model))
     for name, pair in peers.RATIOS.items():
         row |= {f"{name}_ratio": ratio(*pair)} if name in bodies else {}
+    floor_ms = 1e3 * step_bytes(model, batch_size) / bandwidth
     stages = stage_times(*step, graph=graph)
-    return row | dict(floor_ms=1e3 * floor, share=1e3 * floor / row["step_ms"],
+    return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"],
                       stages_ms={name: 1e3 * time for name, time in stages.items()})
 
 
 def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
     """Adds the rows of one batch size that are missing. Others run beside a batch of one."""
-    sizes = [size for size in args.tree_sizes
-             if not table.has(batch_size=batch_size, tree_size=size)]
+    missing = lambda size: not table.has(batch_size=batch_size, tree_size=size)
+    sizes = list(filter(missing, args.tree_sizes))
     compared = sizes and batch_size == 1 and group_of(model).size == 1
     rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
     with rivals as (others, words):
@@ -171,9 +165,8 @@ def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
         for size in sizes:
             label = dict(batch_size=batch_size, tree_size=size)
             try:
-                table.add(label | measure_step(
-                    model, heads, batch_size, size, step_bytes(model, batch_size) / bandwidth,
-                    Sampling(args.temperature), not args.no_graph, args.runs, others))
+                table.add(label | measure_step(model, heads, batch_size, size, bandwidth, args,
+                                               others))
             except no_room(group_of(model)):
                 table.show(label | dict(step_ms="does not fit the memory"))
 
@@ -192,14 +185,13 @@ def kernel_times(body, device):
 
 @torch.inference_mode()
 def profile_steps(model, heads, table, sampling, graph):
-    """Adds to the rows what the GPU did in their steps. Last: a profiler may slow down what
-    follows."""
+    """Adds to the rows what the GPU did in their steps. A profiler may slow down what follows."""
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
-            plan = DraftPlan(row["tree_size"] - 1)
-            decoder = timing_decoder(model, heads if plan.head_nodes else None, row["batch_size"],
-                                     plan, sampling, graph=graph)
+            drafting = heads if row["tree_size"] > 1 else None
+            decoder = timing_decoder(model, drafting, row["batch_size"],
+                                     DraftPlan(row["tree_size"] - 1), sampling, graph=graph)
             found = kernel_times(decoder.body(), model.device)
             row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
                         kernels_ms=sum(ms for _, ms in found.values()))
@@ -209,22 +201,23 @@ def profile_steps(model, heads, table, sampling, graph):
 
 def bench(args, group):
     """The time of one step for each batch and tree size -> the Record."""
-    device, vocabulary = pick_device(args.device), draft_vocabulary(args)
+    device = pick_device(args.device)
+    vocabulary = draft_vocabulary(args)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     record = open_record(args, group, bench="decode-random", model=args.random_weights,
                          device=str(device), dtype=str(dtype), prefix=PREFIX,
                          draft_vocabulary=vocabulary)
     model = random_model(args.random_weights, device, dtype, group)
-    heads, sampling = random_heads(model, vocabulary), Sampling(args.temperature)
+    heads = random_heads(model, vocabulary)
+    sampling = Sampling(args.temperature)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
         step = partial(step_time, model, heads, 1, DraftPlan(max(args.tree_sizes) - 1), sampling)
         record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = measure_bandwidth(record, device, group)
-    parameters = sum(p.numel() for p in model.parameters())
     held = "" if group.size == 1 else f" on each of {group.size} ranks"
-    print(f"{SIZES[args.random_weights][0]}, {parameters / 1e9:.2f}B random parameters{held}; copy "
-          f"bandwidth {bandwidth / GB:.1f} GB/s; {PREFIX} tokens in the cache of each sequence")
+    print(f"{SIZES[args.random_weights][0]}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}"
+          f"B random parameters{held}; {PREFIX} tokens in the cache of each sequence")
     columns = GATHERS if group.size > 1 else peers.COLUMNS if device.type == "cpu" else {}
     table = record.table("steps", STEPS | columns)
     for batch_size in args.batch_sizes:
@@ -238,10 +231,8 @@ def bench(args, group):
 
 # -------------------------------------------------------------------------------------------------
 # `python -m bench exact`: what it costs on a CPU that a token's hidden state is the same bits
-# wherever it is. A bfloat16 model verifies chains of T tokens with attention computed in three
-# ways: in float64 over a cache of float64, as where memory allows; in float64 over a cache of
-# bfloat16, cast in each step, as where not; and as torch does it in bfloat16, where the order of
-# the sums decides the last bits.
+# wherever it is. A bfloat16 model verifies chains of T tokens in three ways: in float64 over a
+# cache of float64, or of bfloat16 that each step casts, and as torch does it in bfloat16.
 
 def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
     """`backends.cpu.cached_attention` in the cache's own dtype."""
@@ -277,8 +268,7 @@ def measure_exact(model, prefix, tree_size, runs):
 def bench_exact(args):
     """Prints the table, returns the Record."""
     if not cpu.packs(torch.bfloat16):
-        raise InputError("this CPU has no instructions for bfloat16, so there is nothing to "
-                         "compare; expected one with AVX512-BF16")
+        raise InputError("this CPU has no instructions for bfloat16; expected AVX512-BF16")
     record = Record(args.out, bench="exact", model=args.random_weights, device="cpu",
                     dtype="torch.bfloat16", runs=args.runs)
     model = random_model(args.random_weights, torch.device("cpu"), torch.bfloat16)

@@ -116,15 +116,16 @@ def read_gpt2(raw):
 def read_baichuan(raw):
     """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM
     head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
-    fields = dict(unit_head="z_loss_weight" in raw or raw.get("vocab_size") == 125696)
+    flags = dict(unit_head="z_loss_weight" in raw or raw.get("vocab_size") == 125696)
     if "max_position_embeddings" not in raw or raw.get("hidden_size") == 5120:
-        fields |= dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
-    return fields
+        flags |= dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
+    return flags
 
 
 def write_baichuan(config):
-    lengths = ["model_max_length", "max_position_embeddings"]
-    written = dict.fromkeys(lengths[:1 if config.positions == "alibi" else 2], config.block_size)
+    written = dict(model_max_length=config.block_size)
+    if config.positions != "alibi":
+        written["max_position_embeddings"] = config.block_size
     return written | (dict(z_loss_weight=0) if config.unit_head else {})
 
 
@@ -360,12 +361,12 @@ def weight_files(path):
             return [single]
         if index.is_file():
             return shard_files(index)
-    raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or the index "
-                     "of their shards; expected the checkpoint's weights there")
+    raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or an index of "
+                     "their shards; fetch the checkpoint's weights")
 
 
 def shard_files(index):
-    """The files that a shard index names. Raises InputError for one that is not in its folder."""
+    """The files that a shard index names. Raises InputError for one outside its folder."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or {*map(type, names.values())} != {str}:
         raise InputError(f"{index}: expected a weight_map of tensor names to file names")
@@ -426,10 +427,10 @@ def open_pickle(file):
 # From files to parameters
 
 def check_headers(path, config):
-    """The shapes of all parameters, {name: shape}, if the headers of the folder's files agree.
+    """The shapes of all parameters, {name: shape}. Raises InputError if the headers of the folder's
+    files have a tensor that is missing, unknown, quantised or of another shape.
 
-    Reads no weights and builds nothing per layer before the headers show that many. Raises
-    InputError for a tensor that is missing, unknown, quantised or of another shape."""
+    Builds nothing per layer before the headers show that many."""
     count = sum(len(open_weights(file)) for file in weight_files(path))
     if config.n_layer > count:
         raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold "
@@ -452,10 +453,8 @@ def check_headers(path, config):
 
 
 def match_tensors(path, config, shapes):
-    """Yields (file, stored tensor, parameter's name, first row, rows) for every tensor of a folder,
-    file by file.
-
-    The tensor fills these rows of the parameter. Raises InputError as check_headers does."""
+    """Yields (file, stored tensor, parameter's name, first row, rows that it fills) for every
+    tensor of a folder, file by file. Raises InputError as check_headers does."""
     family = FAMILIES[config.family]
     parts = {key: (name, start, size) for name, shape in shapes.items()
              for key, start, size in stored_parts(name, shape[0], config)}
@@ -464,12 +463,10 @@ def match_tensors(path, config, shapes):
     for file in weight_files(path):
         for key, tensor in open_weights(file).items():
             part = key.removeprefix(family.prefix)  # which only some folders have
-            if config.tied and part == "lm_head.weight":  # some folders keep one name, some both
-                part = embedding
-                if part not in missing:
-                    continue
-            if key.endswith(IGNORED):
+            tied_head = config.tied and part == "lm_head.weight"
+            if key.endswith(IGNORED) or tied_head and embedding not in missing:
                 continue
+            part = embedding if tied_head else part  # some folders keep one name, some both
             if part not in parts:
                 kind = QUANTISED.get(key.rpartition(".")[2])
                 hint = f"; it looks quantised ({kind}), which is not supported" if kind else ""
@@ -500,7 +497,7 @@ def load(path, dtype=None, device=None, group=None):
     for it."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(path)
-    shapes = check_headers(path, config)  # nothing is built before the files agree
+    shapes = check_headers(path, config)
     tensors = (tensor for _, tensor, *_ in match_tensors(path, config, shapes))
     largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
@@ -527,9 +524,9 @@ def load(path, dtype=None, device=None, group=None):
 def read_state(path, config, shapes, dtype, device, slices):
     """Reads a folder's weights -> (state {name: tensor of `dtype` on `device`}, hash of the model).
 
-    shapes: {name: shape} of all parameters, from check_headers. slices: {name: what to read of it},
-    as `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes
-    the memory of the state and of about one tensor. Raises InputError as check_headers does."""
+    shapes: {name: shape} of all parameters. slices: {name: what to read of it}, as
+    `Group.shard_slices` gives it. The hash is of the values in the files, before any cast. Takes
+    the memory of the state and of about one tensor."""
     state, samples = {}, {}
     for tensor, name, start, size in show_files(path, match_tensors(path, config, shapes)):
         shape = shapes[name]
@@ -574,8 +571,7 @@ def shard_shape(shape, slices):
 
 
 def copy_shard(target, value, start, slices):
-    """Copies a stored tensor, which fills the rows from `start` of a parameter, as far as the rank
-    holds it."""
+    """Copies what a rank holds of a stored tensor, which fills a parameter's rows from `start`."""
     end = start + len(value)
     dim, parts = slices or (0, [slice(0, len(target))])
     if dim == 1:

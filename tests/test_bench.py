@@ -365,7 +365,7 @@ def test_real_sizes_are_those_of_the_models():
         with torch.device("meta"):
             model = GPT(steps.size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
-        assert parse_config(hf_config(model.config, torch.float32), name) == model.config  # its family has all of it
+        assert parse_config(hf_config(model.config, torch.float32)) == model.config  # its family has all of it
 
 
 @pytest.mark.parametrize("flags, message", [

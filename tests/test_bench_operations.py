@@ -19,12 +19,12 @@ def test_rivals_compute_the_same_attention():
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
     from torch.nn.attention.flex_attention import flex_attention
     inputs = operations.attention_inputs((8, 2, 16), 3, 70, 13, "cpu", FP32, count=2)
-    rivals = operations.attention_rivals(inputs, flex_attention)
+    rivals = operations.attention_rivals(*inputs[0], flex_attention)
     assert set(rivals) == {"sdpa", "sdpa packed", "flex"}
-    for i, x in enumerate(inputs):
+    for x in inputs:
         want = kernels.tree_attention(*x)
-        for name, calls in rivals.items():
-            assert torch.allclose(calls[i](), want, atol=1e-5), name
+        for name, rival in rivals.items():
+            assert torch.allclose(rival(*x), want, atol=1e-5), name
     assert not torch.allclose(kernels.tree_attention(*inputs[0]), kernels.tree_attention(*inputs[1]))
 
 
@@ -52,8 +52,8 @@ def test_rivals_look_up_the_same(last):
 
 def test_trees_to_merge_are_trees():
     """Bug: other work than the engine's: nodes that are not below their parents."""
-    ours = operations.merge_case(None, "cpu", 3, 20)[1]
-    tokens, parents, depths, ancestors = (x.tolist() for x in ours[0]())
+    _, inputs, ours, _ = operations.merge_case(None, "cpu", 3, 20)
+    tokens, parents, depths, ancestors = (x.tolist() for x in ours(*inputs[0]))
     for b in range(3):
         assert parents[b][0] == depths[b][0] == 0 and ancestors[b][0] == 1
         for i in range(1, 30):
@@ -89,15 +89,15 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     assert (root["T"], tree["T"]) == (1, 5) and tree["bytes"] == 2 * 8 * (5 * 4 + 10 + 15 * 4)
     for line in capsys.readouterr().out.split("\n\n"):
         assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
-    a, b = ([lambda value=value: torch.tensor(value)] for value in (3.0, 2.0))
+    a, b = (lambda value=value: torch.tensor(value) for value in (3.0, 2.0))
     toy = operations.Operation(("of",), ("equal", "other", "broken"), lambda args: [("toy",)], lambda *_, **label: (
-        1, a, dict(equal=a, other=b, broken=[lambda: 1 / 0])))
+        1, [()], a, dict(equal=a, other=b, broken=lambda: 1 / 0)))
     operations.measure(toy, None, "cpu", 1e9, table := Table(toy.columns))
     row, = table
     assert row["equal"] == 1000.0 and row["speed_up"] == 1.0 and "ZeroDivisionError" in row["broken"]
     printed = capsys.readouterr().out
     assert "differs by 1" in row["other"] and "| the result differs by 1.0 | ZeroDivisionError |" in printed
-    assert operations.timed_row({}, 1, a, dict(other=b), 1e9)["speed_up"] is None
+    assert operations.timed_row({}, 1e9, 1, [()], a, dict(other=b))["speed_up"] is None
 
 
 def test_a_stopped_run_goes_on_with_what_is_missing(monkeypatch, tmp_path, capsys):
@@ -108,7 +108,7 @@ def test_a_stopped_run_goes_on_with_what_is_missing(monkeypatch, tmp_path, capsy
         calls.append(of)
         if of == "large":
             raise torch.OutOfMemoryError
-        return 1, [], {}
+        return 1, [], None, {}
     monkeypatch.setattr(operations, "median_us", lambda calls: 5.0)
     toy = operations.Operation(("of",), (), lambda args: [(of,) for of in args], case)
     table = Record(tmp_path / "file", bench="toy").table("rows", toy.columns)
@@ -122,7 +122,7 @@ def test_a_stopped_run_goes_on_with_what_is_missing(monkeypatch, tmp_path, capsy
 def test_flex_attention_can_be_left_out():
     """Bug: minutes of compiling where it was not asked for."""
     inputs = operations.attention_inputs((4, 2, 16), 1, 20, 3, "cpu", FP32)
-    assert set(operations.attention_rivals(inputs)) == {"sdpa", "sdpa packed"}
+    assert set(operations.attention_rivals(*inputs[0])) == {"sdpa", "sdpa packed"}
     assert bench.parse(["kernels", "--no-flex"]).no_flex and not bench.parse(["kernels"]).no_flex
 
 
@@ -131,9 +131,9 @@ def test_narrow_tiles_are_timed_where_a_tile_has_128_rows(monkeypatch):
     """Bug: the column times the same tiles again, or is there where there is nothing to compare."""
     monkeypatch.setattr(operations, "copies", lambda size: 1)
     args = SimpleNamespace(no_flex=True, capacity=0)
-    assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[2]
-    _, ours, rivals = operations.attention_case(args, "cpu", "70b", 1, 70, 16)
-    wide, narrow, again = (record(calls[0])[0][3] for calls in (ours, rivals["64 rows"], ours))
+    assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[3]
+    _, (x,), ours, rivals = operations.attention_case(args, "cpu", "70b", 1, 70, 16)
+    wide, narrow, again = (record(function, *x)[0][3] for function in (ours, rivals["64 rows"], ours))
     assert wide == again and wide["BLOCK_Q"] == 128 and narrow["BLOCK_Q"] == 64 and narrow["num_warps"] == 4
 
 

@@ -35,14 +35,16 @@ def check_figures(pairs, figures):
 @pytest.fixture(scope="module")
 def sample():
     """A launch of every kernel."""
-    small = dict(commit_path=dict(P=5, D=80), add_norm=dict(C=4096, kind="rms"), glu=dict(activation="silu"),
-                 cosine_mix=dict(C=1024, n_head=8))
-    rest = dict(ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10), accept_path=dict(T=16), nucleus=dict(V=32000))
-    return [*static.attention_launches(16, 4, 128, BF16), *static.attention_launches(2, 4, 64, BF16, alibi=True)[:1],
-            *static.project_launches(8, 8, BF16), *static.project_launches(32, 1, BF16, 0.8, gathered=True)[:1],
-            *static.rope_launches(128, BF16, True), *static.draft_launches(4, 4, 16),
-            *(launch for name, sizes in small.items() for launch in static.small_launches(name, BF16, **sizes)),
-            *(launch for name, sizes in rest.items() for launch in static.small_launches(name, **sizes))]
+    calls = dict(
+        tree_attention=dict(T=16, D=128), project_topk=dict(M=8, k=8), commit_path=dict(P=5, D=80, count=torch.int32),
+        add_norm=dict(C=4096, present="delta weight"), rope_cache=dict(D=128, present="rope q_weight k_weight"),
+        glu=dict(C=22016), cosine_mix=dict(C=1024, n_head=8), ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10),
+        select_candidates=dict(w=4, W=4, n=15, K=4, depth=3), best_tree=dict(n=15, K=4, tree_size=16),
+        accept_path=dict(T=16, max_path=5), nucleus=dict(top_p=0.9))
+    gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
+    return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
+            *static.launches_of("project_sample", **gathered)[:1],
+            *(launch for name, given in calls.items() for launch in static.launches_of(name, **given))]
 
 
 def bfloat16_twin(launch):
@@ -92,25 +94,33 @@ def random_launches(generator):
     """Launches of shapes and dtypes drawn at random from all that the host functions take."""
     def draw(*choices):
         return choices[int(torch.randint(0, len(choices), (), generator=generator))]
-    T, G = draw(1, 2, 5, 17, 33, 64), draw(1, 2, 3, 8, 12)
-    aligned, dtype = draw(True, True, False), draw(BF16, FP16, FP32)
-    launches = static.attention_launches(
-        T, G, draw(16, 32, 48, 64, 80, 96, 128, 192, 256), dtype, aligned, draw(100, 4096, 50000),
-        draw(False, dtype != FP16))
-    k, temperature = draw((1, 0.8), (1, 0.0), (1, None), (4, None), (32, None))
-    launches += static.project_launches(draw(1, 8, 17, 33, 64, 200), k, draw(BF16, FP32), temperature,
-                                        draw(False, aligned), aligned, V=draw(32000, 151936),
-                                        multiprocessors=draw(4, 24, 132, 304))
-    small, call = draw(BF16, FP32), static.small_launches
-    launches += call("commit_path", draw(BF16, FP32), P=draw(1, 5, 17, 64), D=draw(16, 80, 256))
-    launches += call("add_norm", small, C=draw(16, 1000, 4096, 9000), kind=draw("rms", "layer", "scale"))
-    launches += static.rope_launches(draw(16, 21, 64, 80, 128, 160), small, draw(False, True))
-    launches += call("glu", small, activation=draw("silu", "gelu")) + call("nucleus", V=draw(100, 151936))
+    call = static.launches_of
+    aligned, dtype, small = draw(True, True, False), draw(BF16, FP16, FP32), draw(BF16, FP32)
+    launches = call(
+        "tree_attention", dtype, aligned, "slopes" if draw(False, dtype != FP16) else "", T=draw(1, 2, 5, 17, 33, 64),
+        Hq=2 * draw(1, 2, 3, 8, 12), D=draw(16, 32, 48, 64, 80, 96, 128, 192, 256), S=draw(100, 4096, 50000))
+    name, options = draw(
+        ("project_sample", dict(temperature=0.8, seed=0)), ("project_sample", dict(temperature=0.0, seed=0)),
+        *(("project_topk", dict(k=k)) for k in (1, 4, 32)))
+    gathered = "vocab_ids" if draw(False, aligned) else ""
+    launches += call(name, draw(BF16, FP32), aligned, gathered, draw(4, 24, 132, 304),
+                     M=draw(1, 8, 17, 33, 64, 200), V=draw(32000, 151936), **options)
+    launches += call("commit_path", draw(BF16, FP32), P=draw(1, 5, 17, 64), D=draw(16, 80, 256), count=torch.int32)
+    launches += call("add_norm", small, present=draw("delta weight", "delta weight bias", ""),
+                     C=draw(16, 1000, 4096, 9000))
+    launches += call("rope_cache", small, present=draw("rope", "rope q_weight k_weight"), D=draw(16, 64, 80, 128, 160))
+    launches += call("rope_cache", small, present=draw("", "q_weight k_weight"), D=21)
+    launches += call("glu", small, C=22016, activation=draw("silu", "gelu"))
+    launches += call("nucleus", V=draw(100, 151936), top_p=0.9)
     launches += call("cosine_mix", small, C=draw(1024, 16384), n_head=draw(1, 8))
-    launches += call("accept_path", T=draw(1, 16, 64)) + call("ngram_lookup", n=draw(1, 10, 31, 63))
+    T = draw(1, 16, 64)
+    launches += call("accept_path", T=T, max_path=min(T, 5)) + call("ngram_lookup", n=draw(1, 10, 31, 63))
     T, n = draw((1, 10), (1, 63), (5, 4), (16, 31), (33, 31), (54, 10), (63, 1))
     launches += call("merge_chain", T=T, n=n)
-    return launches + static.draft_launches(draw(1, 4, 32), draw(1, 3, 8), draw(16, 33, 64))
+    K, W, T = draw(1, 4, 32), draw(1, 3, 8), draw(16, 33, 64)
+    n = min(W * W, T - 1)
+    launches += call("select_candidates", w=W if K > 1 else 1, W=W, n=n, K=K, depth=K - 1)
+    return launches + call("best_tree", n=n, K=K, tree_size=T)
 
 
 def test_the_gate_knows_every_shape_class():
@@ -125,26 +135,26 @@ def test_the_gate_knows_every_shape_class():
 
 def test_figures_are_read_from_the_binary():
     """Bug: a spill that the gate cannot see: 96 registers are too few for a tile of 64 rows."""
-    launch = static.attention_launches(16, 4, 128, BF16)[0]
+    launch = static.launches_of("tree_attention", T=16, D=128)[0]
     signature = static.signature(launch[0], launch[2], launch[3] | dict(maxnreg=96))
     used = static.usage("cuda:90", signature)
     assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
 
 
-@pytest.mark.parametrize("launches, args, product", [
-    pytest.param(static.attention_launches, (16, 4, 128, BF16), "HGMMA", id="attention-64-rows"),
-    pytest.param(static.project_launches, (8, 8, BF16), "HGMMA", id="project-8-rows"),
+@pytest.mark.parametrize("name, given, product", [
+    pytest.param("tree_attention", dict(T=16, D=128), "HGMMA", id="attention-64-rows"),
+    pytest.param("project_topk", dict(M=8, k=8), "HGMMA", id="project-8-rows"),
     *(pytest.param(*case, id=name, marks=pytest.mark.static) for name, case in {  # `pytest` takes the others
-        "attention-8-rows": (static.attention_launches, (2, 4, 128, BF16), "HMMA"),
-        "attention-128-rows": (static.attention_launches, (16, 8, 128, BF16), "HGMMA"),
-        "alibi-64-rows": (static.attention_launches, (64, 1, 128, BF16, True, 4096, True), "HGMMA"),
-        "project-32-rows": (static.project_launches, (32, 8, BF16), "HMMA"),
-        "project-64-rows": (static.project_launches, (64, 8, BF16), "HGMMA"),
-        "gathered-rows": (static.project_launches, (8, 8, BF16, None, True), "HGMMA")}.items())])
-def test_hopper_loads_16_bytes_at_a_time(launches, args, product):
+        "attention-8-rows": ("tree_attention", dict(T=2, D=128), "HMMA"),
+        "attention-128-rows": ("tree_attention", dict(T=16, Hq=16, D=128), "HGMMA"),
+        "alibi-64-rows": ("tree_attention", dict(T=64, Hq=2, D=128, present="slopes"), "HGMMA"),
+        "project-32-rows": ("project_topk", dict(M=32, k=8), "HMMA"),
+        "project-64-rows": ("project_topk", dict(M=64, k=8), "HGMMA"),
+        "gathered-rows": ("project_topk", dict(M=8, k=8, present="vocab_ids"), "HGMMA")}.items())])
+def test_hopper_loads_16_bytes_at_a_time(name, given, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores are
     idle."""
-    name, _, values, named = launches(*args)[0]
+    name, _, values, named = static.launches_of(name, **given)[0]
     compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
     code = static.cuobjdump(compiled.asm["cubin"], "--dump-sass")
     assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", code)) >= 12 and re.search(rf"\b{product}\.", code)
@@ -172,15 +182,14 @@ def products(ttir, arguments):
     return found
 
 
-@pytest.mark.parametrize("launches, args", [
-    pytest.param(static.attention_launches, (16, 4, 128, BF16), id="attention"),
-    pytest.param(static.project_launches, (8, 8, BF16), id="project"),
-    pytest.param(lambda: static.small_launches("commit_path", BF16, P=5, D=80), (), id="commit"),
-    pytest.param(static.rope_launches, (80, BF16, True), id="rope_cache"),
-    pytest.param(static.draft_launches, (4, 4, 16), id="draft")])
-def test_addresses_have_64_bits(launches, args):
+@pytest.mark.parametrize("name, given", [
+    ("tree_attention", dict(T=16, D=128)), ("project_topk", dict(M=8, k=8)),
+    ("commit_path", dict(P=5, D=80, count=torch.int32)), ("rope_cache", dict(D=80, present="rope q_weight k_weight")),
+    ("select_candidates", dict(w=4, W=4, n=15, K=4, depth=3)), ("best_tree", dict(n=15, K=4, tree_size=16))],
+    ids=lambda x: x if isinstance(x, str) else "")
+def test_addresses_have_64_bits(name, given):
     """Bug: an offset computed in 32 bits: from 2^31 elements on, 4 GB in bfloat16, a cache is read at random places."""
-    for launch in map(with_runtime_strides, static.signatures(launches(*args))):
+    for launch in map(with_runtime_strides, static.signatures(static.launches_of(name, **given))):
         strides = [name for name in getattr(kernels, launch[0]).arg_names if name.startswith(("stride_", "splits"))]
         found = products(static.compile_launch("cuda:90", launch).asm["ttir"], strides)  # splits: partial results
         for name, kinds in found.items():
@@ -189,7 +198,7 @@ def test_addresses_have_64_bits(launches, args):
 
 def test_commit_path_reads_all_rows_before_it_writes_any():
     """Bug: without a barrier one warp overwrites a row that another has yet to read."""
-    launch, = static.signatures(static.small_launches("commit_path", BF16, P=64, D=256))
+    launch, = static.signatures(static.launches_of("commit_path", P=64, D=256, count=torch.int32))
     assert dict(launch[-1])["num_warps"] > 1
     code = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", static.compile_launch("cuda:90", launch).asm["ptx"])
     assert re.fullmatch("L+B+S+", "".join(dict(l="L", s="S", b="B")[operation[0]] for operation in code)), code

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 
 import train_heads
+from backends import tensor_parallel
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
-from tools import cli
 from tools.cli import generate_main
 from training import data, evaluate, parallel, self_distill
 from training.common import Log
@@ -395,7 +395,7 @@ def test_processes_tell_nccl_which_gpu_is_theirs(device, want, monkeypatch):
     started, current = [], []
     start = lambda backend, timeout, device_id=None: started.append((backend, device_id))
     monkeypatch.setattr(parallel.dist, "init_process_group", start)
-    for module in (parallel, cli):
+    for module in (parallel, tensor_parallel):
         monkeypatch.setattr(module, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     torchrun_sets(monkeypatch.setenv, rank=3, size=4, local_rank=1)

@@ -24,20 +24,18 @@ from tools.cli import Parser, command
 from training import common
 from training.common import Signals, add_flags, add_number, progress, set_learning_rate
 from training.corpus import SPLITS, split_records
-from training.data import load_tokens, step_seed, window_batch
+from training.data import load_tokens, step_seed, to_device, window_batch
 
 END_OF_TEXT = "<|endoftext|>"
-# the smallest of each
+# their least values
 SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
 SHOW_EVERY = 20   # steps
 SAVE_EVERY = 250  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
-    """Learns a byte-level BPE of vocab_size tokens, and writes it as transformers does.
-
-    The last is END_OF_TEXT, which ends the documents of training; before a prompt it says that a
-    document begins."""
+    """Learns a byte-level BPE of vocab_size tokens, and writes it as transformers does. The last
+    is END_OF_TEXT, after documents in training and before a prompt."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
@@ -75,10 +73,8 @@ def evaluate(model, data, encoding):
     if len(ids) <= T:
         raise InputError(f"expected more than {T} held-out tokens, the model's context, but got "
                          f"{len(ids)}; give more text")
-    losses = []
-    for i in range(0, len(ids) - T, T):
-        window = torch.from_numpy(ids[i:i + T + 1].astype(int))
-        losses.append(loss_of(model, window[None].to(model.device)).item())
+    windows = (ids[i:i + T + 1].astype(int) for i in range(0, len(ids) - T, T))
+    losses = [loss_of(model, to_device(window[None], model.device)).item() for window in windows]
     loss = sum(losses) / len(losses)
     records = split_records(data, ["heldout"], log=lambda line: None)  # load_tokens has told it
     n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass")) for _, record in records)
@@ -89,7 +85,7 @@ def evaluate(model, data, encoding):
 class Run:
     """One training run: the model, its optimisers with one learning rate, the step it is at."""
 
-    def __init__(self, args, config, device, state=None):
+    def __init__(self, args, config, device, state):
         self.args = args
         self.out = Path(args.out)
         self.device = device
@@ -119,8 +115,8 @@ class Run:
         return window_batch([(tokens, a.batch_size)], a.block_size + 1, seed, self.device)[0]
 
     def save(self):
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = dict(model=self.model.state_dict(), optimizer=states, step=self.step)
+        state = dict(model=self.model.state_dict(), step=self.step,
+                     optimizer=[optimizer.state_dict() for optimizer in self.optimizers])
         atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
         self.model.save_pretrained(self.out, torch.bfloat16)
 
@@ -173,8 +169,8 @@ def start_folder(out, args):
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another --out"
-                         ) from None
+        raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another "
+                         "--out") from None
     train_tokenizer(texts, args.vocab_size, out)
 
 
@@ -187,7 +183,7 @@ def main(argv=None):
         return evaluate(model, args.data, load_encoding(out))
     state = common.load_state(out, args.resume, ("model", "optimizer", "step"), device)
     if state:
-        common.check_resumed(out, args.steps, state)
+        common.check_resumed(out, args.steps, state, {})
     else:
         start_folder(out, args)
     encoding = load_encoding(out)

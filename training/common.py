@@ -1,5 +1,4 @@
-"""What training.base and train_heads.py share: flags, state files, the learning rate, progress, the
-log, signals."""
+"""What training.base and train_heads.py share."""
 
 import argparse
 import contextlib
@@ -86,31 +85,29 @@ def head_config(args):
 def check_sizes(args, heads):
     """Checks what depends on the model -> --block-size, by default 256 or what the context holds
     with a token after the block for each head to guess."""
-    c = heads.model.config
+    config = heads.model.config
     if args.draft_vocabulary not in (None, "auto"):
-        check("draft vocabulary", args.draft_vocabulary, 0, c.vocab_size, whole=True)
-    longest = c.block_size - heads.config.n_draft - 1
+        check("draft vocabulary", args.draft_vocabulary, 0, config.vocab_size, whole=True)
+    longest = config.block_size - heads.config.n_draft - 1
     size = args.block_size or min(256, longest)
     check("block size", size, 1, longest, whole=True)
     return size
 
 
 def load_state(out, resume, keys, device):
-    """The training state in a run's folder, a dict with these keys; None for a new run, which does
-    not overwrite one."""
+    """The training state in a run's folder, a dict with these keys; None for a new run."""
     path = out / "train_state.pt"
+    if not resume and path.exists():
+        raise InputError(f"{out} holds a run already; --resume goes on with it, another --out "
+                         "starts a new one")
     if not resume:
-        if path.exists():
-            raise InputError(f"{out} holds a run already; --resume goes on with it, another --out "
-                             "starts a new one")
         return None
+    if not path.exists():
+        raise InputError(f"{path}: no such file; --resume needs a run that was saved there")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         if set(state) != set(keys):
             raise ValueError(f"it should have {', '.join(keys)}")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; --resume needs a run that was saved there"
-                         ) from None
     except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{path}: not a training state of this command and version ({reason}); "
@@ -118,9 +115,8 @@ def load_state(out, resume, keys, device):
     return state
 
 
-def check_resumed(out, steps, state, settings=()):
+def check_resumed(out, steps, state, settings):
     """Refuses to go on with a run of other settings (a dict), or of more steps than are wanted."""
-    settings = dict(settings)
     saved = state.get("settings", {})
     for name in [*settings, *saved]:
         if saved.get(name) != settings.get(name):
@@ -170,14 +166,13 @@ class Log:
         try:
             yield
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); what was saved "
-                             "last is intact: make room and --resume") from None
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); make room and "
+                             "--resume") from None
 
 
 class Signals:
-    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`; a second
-    Ctrl-C interrupts. A second SIGTERM does nothing: it may come both directly and through the
-    process that started this one."""
+    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`. A second
+    Ctrl-C interrupts; a second SIGTERM does not, as a parent process may have sent it too."""
 
     def __enter__(self):
         self.came = False

@@ -32,9 +32,8 @@ PIECE = 4096  # characters; a longer text is cut into pieces of this size, each 
 
 
 class Record(NamedTuple):
-    """A document as (text, in_loss) pairs. in_loss: heads are trained to guess the tokens of this
-    text. kind: "text", "completion" (the prompt is not in the loss) or "chat" (only the assistant's
-    words are)."""
+    """A document as (text, in_loss) pairs; in_loss: heads learn to guess its tokens. kind: "text",
+    "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)."""
     parts: tuple
     kind: str = "text"
 
@@ -48,23 +47,20 @@ class BrokenLine(Exception):
 
 
 def builtin_corpus(split):
-    """The .py files of this machine's Python standard library that are code, a sorted list of Path;
-    1 in 20, picked by a hash of its path inside the library, is in the split "heldout", the others
-    in "train"."""
+    """The .py files of Python's standard library that are code and in this split, a sorted list of
+    Path. `split_of` the path inside the library decides."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(root.rglob("*.py"))
              if split_of(file.relative_to(root).as_posix()) == split
              and is_code(file.relative_to(root), read_utf8(file))]
     if not files:
-        raise InputError(f"{root}: expected sources of Python's library for the split {split!r}, "
-                         "but there are none; name files of text")
+        raise InputError(f"{root}: expected code for the split {split!r}; name files of text")
     return files
 
 
 def is_code(path, text):
     """Whether a file of the library is code to learn from: not of NO_CODE, nor the tests' data, nor
-    by more than a quarter numbers and strings on one line. path: inside the library. text: None
-    where it is not UTF-8."""
+    by more than a quarter literals. path: inside the library. text: None where it is not UTF-8."""
     # _sysconfigdata describes a machine: it differs between two builds of one version
     if not text or NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata"):
         return False
@@ -74,9 +70,9 @@ def is_code(path, text):
 
 
 def find_files(path):
-    """The files that a path names, a sorted list of Path: the file itself, or all files of
-    TEXT_SUFFIXES below a folder, but for folders that hold a training run. A path that does not
-    exist is a pattern of files and folders. InputError where nothing fits it."""
+    """The files that a path names, a sorted list of Path: the file itself, or all of TEXT_SUFFIXES
+    below a folder, but for training runs. A path that does not exist is a pattern of files and
+    folders. InputError where nothing fits it."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob("train_state.pt")}
         return [file for file in sorted(Path(path).rglob("*"))
@@ -84,11 +80,9 @@ def find_files(path):
                 and not runs & set(file.parents)]
     if os.path.exists(path):
         return [Path(path)]
-    matches = sorted(glob.glob(str(path), recursive=True))
-    matches = [match for match in matches if match != str(path)]
+    matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
     if not matches:
-        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some, but "
-                         "there are none; check it")
+        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some; check it")
     # ** matches a file twice, beside its folder
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
@@ -114,12 +108,11 @@ def warn(line):
 def read_records(paths, template=None, log=warn):
     """Yields each document that is not empty as a `Record`.
 
-    paths: see `find_files`. A file is one document, except that each line of LINES is one, see
-    `parse_line`. template: the `ChatTemplate` that turns messages into text. log: called with one
-    line of text per file in which lines were skipped: broken ones, at most 1 in 100. InputError for
-    a path without anything to read, a .jsonl file with more broken lines, and messages without a
-    template. Inside folders, files that are not UTF-8 are left out.
-    """
+    paths: see `find_files`. A file is one document, but of LINES each line is one, see
+    `parse_line`. template: the `ChatTemplate` that turns messages into text. log: called with a
+    line of text per file in which broken lines, at most 1 in 100, were skipped. InputError for a
+    path without anything to read, a .jsonl file with more broken lines, and messages without a
+    template. Inside folders, files that are not UTF-8 are left out."""
     for path in paths:
         empty = True
         for file in find_files(path):
@@ -133,14 +126,13 @@ def read_records(paths, template=None, log=warn):
                     yield record
         if empty:
             wanted = f"{' '.join(TEXT_SUFFIXES)} files" if os.path.isdir(path) else "text"
-            raise InputError(f"{path}: expected {wanted} in UTF-8, but it is empty or not "
-                             "readable; name another")
+            raise InputError(f"{path}: expected {wanted} in UTF-8 that is not empty; name another")
 
 
 def read_lines(file, template, log):
     """Yields the Records of a .jsonl or .jsonl.gz file."""
-    total = broken = 0
-    examples = []
+    total = 0
+    broken = []
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -150,18 +142,15 @@ def read_lines(file, template, log):
                 try:
                     yield parse_line(line, template, f"{file}: line {number}")
                 except BrokenLine as error:
-                    broken += 1
-                    examples = [*examples, f"line {number} ({error})"][:3]
+                    broken.append(f"line {number} ({error})")
     except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{file}: expected lines of JSON, but it cannot be read ({error}); fetch "
-                         "it again") from None
-    if 100 * broken > total:
+        raise InputError(f"{file}: expected lines of JSON, but: {error}; fetch it again") from None
+    if 100 * len(broken) > total:
         raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages '
-                         f"on each line, but {broken} of {total} are broken: "
-                         f"{', '.join(examples)}; correct them")
+                         f"on each line, but {len(broken)} of {total} are broken: "
+                         f"{', '.join(broken[:3])}; correct them")
     if broken:
-        log(f"{file}: skipped {broken} of {total} lines, which are broken, the first "
-            f"{examples[0]}")
+        log(f"{file}: skipped {len(broken)} of {total} lines, which are broken: {broken[0]}, ...")
 
 
 def parse_line(line, template, where):
@@ -182,8 +171,7 @@ def parse_line(line, template, where):
     elif messages is None:
         raise BrokenLine('neither "text", nor "prompt" and "completion", nor "messages"')
     elif template is None:
-        raise InputError(f"{where}: expected text, but these are messages; they need a model "
-                         "folder with a chat template")
+        raise InputError(f"{where}: expected text, found messages; they need a chat template")
     else:
         record = Record(chat_parts(messages, template), "chat")
     if not all(isinstance(text, str) for text, _ in record.parts):
@@ -197,8 +185,7 @@ def chat_parts(messages, template):
     is_message = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str)
                                                        for key in ("role", "content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise BrokenLine("messages that are not a list of objects with a role and a content, both "
-                         "strings")
+        raise BrokenLine("messages that are not a list of objects with a role and a content")
     # a first message answers nothing, and many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if not turns:
@@ -220,7 +207,7 @@ def chat_parts(messages, template):
 
 
 def split_of(text):
-    """The split that a text belongs to, by its hash: the same on every machine and in every run."""
+    """The split that a text belongs to, by its hash: 1 in 20 is held out."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
@@ -229,9 +216,9 @@ def split_records(paths, splits, template=None, log=warn):
     """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the
     built-in corpus.
 
-    1 document in 20 is held out. A longer text is first cut into pieces of PIECE characters, so
-    that one file fills both splits; neighbouring pieces of a split stay one document. InputError as
-    in `read_records`, and for a split that stays empty."""
+    A longer text is first cut into pieces of PIECE characters, so that one file fills both splits;
+    neighbouring pieces of a split stay one document. InputError as in `read_records`, and for a
+    split that stays empty."""
     if paths is None:
         for split in splits:
             for record in read_records(builtin_corpus(split), log=log):
@@ -246,8 +233,7 @@ def split_records(paths, splits, template=None, log=warn):
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
     for split in sorted(missing):
-        raise InputError(f"{corpus_name(paths)}: expected documents for the split {split!r}, but "
-                         "it is empty; give more text")
+        raise InputError(f"{corpus_name(paths)}: expected text for {split!r}; give more text")
 
 
 def corpus_name(paths):

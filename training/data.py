@@ -48,13 +48,12 @@ def document(ids, loss_mask, dtype):
 
 
 def encode_record(record, encoding):
-    """A Record as Tokens.
+    """A Record as Tokens. InputError as in `end_of_text`.
 
     A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text
     after it, which is also the prefix of the next where they are one token; a chat template writes
     both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
-    separately, as in decoding. InputError as in `end_of_text`.
-    """
+    separately, as in decoding."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -83,8 +82,8 @@ def chunks(records):
 
 def encode_documents(paths, splits, encoding, template=None, log=warn):
     """Yields (split, kind, Tokens) for each document of some of SPLITS, encoded by all cores.
-    Arguments and errors as in `split_records`; log is also called between chunks of text.
-    InputError where a training split has no token to guess."""
+    Arguments and errors as in `split_records`; log also tells the progress. InputError where a
+    training split has no token to guess."""
     characters = tokens = guessed = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for chunk in chunks(split_records(paths, splits, template, log)):
@@ -163,11 +162,9 @@ def open_tokens(folder):
     tokens = {}
     try:
         for split, lengths in meta["lengths"].items():
-            arrays = []
-            dtypes = (meta["dtype"], bool, np.int64)
-            for name, dtype, n in zip(Tokens._fields, dtypes, lengths, strict=True):
-                file = folder / f"{split}.{name}"
-                arrays.append(np.memmap(file, dtype, "r") if n else np.empty(0, dtype))
+            fields = zip(Tokens._fields, (meta["dtype"], bool, np.int64), lengths, strict=True)
+            arrays = [np.memmap(folder / f"{split}.{name}", dtype, "r") if n else np.empty(0, dtype)
+                      for name, dtype, n in fields]
             if [len(array) for array in arrays] != lengths:
                 raise ValueError("a file is of another size than meta.json says")
             tokens[split] = Tokens(*arrays)
@@ -188,8 +185,8 @@ def tokens_key(paths, encoding, template=None):
 
 
 def store_tokens(folder, paths, encoding, template=None, log=print):
-    """Both splits' tokens in a folder, as `open_tokens` gives them. Text is read only if the folder
-    does not yet hold the tokens of these files, tokenizer and template."""
+    """Both splits' tokens in a folder, as `open_tokens` gives them; they are made unless the folder
+    holds those of these files, tokenizer and template."""
     key = tokens_key(paths, encoding, template)
     with contextlib.suppress(InputError):
         tokens, meta = open_tokens(folder)
@@ -281,11 +278,9 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     From a text: `length` ids from a random offset, with at least one more after them. From a
     completion or a conversation: what precedes an answer, its last max_len ids (default: 4 *
     length). A document gives a second prompt only after all that can have given one. Where all
-    texts are too short, `length` is halved. InputError where no document has two tokens.
-    """
+    texts are too short, `length` is halved. InputError where no document has two tokens."""
     if length < 1:
-        raise InputError(f"expected prompts of 1 token or more, but got a length of {length}; ask "
-                         "for more")
+        raise InputError(f"expected prompts of 1 token or more, not {length}; ask for more")
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
@@ -299,8 +294,7 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     if not found and n > 0:
         if length > 1:
             return prompts(tokens, n, length // 2, seed, max_len)
-        raise InputError("expected documents of two tokens or more, to take prompts from, but "
-                         "found none; give more text")
+        raise InputError("expected documents of two tokens, for prompts; give more text")
     again = itertools.islice(itertools.cycle(found), n - len(found))
     return [*found.values(), *map(prompt_of, again)]
 

@@ -1,16 +1,14 @@
-"""How good draft heads are: how often they guess right, and how far decoding gets with them.
+"""How good draft heads are.
 
 head accuracy        the share of held-out positions where the model's own greedy token is among a
                      head's n likeliest of its draft vocabulary
 tokens per step      of decoding held-out prompts, with an interval for other prompts of the kind
-acceptance           how often each node of a drafted tree is accepted, from which tools/tune.py
-                     picks the tree
+acceptance           how often each node of a tree is accepted, for tools/tune.py
 """
 
 import contextlib
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,8 +38,8 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nu
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):
-        windows = window_batch([(heldout, batch_size)], length, seed, model.device)
-        ids, loss_mask, documents = windows
+        ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed,
+                                                 model.device)
         with autocast:
             hidden, outputs = teacher_forced(heads, ids, documents)
             guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
@@ -88,11 +86,11 @@ def record(heads, out, tokenizer, found, weights=False):
     """Prints what `measure` found, and adds it to the heads.json of heads that are saved; weights:
     writes them too."""
     print(table(**found))
-    info = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
+    kept = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
     if weights:
-        heads.save_pretrained(out, tokenizer, torch.bfloat16, **info | found)
+        heads.save_pretrained(out, tokenizer, torch.bfloat16, **kept | found)
     else:
-        heads.save_record(out, tokenizer, **info | found)
+        heads.save_record(out, tokenizer, **kept | found)
 
 
 def plot(folder):
@@ -101,7 +99,6 @@ def plot(folder):
         from matplotlib.figure import Figure
     except ImportError:
         return
-    folder = Path(folder)
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     figure = Figure((11, 4), layout="constrained")

@@ -5,9 +5,8 @@ with K = 5, N = 4096 and V = 152,000 that is 12 GB each in float32. But the LM h
 the gradient with respect to its input is known as soon as the logits are. Both are computed chunk
 by chunk in the forward pass, and only [N, C] is kept.
 
-Letters: B sequences, T positions, K draft heads, C hidden size, V vocabulary. Head i (from 0) at
-position t guesses token t + 2 + i, which the model itself predicts at position t + 1 + i. Losses
-are sums, not means: several processes, each with a part of the batch, add theirs up.
+Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
+t + 1 + i. Losses are sums, not means: several processes add theirs up.
 """
 
 import contextlib
@@ -31,8 +30,7 @@ def without_autocast(device):
 def teacher_forced(heads, ids, documents=None, wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
     outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place. A
-    model in half precision runs without autocast, as in decoding; the heads' own weights are
-    float32."""
+    model in half precision runs without autocast, as in decoding."""
     K = heads.config.n_draft
     half = heads.model.dtype.itemsize == 2
     up_to = lambda end: None if documents is None else documents[:, :end]
@@ -68,10 +66,8 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
     tokens, so a guess counts only where every head before it had the text's token among its top_n.
 
     Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable
-    with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time;
-    with the model's probabilities, the gradient, and copies in both dtypes that is up to six times
-    as many numbers.
-    """
+    with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time,
+    and with probabilities, gradient and copies six times as many numbers."""
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype

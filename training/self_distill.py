@@ -20,8 +20,7 @@ def number_of_prompts(args, kinds):
         mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
         return SELF_PROMPTS if mostly_chats and not args.shard_base else 0
     if args.self_distill and args.shard_base:
-        raise InputError("--self-distill lets the model decode, which a sharded one does not; take "
-                         "--self-distill 0")
+        raise InputError("a sharded model does not decode; take --self-distill 0")
     return args.self_distill
 
 
@@ -50,11 +49,11 @@ class SelfDistillation:
         """What the step's windows are drawn from, --self-distill-ratio of them from own text."""
         a = run.args
         own_text = self.tokens_so_far(run)
-        if len(own_text.ids) < run.window:  # the first round may be shorter
-            return [(corpus, a.batch_size)]
         due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # up to a step
         own = due(run.step + 1) - due(run.step)
-        return [(corpus, a.batch_size - own), (own_text, own)][:2 if own else 1]
+        if not own or len(own_text.ids) < run.window:  # the first round may be shorter
+            return [(corpus, a.batch_size)]
+        return [(corpus, a.batch_size - own), (own_text, own)]
 
     def tokens_so_far(self, run):
         """The Tokens of all rounds that are due by the run's step."""
