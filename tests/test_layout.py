@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
-    "kernels.py": 1830, "model.py": 640, "clover.py": 440, "generate.py": 680, "train_heads.py": 330, "backends": 900,
-    "hf": 1400, "tools": 1100, "training": 1530, "bench": 2840, "tests": 9500, "without tests": 11600}
+    "kernels.py": 1830, "model.py": 640, "clover.py": 440, "generate.py": 680, "train_heads.py": 330, "backends": 890,
+    "hf": 1300, "tools": 1120, "training": 1495, "bench": 2585, "tests": 9400, "without tests": 11300}
 ABOVE_THE_RULE = 720  # lines of kernels.py
 DECODER = 300
 MODULES = [f"{name}.py" for name in FILES] + sorted(

@@ -60,6 +60,15 @@ def folder(checkpoint):
     return checkpoint
 
 
+@pytest.fixture(autouse=True)
+def one_step_of_each_plan(monkeypatch):
+    """What is measured runs once, not for tenths of a second: tests/test_tools_tune.py has the measuring itself."""
+    def run_once(body, device, group=None):
+        body()
+        return 0.001
+    monkeypatch.setattr(tune, "seconds", run_once)
+
+
 def run(capsys, *flags):
     cli.generate_main([str(flag) for flag in flags])
     return capsys.readouterr().out
