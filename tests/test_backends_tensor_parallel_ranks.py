@@ -4,6 +4,7 @@ end together."""
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,71 +37,138 @@ def folder(checkpoint, tmp_path_factory):
     return root
 
 
-def start(folders, *flags, seeds=(0, 0)):
-    """Starts generate.py, a rank in each folder -> Popen objects."""
+STARTER = """
+import json, os, socket, sys
+from tools import cli, tune
+link = socket.socket(fileno=int(sys.argv[1]))
+tune.ROUNDS = 1
+while (message := socket.recv_fds(link, 2**16, 3))[0]:
+    asked, streams = json.loads(message[0]), message[1]
+    if isinstance(asked, int):
+        link.send(str(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1])).encode())
+        continue
+    child = os.fork()
+    if not child:
+        os.chdir(asked["folder"])
+        os.environ.update(asked["env"])
+        sys.argv = ["generate.py", *asked["flags"]]
+        for i, stream in enumerate(streams):
+            os.dup2(stream, i)
+        os.closerange(3, 256)
+        cli.command(cli.generate_main)
+        sys.exit()
+    for stream in streams:
+        os.close(stream)
+    link.send(str(child).encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def link():
+    """A socket to a process that has imported everything, which is most of a rank's time, and forks ranks."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(120)
+    process = subprocess.Popen([sys.executable, "-c", STARTER, str(theirs.fileno())], cwd=GENERATE.parent,
+                               pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=os.environ | dict(OMP_NUM_THREADS="1"))
+    theirs.close()
+    yield ours
+    os.killpg(process.pid, signal.SIGKILL)  # with ranks that a failed test has left
+    print(process.communicate()[1])
+    ours.close()
+
+
+class Rank:
+    """A process that runs generate.py's command line in a folder."""
+
+    def __init__(self, link, folder, flags, env):
+        pipes = [os.pipe() for _ in range(3)]
+        streams = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        asked = dict(folder=str(folder), flags=[*FLAGS, *flags], env=env)
+        socket.send_fds(link, [json.dumps(asked).encode()], streams)
+        self.link, self.pid = link, int(link.recv(100))
+        for stream in streams:
+            os.close(stream)
+        self.stdin, self.stdout, self.stderr = open(pipes[0][1], "w"), open(pipes[1][0]), open(pipes[2][0])
+
+    def wait(self):
+        """Its exit code. What it wrote must fit the pipes."""
+        self.link.send(str(self.pid).encode())
+        return int(self.link.recv(100))
+
+
+def start(link, folders, *flags, seeds=(0, 0)):
+    """Starts a rank in each folder, with what torchrun would tell it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    shared = os.environ | dict(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                               WORLD_SIZE=str(len(folders)), LOCAL_WORLD_SIZE=str(len(folders)), OMP_NUM_THREADS="1")
-    return [subprocess.Popen([sys.executable, str(GENERATE), *FLAGS, *flags, "--seed", str(seed)], cwd=folder,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             env=shared | dict(RANK=str(i), LOCAL_RANK=str(i)))
+    size = str(len(folders))
+    shared = dict(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=size,
+                  LOCAL_WORLD_SIZE=size, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+    return [Rank(link, folder, [*flags, "--seed", str(seed)], shared | dict(RANK=str(i), LOCAL_RANK=str(i)))
             for i, (folder, seed) in enumerate(zip(folders, seeds))]
 
 
-def finish(processes, given=""):
+def finish(ranks, given=""):
     """-> [(exit code, output, messages)]; rank 0 reads `given`."""
-    processes[0].stdin.write(given)
-    for process in processes:
-        process.stdin.close()
-        process.stdin = None
-    said = [process.communicate(timeout=120) for process in processes]
-    return [(process.returncode, out, errors) for process, (out, errors) in zip(processes, said)]
+    ranks[0].stdin.write(given)
+    for rank in ranks:
+        rank.stdin.close()
+    codes = [rank.wait() for rank in ranks]
+    return [(code, rank.stdout.read(), rank.stderr.read()) for code, rank in zip(codes, ranks)]
 
 
-def test_ranks_print_what_one_process_prints(folder):
+def test_ranks_print_what_one_process_prints(folder, link):
     """Catches two ranks that read standard input or print, and step times that ranks do not share."""
     flags = "--prompt", "-", "--prompt", "a b c", "--temperature", "0.8", "--json"
-    (code, out, errors), second = finish(start([folder / "a", folder / "b"], *flags), "once upon")
+    (code, out, errors), second = finish(start(link, [folder / "a", folder / "b"], *flags), "once upon")
     assert (code, second) == (0, (0, "", "")), errors
-    (_, alone, _), = finish(start([folder / "a"], *flags), "once upon")
+    (_, alone, _), = finish(start(link, [folder / "a"], *flags), "once upon")
     together, alone = json.loads(out), json.loads(alone)
     assert together["tokens"] == alone["tokens"] and together["prompts"] == ["once upon", "a b c"]
 
 
-def test_ranks_that_differ_are_refused(folder):
+def test_ranks_that_differ_are_refused(folder, link):
     """Catches ranks that wait for each other, or draft different trees."""
     a, b, c, empty = (folder / name for name in ("a", "b", "c", "empty"))
     for folders, seeds, message in (((a, b), (0, 1), "the processes were started with different flags; start all"),
                                     ((a, c), (0, 0), "the processes have read different files; start all"),
                                     ((a, empty), (0, 0), "rank 1: model: no such folder")):
-        first, second = finish(start(folders, "--prompt", "a b c", seeds=seeds))
+        first, second = finish(start(link, folders, "--prompt", "a b c", seeds=seeds))
         assert first[:2] == (2, "") and f"generate.py: {message}" in first[2], first
         assert first[2].count("\n") <= 1 + first[2].count("sampling as"), first
         assert second[0] == 2, second
 
 
-def test_a_rank_that_dies_ends_the_others(folder):
+def test_a_rank_that_dies_ends_the_others(folder, link):
     """In a conversation: the second rank waits for what the first one reads."""
-    first, second = processes = start([folder / "a", folder / "b"])
+    first, second = processes = start(link, [folder / "a", folder / "b"])
     first.stdin.write("x y\n")
     first.stdin.flush()
     while "tokens per second" not in first.stderr.readline():
         pass
-    second.kill()
+    os.kill(second.pid, signal.SIGKILL)
     code, _, errors = finish(processes, "a b c\n")[0]
     assert code == 2 and "generate.py: another process has ended" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("flags", [("--prompt", "a", "--temperature", "-1"), ("--json",)], ids=lambda flags: flags[-1])
-def test_what_all_find_is_told_once(folder, flags):
+def test_what_all_find_is_told_once(folder):
     """Catches a line from every rank that torchrun started."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(GENERATE), *FLAGS, *flags], cwd=folder / "a",
+                           str(GENERATE), *FLAGS, "--prompt", "a", "--temperature", "-1"], cwd=folder / "a",
                           capture_output=True, text=True, timeout=120, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert done.stderr.count("generate.py: ") == 1 and "rank 1:" not in done.stderr, done.stderr
     assert "exitcode  : 2" in done.stderr and done.returncode
+
+
+def test_what_all_find_before_they_meet_is_told_once(folder, link):
+    """The same, of flags that exclude each other. The other rank is ended as torchrun ends it."""
+    first, second = start(link, [folder / "a", folder / "b"], "--json")
+    assert first.stderr.readline().startswith("generate.py: ")
+    os.kill(second.pid, signal.SIGTERM)
+    assert first.wait() == 2 and second.wait() in (2, -signal.SIGTERM)
+    assert first.stderr.read() == second.stderr.read() == ""
 
 
 def test_what_torchrun_leaves_out_is_named(monkeypatch):

@@ -31,8 +31,16 @@ STARTS = [  # the README's, and 20 others; each begins a file
     "    def __repr__(self):"]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(
-    not NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16"))])
+NATIVE = pytest.mark.skipif(not NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+DTYPES = torch.float32, pytest.param(torch.bfloat16, marks=NATIVE)
+SAMPLINGS = dict(greedy=dict(), sampled=dict(temperature=0.8, seed=5),
+                 filtered=dict(temperature=0.8, top_p=0.9, seed=5))
+SAMPLED = [(torch.float32, "greedy", ()), (torch.float32, "filtered", ()), (torch.bfloat16, "sampled", NATIVE),
+           (torch.float32, "sampled", pytest.mark.slow), (torch.bfloat16, "greedy", (NATIVE, pytest.mark.slow)),
+           (torch.bfloat16, "filtered", (NATIVE, pytest.mark.slow))]
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
 def demo(request):
     model, encoding = GPT.from_pretrained(DEMO, request.param, "cpu"), load_encoding(DEMO)
     read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, tokenizer_hash(encoding))
@@ -40,15 +48,14 @@ def demo(request):
     return model, encoding, heads
 
 
-def test_demo_is_small(demo):
+def test_demo_is_small():
     assert sum(file.stat().st_size for file in Path(DEMO).rglob("*") if file.is_file()) <= 24e6
 
 
+@pytest.mark.parametrize("demo", [torch.float32], indirect=True, ids=str)  # bfloat16's logits are rounded
 def test_transformers_reads_demo(demo):
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     model, encoding, _ = demo
-    if model.dtype != torch.float32:
-        pytest.skip("rounded to bfloat16, logits are not comparable")
     text = Path(__file__).read_text() + "\tdéjà vu 😀 <|endoftext|> 12345\r\n"
     ids = transformers.AutoTokenizer.from_pretrained(DEMO)(text).input_ids
     assert ids == encode_prompt(encoding, text)
@@ -58,11 +65,12 @@ def test_transformers_reads_demo(demo):
         torch.testing.assert_close(model.lm_head(model(tokens)), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(temperature=0.8, seed=5), dict(temperature=0.8, top_p=0.9, seed=5)],
-                         ids=["greedy", "sampled", "filtered"])
-def test_demo_heads_are_lossless_and_guess_well(demo, options):
+@pytest.mark.parametrize("demo, way", [pytest.param(dtype, way, marks=marks) for dtype, way, marks in SAMPLED],
+                         indirect=["demo"], ids=str)
+def test_demo_heads_are_lossless_and_guess_well(demo, way):
     """Catches heads of an older model and a loop that is only lossless on toy models."""
     model, encoding, heads = demo
+    options = SAMPLINGS[way]
     given = prompts(load_tokens(None, encoding, "heldout"), 4, 48, seed=1)
     plain = generate(model, given, 48, **options)
     clover = generate(model, given, 48, heads["clover"], tree_size=17, **options)
@@ -93,6 +101,8 @@ def count_texts(model, encoding, max_new_tokens, seed=0):
     return sum(map(parses, starts, texts)), sum(count > 4 for count in repeated)
 
 
+@pytest.mark.parametrize("demo", [torch.float32, pytest.param(torch.bfloat16, marks=(NATIVE, pytest.mark.slow))],
+                         indirect=True, ids=str)
 def test_demo_writes_python(demo):
     """The texts that a first visitor sees. Catches a model that was hardly trained, or that says one line for ever.
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from clover import CloverHeads, preset
-from clover import state_hash as identity
+from clover import CloverHeads, preset, state_hash
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
@@ -93,7 +92,7 @@ def save_theirs(name, model, path, shards=False):
 
 
 def save_shards(path, tensors, count):
-    """The tensors in place of the folder's weights: in model.safetensors, or in so many files with an index."""
+    """The tensors in place of the folder's weights: in model.safetensors, or in this many files with an index."""
     for file in path.glob("model*"):
         file.unlink()
     if count == 1:
@@ -192,7 +191,7 @@ def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "both"])
-def test_a_tied_table_may_stand_under_either_name(kept, tmp_path):
+def test_a_tied_table_may_have_either_name(kept, tmp_path):
     """Catches a tied folder that keeps its one table as lm_head.weight, or holds both."""
     theirs = theirs_of("llama-tied")
     save_theirs("llama-tied", theirs, tmp_path)
@@ -271,8 +270,8 @@ def test_save_and_load(shape, tmp_path):
     not torch.cuda.is_available(), reason="needs CUDA")])])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "baichuan-7b"])
-def test_casts_change_neither_values_nor_the_identity(name, stored, device, tmp_path):
-    """Catches a cast in the wrong order, and an identity that is computed after a cast."""
+def test_casts_change_neither_values_nor_the_hash(name, stored, device, tmp_path):
+    """Catches a cast in the wrong order, and a hash that is computed after a cast."""
     path = save_theirs(name, theirs_of(name), tmp_path)
     tensors = {key: value.to(stored) for key, value in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
@@ -282,7 +281,7 @@ def test_casts_change_neither_values_nor_the_identity(name, stored, device, tmp_
         assert got.hash == want.hash
         assert all(torch.equal(a.to(dtype), b.cpu())
                    for a, b in zip(want.state_dict().values(), got.state_dict().values()))
-    assert identity(want.state_dict()) == want.hash
+    assert state_hash(want.state_dict()) == want.hash
 
 
 def test_settings_that_are_null_are_not_there(tmp_path):
@@ -462,7 +461,7 @@ BROKEN = {
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "outside"),
     "shard at an absolute path": (lambda p: one_shard(p, str(p.parent / "b.safetensors"), p.parent / "b.safetensors"),
                                   "outside"),
-    "shard behind a link": (linked_outside, "outside"),
+    "shard through a link": (linked_outside, "outside"),
     "shard with a null byte": (lambda p: one_shard(p, "a\0/b.safetensors"), "outside"),
     "shard that is a folder": (lambda p: one_shard(p, "."), "no such file"),
     **{f"10^9 {key}": ({key: 10**9}, says) for key, says in {
@@ -508,7 +507,7 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
     model.save_pretrained(path)
     one_shard(path, "model-1.safetensors", tmp_path / "blobs" / "5678")
     (path / "model-1.safetensors").symlink_to("../../blobs/5678")
-    assert GPT.from_pretrained(path, device="cpu").hash == identity(model.state_dict())
+    assert GPT.from_pretrained(path, device="cpu").hash == state_hash(model.state_dict())
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):

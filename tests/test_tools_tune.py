@@ -41,7 +41,7 @@ def test_acceptance_is_what_decoding_accepts():
     """Catches a table that counts the wrong node or depth: for every tree it must foretell the tokens per step."""
     model = GPT.from_pretrained(DEMO, device="cpu")
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
-    given = prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 8, 30)
+    given = prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 16, 30)
     table = acceptance(model, heads, given, 0.0, max_new_tokens=48)
     assert len(table) == 4 and all(len(row) == 63 and all(0 <= share <= 1 for share in row) for row in table)
     found = [expected_tokens({"0": table}, size, 0.0) for size in range(1, 65)]
