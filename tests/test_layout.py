@@ -142,8 +142,8 @@ def test_the_first_four_files_decode_alone(tmp_path):
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", FOUR], cwd=tmp_path, env=clean, capture_output=True, text=True)
     said = done.stdout.splitlines()
-    assert said == ["this needs the folder hf/, which is not beside model.py: copy it here too"] * 2 + [
-        "this needs the folder tools/, which is not beside model.py: copy it here too, or give a tree_size"], done.stderr
+    missing = "this needs the folder {}, which is not beside model.py: copy it here too".format
+    assert said == [missing("hf/")] * 2 + [missing("tools/") + ", or give a tree_size"], done.stderr
     assert done.returncode == 1 and done.stderr == (
         "generate.py: the command line needs tools, which is not here; copy the folders tools/, hf/ and backends/ here "
         "too\n")
