@@ -45,7 +45,7 @@ class CloverConfig:
     mix: str = "attention"      # of the token guessed before: "attention", "concat" or "none"
     mix_before: bool = False    # the root is also mixed in before the augmenting block
     projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
-    shared: bool = False        # head 1 has its own weights, the later heads share one set
+    shared: bool = False        # the first head has its own weights, the others share one set
     vocabulary: int = 0         # token ids to draft among (FR-Spec, arXiv 2502.14856); 0: all
 
 
@@ -94,7 +94,7 @@ class AttentionDecoder(nn.Module):
 
 class Concat(nn.Module):
     """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b,
-    zero at the start."""
+    which starts as z."""
 
     def __init__(self, config):
         super().__init__()
@@ -191,11 +191,11 @@ class CloverHeads(nn.Module):
         mixes_before = config.mix_before and config.mix != "none"
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
-        if model.blocks[-1].attn.config == base:  # else it is a rank's part of a block
+        if model.blocks[-1].attn.config == base:  # else a process holds only a part of the block
             last = {name: value.float() for name, value in model.blocks[-1].state_dict().items()}
             for block in self.augment_blocks:
                 block.load_state_dict(last)
-            _ = self.embedding_scale  # now: a step that is counted or compiled has no numbers
+            _ = self.embedding_scale  # now: a traced or captured step cannot read it
         # the token ids to draft among, int32, most frequent first; None: all
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", ids)
@@ -306,7 +306,7 @@ class CloverHeads(nn.Module):
         K = min(self.config.n_draft, tree_size - 1)
         # the n best of each depth: no more can be in the tree; the first W are the beams that go on
         candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
-        states = state[:, None]  # (B, w, C): w is 1 at the root, then W
+        states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
         guessed = root[:, None]  # (B, w)
         for depth in range(K):
             embedding = self.embedding(guessed) if self.reads_tokens else None

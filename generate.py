@@ -5,11 +5,11 @@
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
 A tree is drafted by the heads, by lookup in the text itself, or by both, as a `DraftPlan` says.
-Plain decoding is the same loop with trees of one node. What drafted never shows in the text, so
-each step may take another plan. On CUDA each plan's step is captured in a graph once and replayed,
-and the host reads a step's tokens while the next step runs.
+Plain decoding is the same loop with trees of one node. The text never depends on what drafted it,
+so each step may take another plan. On CUDA each plan's step is captured in a graph once and
+replayed, and the host reads a step's tokens while the next step runs.
 
-Letters: B slots, T tree nodes, K draft heads, P nodes of a path, C hidden, V vocabulary."""
+Letters: B slots, T tree nodes, K draft heads, P nodes of a path, W beams, C hidden size."""
 
 import sys
 import time
@@ -70,7 +70,7 @@ class FixedPolicy:
 class Accepted(NamedTuple):
     """What one step accepted: views of one tensor, `packed`, which is all that the host reads."""
     packed: torch.Tensor        # int64 [B, 2 P + 2 + n]
-    tokens: torch.Tensor        # [B, P]: the accepted guesses, then the bonus token
+    tokens: torch.Tensor        # [B, P]: accepted guesses, then the bonus token, the next root
     path: torch.Tensor          # [B, P]: the accepted nodes, root first
     count: torch.Tensor         # [B]: how many there are
     last: torch.Tensor          # [B]: the index of the last
@@ -94,9 +94,9 @@ class Slots:
     """The state of B sequences, one per slot."""
     cache: KVCache
     heads_cache: KVCache | None     # the augmenting block's; its lengths are the cache's
-    root: torch.Tensor              # int64 [B]
+    root: torch.Tensor              # int64 [B]: the newest token, which has no cache row yet
     state: torch.Tensor | None      # [B, C]: what the heads draft from
-    history: torch.Tensor | None    # int32 [B, S]: the text, of which root is the last, for lookup
+    history: torch.Tensor | None    # int32, one row per slot: the text, root included, for lookup
     sequence: torch.Tensor          # int64 [B]: which text this is; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
 
@@ -133,11 +133,11 @@ def new_slots(model, heads, batch_size, capacity, plans, max_path):
 
 
 class Decoder:
-    """Decodes B sequences, one in each slot, step by step. heads: they read in every step, whatever
-    drafts. capacity: the most tokens of a sequence, prompt included; default: the model's context.
-    plans: those that a step may take. beams: W, default about the square root of the heads' nodes.
-    sampling: default greedy. graph: on CUDA, capture each plan's step once and replay it. Raises
-    InputError for sizes out of range and for caches that the memory has no room for."""
+    """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
+    where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
+    model's context. plans: those that a step may take. beams: W, default about the square root of
+    the heads' nodes. sampling: default greedy. graph: on CUDA, capture each plan's step once and
+    replay it. Raises InputError for sizes out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -152,7 +152,7 @@ class Decoder:
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         if find_spec("backends"):
-            from backends import cpu  # which does nothing elsewhere
+            from backends import cpu  # on a CPU, replaces layers of the caller's model
             cpu.apply(model, heads)
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
@@ -227,7 +227,7 @@ class Decoder:
         if self.heads or slots.history is not None:
             positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
         last = accepted.last[:, None]
-        if plan.head_nodes:  # else the path's nodes are in the first rows already
+        if plan.head_nodes:  # else the tree is a chain, whose path is its first nodes
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
@@ -565,7 +565,7 @@ class Output:
     batch_size: int = 1   # B
 
     def count(self, tokens, path, plan):
-        """Counts one step. The node after its own in the path guessed a token, but for the last."""
+        """Counts one step. path[i + 1] guessed tokens[i], and no node the bonus token."""
         self.steps += 1
         self.step_lengths[len(tokens)] += 1
         for node in path[1:len(tokens) + 1]:

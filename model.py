@@ -134,7 +134,7 @@ class AttentionContext:
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
-        """Tree nodes at cache rows lengths..lengths+T; ancestors int64 [B, T] as in
+        """Tree nodes at cache rows lengths.. on; ancestors int64 [B, T] as in
         `kernels.tree_attention`."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
         return cls(cache_rows=cache.lengths[:, None] + nodes, lengths=cache.lengths,
@@ -161,8 +161,8 @@ def causal_mask(positions, end):
 
 
 def token_positions(tokens, documents=None):
-    """Positions int64 [B, T] of tokens [B, T, ...]: from 0, or from the start of each document of
-    documents int64 [B, T], which number those of a window in a row, the first from its start."""
+    """Positions int64 [B, T] of tokens [B, T, ...], from 0. documents int64 [B, T]: which document
+    each token belongs to; positions start anew where it changes."""
     B, T = tokens.shape[:2]
     index = torch.arange(T, device=tokens.device).expand(B, T)
     if documents is None:
@@ -257,8 +257,8 @@ def yarn_frequencies(plain, scaling, D, theta):
 
 def rope_table(positions, frequencies, scale, dtype):
     """cos and signed sin, each [B, T, 1, D], for `kernels.rotate` (RoPE, arXiv 2104.09864, halves
-    layout). frequencies [D]: those of the pairs twice, with a minus the first time, whose sines are
-    those of the first half."""
+    layout). frequencies [D]: (-f, f) for those of the pairs f, so that sin comes out as (-sin,
+    sin) and cos is the same."""
     angles = positions[:, :, None, None] * frequencies  # (B, T, 1, D)
     cos, sin = angles.cos(), angles.sin()
     if scale != 1:
@@ -368,7 +368,7 @@ class LMHead(nn.Linear):
                               first_token=first_token)
 
     def logits(self, hidden):
-        """float32 [M, V]: rounded to half precision, logits would tie."""
+        """float32 [M, V]: half precision would make ties."""
         return float_logits(hidden, self.weight)
 
     def embedding(self, tokens):
