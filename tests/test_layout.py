@@ -15,7 +15,7 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 1830, "model.py": 640, "clover.py": 440, "generate.py": 680, "train_heads.py": 330, "backends": 890,
-    "hf": 1300, "tools": 1120, "training": 1495, "bench": 2585, "tests": 9440, "without tests": 11300}
+    "hf": 1300, "tools": 1120, "training": 1495, "bench": 2585, "tests": 9450, "without tests": 11300}
 ABOVE_THE_RULE = 720  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
