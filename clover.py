@@ -1,8 +1,8 @@
 """Draft heads and token trees. Four presets of one class: medusa (arXiv 2401.10774), hydra (arXiv
 2402.05109), clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 
-Letters: B sequences, T tree nodes (root included), K draft heads, W beams, C hidden size, V
-vocabulary."""
+Letters: B sequences, T tree nodes (root included) or tokens, K draft heads, W beams, n candidates
+of a depth, C hidden size, V vocabulary."""
 
 import hashlib
 import json
@@ -270,12 +270,10 @@ class CloverHeads(nn.Module):
             context = self.model.attention_context(positions, cache, ancestors, end, documents,
                                                    self.slopes)
             hidden, residual = run_blocks(self.augment_blocks, hidden, rope, context, cache)
-        if residual is None:
-            hidden, residual = None, hidden
-        else:
-            hidden = hidden.to(residual.dtype)  # autocast changes it
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
-        return add_norm(residual, hidden, None, eps=eps)[0]
+        if residual is None:
+            return add_norm(hidden, None, None, eps=eps)[0]
+        return add_norm(residual, hidden.to(residual.dtype), None, eps=eps)[0]
 
     def forward(self, hidden, tokens, documents=None):
         """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions
@@ -308,7 +306,7 @@ class CloverHeads(nn.Module):
         candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
         states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
         guessed = root[:, None]  # (B, w)
-        for depth in range(K):
+        for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
             embedding = self.embedding(guessed) if self.reads_tokens else None
             states, out = self.draft_head(depth)(states, embedding)
             out = self.model.norm(out).flatten(0, 1)  # (B * w, C)

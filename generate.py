@@ -9,7 +9,8 @@ Plain decoding is the same loop with trees of one node. The text never depends o
 so each step may take another plan. On CUDA each plan's step is captured in a graph once and
 replayed, and the host reads a step's tokens while the next step runs.
 
-Letters: B slots, T tree nodes, K draft heads, P nodes of a path, W beams, C hidden size."""
+Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
+beams, C hidden size, V vocabulary."""
 
 import sys
 import time
@@ -55,12 +56,14 @@ class DraftPlan(NamedTuple):
 
 
 class FixedPolicy:
-    """Takes one plan in all steps; `tools.tune.AdaptivePolicy` selects among several."""
+    """Takes one plan in all steps. Every policy has what this one has: `plans` to select among,
+    `select` and `update`. `tools.tune.AdaptivePolicy` has several plans."""
 
     def __init__(self, plan):
         self.plans = (plan,)
 
     def select(self):
+        """The plan of the next step."""
         return self.plans[0]
 
     def update(self, plan, found):
@@ -82,8 +85,8 @@ class Accepted(NamedTuple):
         return cls(packed, tokens, path, *ends.unbind(1), chain if chain.shape[1] else None)
 
     def lists(self):
-        """The same as lists, on the host."""
-        return Accepted(*(None if x is None else x.tolist() for x in self))
+        """The views as lists, on the host."""
+        return Accepted(None, *(None if x is None else x.tolist() for x in self[1:]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,18 +119,18 @@ class Slots:
 
 
 def new_slots(model, heads, batch_size, capacity, plans, max_path):
-    """Empty `Slots`. The tree's rows come after the text's. On a GPU the host learns of a text's
-    end a step late, so one more path must fit."""
+    """Empty `Slots` for texts of `capacity` tokens. On a GPU the host learns of a text's end a step
+    late, so a text may grow by two paths: the sums below add what its last step writes."""
     zeros = lambda dtype, *shape: torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
     tree_size = max(plan.tree_size for plan in plans)
-    cache = model.new_cache(batch_size, capacity + tree_size + max_path)
+    cache = model.new_cache(batch_size, capacity + max_path + tree_size)  # a tree after one path
     heads_cache = state = history = None
     if heads:
-        heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)
+        heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)  # heads read paths alone
         heads_cache.lengths = cache.lengths
         state = zeros(model.dtype, model.config.n_embd)
     if any(plan.lookup_tokens for plan in plans):
-        history = zeros(torch.int32, capacity + 2 * max_path + 1)
+        history = zeros(torch.int32, capacity + 2 * max_path + 1)  # the root, too
     return Slots(cache, heads_cache, root=zeros(torch.int64), state=state, history=history,
                  sequence=zeros(torch.int64), active=zeros(torch.int32))
 
@@ -158,7 +161,7 @@ class Decoder:
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
-        self.set_active_slots(batch_size)
+        self.run_first(batch_size)
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.graphs = {}       # plan -> a function that replays its step
         if model.device.type == "cuda":
@@ -168,10 +171,6 @@ class Decoder:
         """P: a path ends with the heads' last depth, or with the chain."""
         depth = min(self.heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
         return 1 + max(depth, plan.lookup_tokens)
-
-    def beams(self, plan):
-        """W of the heads' tree."""
-        return self.given_beams or self.heads.default_beams(plan.head_nodes + 1)
 
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
@@ -189,7 +188,9 @@ class Decoder:
         """-> (the tree, lookup's chain [B, n] where both drafted)"""
         tree, chain, slots = self.plain_tree, None, self.slots
         if plan.head_nodes:
-            tree = self.heads.draft(slots.state, slots.root, plan.head_nodes + 1, self.beams(plan))
+            size = plan.head_nodes + 1
+            beams = self.given_beams or self.heads.default_beams(size)
+            tree = self.heads.draft(slots.state, slots.root, size, beams)
         if plan.lookup_tokens:
             chain = ngram_lookup(slots.history, slots.cache.lengths, plan.lookup_tokens)
             tree = Tree(*merge_chain(*tree, chain))
@@ -282,8 +283,7 @@ class Decoder:
         the last chunk the slot runs, as the text of this index.
 
         The prompt's last token is not read here: it is the root of the first step, which is then
-        like any other. Steps between two chunks write their trees where the next chunk goes.
-        """
+        like any other. Steps between two chunks write their trees where the next chunk goes."""
         slots = self.slots
         end = min(start + PREFILL_CHUNK, len(prompt) - 1)
         tokens = torch.tensor([prompt[start:end + 1]])
@@ -316,12 +316,12 @@ class Decoder:
     def reset(self):
         """Makes all slots idle."""
         if len(self.slots.root) < self.batch_size:  # never with a graph, whose tensors must stay
-            self.set_active_slots(self.batch_size)
+            self.run_first(self.batch_size)
         for slot in range(self.batch_size):
             self.release(slot)
 
-    def set_active_slots(self, n):
-        """Lets only the first n slots run. `slots` are views of the buffers."""
+    def run_first(self, n):
+        """Steps run the first n slots alone from now on: `slots` are views of the buffers."""
         self.slots = self.buffers.first(n)
         self.checked = set()
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
@@ -406,8 +406,7 @@ class Engine:
         nodes, root first, of which those after plan.head_nodes are lookup's alone. keep: for one
         prompt in one slot, as in a chat. What the prompt has in common with the text of the last
         call that kept it is not computed again; the model must be the same still.
-        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C.
-        """
+        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
         decoder = self.decoder
         sequences = self.new_sequences(prompts, max_new_tokens, stop, encoding)
         if keep and (decoder.batch_size, len(prompts)) != (1, 1):
@@ -509,7 +508,7 @@ class Engine:
                 source = max(self.running)
                 decoder.buffers.move(source, free)
                 self.running[free] = self.running.pop(source)
-        decoder.set_active_slots(n)
+        decoder.run_first(n)
 
     def reusable_prefix(self, prompt):
         """How many of a prompt's first rows `keep` left in the caches. A row of the heads depends
@@ -634,14 +633,15 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
-    lookup: drafts from the text itself, too. tree_size: nodes T verified per step, root included, 1
-    for plain decoding; None lets each step take what brings most tokens per second, by step times
-    that are measured first. beams: W, default about the square root of the heads' nodes. stop:
-    token ids and, with an `encoding` to read them by, texts that end a sequence; the token that
-    does it is kept. batch_size: sequences decoded together, default up to 8; a finished one makes
-    room for the next prompt. on_tokens(index, tokens) is called with the tokens of each step.
-    graph: on CUDA, replay a CUDA graph. Raises InputError for bad input, Interrupted on Ctrl-C.
-    """
+    lookup      drafts from the text itself, too
+    tree_size   nodes T verified per step, root included; 1: plain decoding; None: each step takes
+                what brings most tokens per second, by step times that are measured first
+    beams       W, default about the square root of the heads' nodes
+    stop        token ids and, with an `encoding` to read them by, texts that end a sequence
+    batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
+    on_tokens   called as on_tokens(index, tokens) with the tokens of each step
+    graph       on CUDA, replay a CUDA graph
+    Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

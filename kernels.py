@@ -55,8 +55,10 @@ NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 
 
 def takes(*conditions, **specs):
-    """Declares a function's arguments, e.g. q="B T Hq D float", and checks them in each call. The
-    end of this file explains the words."""
+    """Declares a function's arguments and checks them in each call. q="B T Hq D float" is a
+    tensor's sizes and dtype, a letter one size throughout the call; "?" allows None; T="1..64" is a
+    range, "Hq % Hkv == 0" a condition. A reference takes the same: `@function.takes`. The end of
+    this file has the rest."""
     def declare(function):
         parameters = inspect.signature(function).parameters.items()
         defaults = {name: None if x.default is x.empty else x.default for name, x in parameters}
@@ -104,7 +106,7 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _attend(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
+def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
     """One online-softmax step, base 2: folds a tile of keys and values into row_max, row_sum, acc.
     positions: those of the keys, the root's being 0."""
     # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
@@ -190,7 +192,7 @@ def _tree_attention_kernel(
         keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
         positions = start + tile_rows - length
-        row_max, row_sum, acc = _attend(
+        row_max, row_sum, acc = _softmax_step(
             q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
 
     # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN is NaN.
@@ -216,7 +218,7 @@ def _tree_attention_kernel(
         # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
-        row_max, row_sum, acc = _attend(
+        row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
     empty = row_sum == 0.0
@@ -595,12 +597,12 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None):
        sequence="M int", position="M int", vocab_ids="n int32 0..V-1?")
 def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
                    first_token=0):
-    """The model's own next token of each row -> int64 [M]: argmax at temperature 0, else a sample
-    that depends on nothing drafted. Of equals the lowest id wins, or the first in vocab_ids.
+    """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
+    at temperature 0, else a sample. Of equals the lowest wins, or the first in vocab_ids.
 
     seed: int of at most 64 bits. sequence, position: the token's sequence and its position there.
-    vocab_ids: only these rows of the weight take part. first_token: the token id of the weight's
-    first row, where it is a part of a larger one; noise depends on ids, not on rows.
+    vocab_ids: only these rows of the weight take part. first_token: where the weight is a part of a
+    larger one, the token id of its first row. The noise depends on token ids, not on rows.
     """
     if not runs_triton(hidden):
         return project_sample_reference(
@@ -629,8 +631,9 @@ def float_logits(hidden, weight, vocab_ids=None):
 
 @takes("0 <= temperature < inf", logits="M V real", sequence="M int", position="M int")
 def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first_token=0):
-    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> int64 [M].
-    logits: -inf for excluded tokens. tokens: the columns' ids [V], default first_token and on."""
+    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> columns,
+    int64 [M]. logits: -inf for excluded tokens. tokens: the columns' token ids [V], by which the
+    noise is drawn; default: first_token and on."""
     if temperature == 0:
         return logits.argmax(-1)
     if tokens is None:
@@ -1213,8 +1216,8 @@ def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of the `Candidates` with the best proposals of this depth.
 
     logprobs, tokens: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf.
-    The beams are the root alone at depth 0, then the first W candidates of the depth before; w is
-    their number, or 1 where all propose the same.
+    depth: 0 for proposals below the root. The beams are the root alone at depth 0, then the first W
+    candidates of the depth before; w is their number, or 1 where all propose the same.
     """
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)

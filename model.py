@@ -121,7 +121,7 @@ class AttentionContext:
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
         """Tokens that continue their sequence at consecutive cache rows positions (int64 [B, T]);
-        end is one past the last of them."""
+        end is one past the last of them. cache: for a backend whose attention looks into it."""
         B, T = positions.shape
         mask = None
         if slopes is not None:
@@ -141,8 +141,8 @@ class AttentionContext:
                    ancestors=ancestors, slopes=slopes)
 
     def attend(self, q, k, v):
-        """q [B, T, Hq, D], k and v [B, Hkv, S, D]: a layer's cache, or else the tokens' own -> [B,
-        T, Hq, D]."""
+        """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
+        the shape of q."""
         if self.ancestors is not None:
             return tree_attention(q, k, v, self.lengths, self.ancestors, slopes=self.slopes)
         if self.slopes is not None and self.mask.dtype != q.dtype:
@@ -183,8 +183,7 @@ def alibi_slopes(n_head):
 
 def alibi_mask(positions, end, slopes):
     """positions [B, T] -> [B, Hq, T, end] of the slopes' dtype: minus slope times distance to a
-    token before,
-    -inf for one after."""
+    token before, -inf for one after."""
     rows = torch.arange(end, device=positions.device)
     distance = positions[:, None, :, None] - rows  # (B, 1, T, end)
     return (-slopes[:, None, None] * distance).masked_fill_(distance < 0, -math.inf)
@@ -358,8 +357,7 @@ class LMHead(nn.Linear):
     norm."""
 
     def topk(self, hidden, k, vocab_ids=None):
-        """`kernels.project_topk` with this weight -> (logprobs float32 [M, k], tokens int64 [M,
-        k])."""
+        """`kernels.project_topk` with this weight -> logprobs float32, tokens int64 [M, k]."""
         return project_topk(hidden, self.weight, k, vocab_ids)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
@@ -500,8 +498,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
-        """Appends tokens [1, T] to a one-sequence cache that holds `start` rows -> hidden [1, T,
-        C]. Long prompts come in chunks: the scores take T x (start + T) numbers per head."""
+        """Appends tokens [1, T] to a one-sequence cache of `start` rows -> hidden [1, T, C]. Long
+        prompts come in chunks: the scores take T x (start + T) numbers per head."""
         end = start + tokens.shape[1]
         hidden = self(tokens, torch.arange(start, end, device=tokens.device)[None], cache, end=end)
         cache.lengths.fill_(end)

@@ -212,7 +212,7 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
     monkeypatch.setattr(engine.decoder, "draft", lambda plan: checking.append(kernels._checks.on) or draft(plan))
     for n in (3, 3, 2, 2):
         if n < len(engine.decoder.slots.root):
-            engine.decoder.set_active_slots(n)
+            engine.decoder.run_first(n)
         engine.decoder.body()()
     assert checking == [True, False, True, False] and kernels._checks.on
 
