@@ -30,7 +30,7 @@ import contextlib
 import inspect
 import math
 import os
-import threading
+from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def takes(*conditions, **specs):
 
         @wraps(function)
         def checked(*args, **named):
-            if not _checks.on:
+            if not _checking.get():
                 return function(*args, **named)
             _check_arguments(defaults, conditions, specs, args, named)
             with unchecked():  # what it calls has the same arguments
@@ -1711,23 +1711,18 @@ PROPERTIES = dict(contiguous=torch.Tensor.is_contiguous,
                   consecutive=lambda x: not x.is_cpu or (x.diff() == 1).all())  # as lengths above
 
 
-class _Checks(threading.local):
-    on = True
-
-
-_checks = _Checks()
+_checking = ContextVar("checking", default=True)
 
 
 @contextlib.contextmanager
 def unchecked(enabled=True):
     """Within it, and in this thread, arguments are not checked, which on a CPU is a tenth of a
     small model's step: for a loop whose shapes are fixed, once its first turn has been checked."""
-    before = _checks.on
-    _checks.on = before and not enabled
+    token = _checking.set(_checking.get() and not enabled)
     try:
         yield
     finally:
-        _checks.on = before
+        _checking.reset(token)
 
 
 def _check(condition, expected, *got):

@@ -209,12 +209,12 @@ def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch)
     """Catches checks that stay off when fewer slots run, or stay on."""
     engine, checking = new_engine(toy, batch_size=3, capacity=20), []
     draft = engine.decoder.draft
-    monkeypatch.setattr(engine.decoder, "draft", lambda plan: checking.append(kernels._checks.on) or draft(plan))
+    monkeypatch.setattr(engine.decoder, "draft", lambda plan: checking.append(kernels._checking.get()) or draft(plan))
     for n in (3, 3, 2, 2):
         if n < len(engine.decoder.slots.root):
             engine.decoder.run_first(n)
         engine.decoder.body()()
-    assert checking == [True, False, True, False] and kernels._checks.on
+    assert checking == [True, False, True, False] and kernels._checking.get()
 
 
 
