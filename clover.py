@@ -295,7 +295,7 @@ class CloverHeads(nn.Module):
         At each depth the W beams of highest joint log-probability propose their W best tokens, and
         of all proposals the best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's
         joint probability is never above its parent's and ties go to the shallower node. So what is
-        kept is a tree, parents stand before children, and a smaller tree is the front of a larger
+        kept is a tree, parents come before children, and a smaller tree is the front of a larger
         one with as many beams. Nothing is read back to the host."""
         if tree_size == 1:
             return root_tree(root)
