@@ -16,7 +16,7 @@ from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
 from generate import DraftPlan, FixedPolicy, Sampling, capture, generate
-from hf.checkpoint import hf_config, parse_config
+from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
 from tools import tune

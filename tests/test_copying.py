@@ -21,7 +21,11 @@ want = F.scaled_dot_product_attention(q[b, node][:, None], k, v)[:, 0]
 assert torch.allclose(out[b, node], want, atol=1e-5)
 """, r"torch.Size\(\[2, 4, 8, 64\]\) \[14, 15\]"),
     "head": (FOUR, "assert type(heads.draft_head(1).mix) is Gate", r"True \d\.\d+"),
-    "family": ([*FOUR[:3], "hf", "backends"], "", "True True"),
+    "family": ([*FOUR[:3], "hf", "backends"], """
+from safetensors import safe_open
+with safe_open("acme-tiny/model.safetensors", "pt") as file:
+    assert {"model.final_norm.weight", "model.embeddings.weight"} <= set(file.keys())
+""", "True True"),
 }
 
 

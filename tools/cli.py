@@ -15,6 +15,7 @@ from clover import CloverHeads, state_hash
 from generate import Interrupted, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
+from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
 from model import InputError, pick_device
 from tools.compare import against_plain
@@ -83,7 +84,7 @@ def load_model(args, group=None):
     ranks that hold it."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    vocab_size = checkpoint.read_config(args.model).vocab_size
+    vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
