@@ -12,7 +12,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
+from hf.tokenizer import end_of_text, optional_json, token_settings, token_text
 from model import InputError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
@@ -67,7 +67,10 @@ def _template_source(folder):
     """(file, text of its template or None)."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file, read_text(file)
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
     file = folder / "tokenizer_config.json"
     source = optional_json(file).get("chat_template")
     if isinstance(source, list):

@@ -16,7 +16,7 @@ from generate import Interrupted, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
-from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
+from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
 from tools.compare import against_plain
 from tools.drafts import Drafts
@@ -99,7 +99,7 @@ def load_heads(path, args, model, encoding):
     path = path or (beside if beside.is_dir() else "none")
     if str(path) == "none":
         return None
-    return CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
+    return CloverHeads.from_pretrained(path, model, encoding.hash)
 
 
 def describe():
@@ -350,7 +350,7 @@ def open_session(args, group):
     if group.size > 1:
         model, heads = session.model, session.heads
         files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
-                 tokenizer_hash(session.encoding), session.sampling, session.stop)
+                 session.encoding.hash, session.sampling, session.stop)
         tensor_parallel.check_same(group, files, "have read different files")
     return session
 
