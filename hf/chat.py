@@ -107,20 +107,18 @@ class ChatTemplate:
         leaves its sandbox or does not end."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
-        parts = []
-        length = 0
+        text = ""
         previous = sys.gettrace()
         with self._named_errors():
             sys.settrace(_time_limit(MAX_SECONDS))  # checks at each line of the compiled template
             try:
                 for part in self.template.generate(**self.tokens | given | variables):
-                    parts.append(part)
-                    length += len(part)
-                    if length > MAX_LENGTH:
+                    text += part
+                    if len(text) > MAX_LENGTH:
                         raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
             finally:
                 sys.settrace(previous)
-        return "".join(parts)
+        return text
 
     @contextlib.contextmanager
     def _named_errors(self):

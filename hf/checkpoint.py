@@ -46,10 +46,6 @@ class StoredTensor(NamedTuple):
     load: Callable            # () -> its values, mapped into memory where possible
 
 
-QUANTISED = {  # the last part of a tensor's name -> what it says about quantisation
-    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "scales": "GPTQ or AWQ", "g_idx": "GPTQ",
-    "SCB": "bitsandbytes", "absmax": "bitsandbytes", "weight_format": "bitsandbytes",
-    "weight_scale": "fp8 or int8", "weight_scale_inv": "fp8", "input_scale": "fp8"}
 # Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
@@ -129,16 +125,9 @@ def open_pickle(file):
 # --------------------------------------------------------------------------------------------------
 # From files to parameters
 
-class Match(NamedTuple):
-    """A tensor of a file, and what it is to fill."""
-    tensor: StoredTensor
-    name: str   # of the parameter
-    start: int  # the first of its rows
-
-
 def read_headers(path):
-    """(GPT without weights, on the meta device; a Match for each tensor of the files) of a folder.
-    Raises InputError if config.json or the files' headers are invalid."""
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder. Raises
+    InputError if config.json or the files' headers are invalid."""
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
@@ -157,8 +146,9 @@ def read_headers(path):
 
 
 def match_tensors(path, model, tensors):
-    """The Matches of a folder's tensors, {name: StoredTensor}. Raises InputError for one that is
-    missing, unknown, quantised or of another shape."""
+    """[(stored tensor, parameter's name, the first of its rows that it fills)] for a folder's
+    tensors, {name: StoredTensor}. Raises InputError for one that is missing, unknown, quantised or
+    of another shape."""
     family = FAMILIES[model.config.family]
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
@@ -173,10 +163,8 @@ def match_tensors(path, model, tensors):
     matches = []
     for part, tensor in found.items():
         if part not in expected:
-            kind = QUANTISED.get(part.rpartition(".")[2])
-            hint = f"; it looks quantised ({kind}), which is not supported" if kind else ""
             raise InputError(f"{tensor.file}: expected the tensors of its config.json, found "
-                             f"{part} too{hint}")
+                             f"{part} too; a quantised checkpoint is not supported")
         name, start, shape = expected[part]
         if tensor.dtype not in DTYPES.values():
             raise InputError(f"{tensor.file}: {part} is quantised ({tensor.dtype}), which is not "
@@ -184,7 +172,7 @@ def match_tensors(path, model, tensors):
         if tensor.shape != shape:
             raise InputError(f"{tensor.file}: {part} should have shape {shape} by config.json, but "
                              f"has {tensor.shape}")
-        matches.append(Match(tensor, name, start))
+        matches.append((tensor, name, start))
     for part, (name, *_) in expected.items():
         if part not in found:
             raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it "
@@ -203,7 +191,7 @@ def load(path, dtype=None, device=None, group=None):
     group = group or Group()
     model, matches = read_headers(path)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    largest = max(matches, key=lambda match: math.prod(match.tensor.shape)).tensor
+    largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
     with torch.device("meta"):
         group.divide(model)
@@ -244,26 +232,25 @@ def read_weights(model, matches, shapes, group):
 
 def show_files(matches):
     """Yields the matches, file by file. Of a large checkpoint it prints which file is read."""
-    files = sorted({match.tensor.file for match in matches})
+    files = sorted({tensor.file for tensor, *_ in matches})
     total = sum(file.stat().st_size for file in files)
     for i, file in enumerate(files, start=1):
         if total >= LARGE:
             print(f"reading {file.name} ({i} of {len(files)}, {total / 1e9:.1f} GB in all)",
                   file=sys.stderr)
-        yield from (match for match in matches if match.tensor.file == file)
+        yield from (match for match in matches if match[0].file == file)
 
 
 def copy_shard(target, value, start, slices):
     """Copies what a rank holds of a stored tensor, which fills a parameter's rows from `start`."""
-    end = start + len(value)
     dim, parts = slices or (0, [slice(0, len(target))])
-    if dim == 1:
-        target[start:end].copy_(value[:, parts[0]])
+    if dim == 1:  # of a parameter that is stored in one piece
+        target.copy_(value[:, parts[0]])
         return
     for part, rows in zip(parts, target.split([part.stop - part.start for part in parts])):
-        first, last = max(part.start, start), min(part.stop, end)
-        if first < last:
-            rows[first - part.start:last - part.start].copy_(value[first - start:last - start])
+        held = value[max(part.start - start, 0):max(part.stop - start, 0)]
+        first = max(start - part.start, 0)
+        rows[first:first + len(held)] = held
 
 
 def save(model, path, dtype=None):

@@ -29,6 +29,8 @@ QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+              "use_regex": True}  # a tokenizer.json's step that splits by GPT2_PATTERN
 # normalizer_spec { add_dummy_prefix: false }, to append to a ModelProto
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
@@ -283,19 +285,14 @@ def _split(pattern):
             "invert": False}
 
 
-def _byte_level(use_regex):
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-            "use_regex": use_regex}
-
-
 def _pattern(pre_tokenizer):
     """tiktoken's pattern for a pre_tokenizer, or None."""
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
-    if steps == [_byte_level(True)]:
+    if steps == [BYTE_LEVEL]:
         return GPT2_PATTERN
     for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        if steps == [_split(pattern), _byte_level(False)]:
+        if steps == [_split(pattern), BYTE_LEVEL | {"use_regex": False}]:
             # the second half never matches; hashes include it
             return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
     return None
@@ -400,16 +397,15 @@ def _read_vocab(file):
     known = ["GPT2Tokenizer", "Qwen2Tokenizer"]
     known = known[::-1] if model_type.startswith("qwen") else known
     qwen = _tokenizer_class(file, config, *known) == "Qwen2Tokenizer"
-    byte_level = _byte_level(not qwen)
-    byte_level["add_prefix_space"] = bool(config.get("add_prefix_space")) and not qwen
-    split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
+    byte_level = BYTE_LEVEL | {"add_prefix_space": bool(config.get("add_prefix_space"))}
+    steps = [_split(QWEN_PATTERN), BYTE_LEVEL | {"use_regex": False}]
     lines = file.read_text(encoding="utf-8").split("\n")
     merges = [line for line in lines[lines[0].startswith("#version"):] if line]
     encoding = _from_spec(file, {
         "added_tokens": _added_tokens(file, config, vocab, ["<|endoftext|>"]),
         "normalizer": {"type": "NFC"} if qwen else None,
-        "pre_tokenizer": split if qwen else byte_level,
-        "decoder": _byte_level(True),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if qwen else byte_level,
+        "decoder": BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     })
     encoding.prefix = _bos(file, config, encoding.special_tokens, False)

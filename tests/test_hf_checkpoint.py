@@ -444,7 +444,7 @@ BROKEN = {
     "family of another type": (dict(model_type=[]), "not supported"),
     "quantised": (dict(quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),
     "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})), "it looks quantised (GPTQ or AWQ)"),
+        {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})), "up_proj.qweight too; a quantised"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "quantised (F8_E4M3)"),
     "other shape": (dict(intermediate_size=95), "should have shape"),
