@@ -150,7 +150,7 @@ def renaming(piece, encoding):
     counts = Counter(names(encoding.decode(piece)))
     name = max(names(start), key=lambda name: counts[name], default=None)
     start = re.sub(rf"\b{name}\b", NEW_NAME, start) if name else start
-    return [*piece, *encoding.encode_ordinary("\n\n" + start)]
+    return [*piece, *encoding.encode("\n\n" + start)]
 
 
 def text_prompts(heldout, encoding, n, args):

@@ -60,9 +60,6 @@ class Encoding:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return (self._encode if allowed_special == "all" else self._encode_plain)(text)
 
-    def encode_ordinary(self, text):
-        return self.encode(text)
-
     def decode(self, ids):
         """The text of ids. An id without a token gives nothing."""
         return self._decode([i for i in ids if i in self.ids])
@@ -92,15 +89,15 @@ class TextStream:
     """Text from token ids as they come: whole characters, and no part of a stop text.
 
     In sum it is what decoding all ids at once gives, but for a space that some decoders take off
-    the start of a text. encoding: any object with decode(ids) and encode_ordinary(text). stopped:
-    whether a stop text has come."""
+    the start of a text. encoding: any object with encode(text) and decode(ids). stopped: whether a
+    stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
         self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode_ordinary("a"))  # after any text a space stays
+        self._continue_after(encoding.encode("a"))  # after any text a space stays
 
     def _continue_after(self, context):
         """The next ids are decoded after those of `context`, whose text has been given."""

@@ -87,10 +87,10 @@ def corpus():
 
 def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
     assert by_tiktoken(tiny)
-    assert tiny.encode_ordinary("hello world") == [258, 78, 259, 78, 81, 75, 67]
-    assert tiny.encode_ordinary("he\n   é") == [256, 198, 260, 220, 127, 102]
+    assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
+    assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 300]
-    assert 300 not in tiny.encode_ordinary(EOT) == tiny.encode(EOT)
+    assert 300 not in tiny.encode(EOT)
     assert tiny.max_token_value == 300 and tiny.n_vocab == 301 and tokenizer.end_of_text(tiny) == 300
     assert tiny.special_tokens == {EOT: 300}
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
@@ -116,7 +116,7 @@ def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(
 
 @pytest.mark.parametrize("text", ["hé日👍🏽\u200d!", "👩‍👩‍👧‍👦", "e\u0301\U0010ffff"])
 def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
-    tokens = tiny.encode_ordinary(text)
+    tokens = tiny.encode(text)
     for i in range(len(tokens) + 1):
         head, tail, rest = streamed(tiny, tokens[:i], tokens[i:])
         assert text.startswith(head) and head + tail == text and rest == ""
@@ -134,7 +134,7 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
 def test_a_stream_passes_over_ids_without_a_token_and_holds_nothing_else_back(tiny):
     assert streamed(tiny, [64, 299, 64, -1, 2**40, 64]) == ["aaa", ""]
     assert streamed(tiny, [64, 300, 64]) == [f"a{EOT}a", ""]
-    assert streamed(tiny, tiny.encode_ordinary("aé")[:-1]) == ["a", "\ufffd"]
+    assert streamed(tiny, tiny.encode("aé")[:-1]) == ["a", "\ufffd"]
 
 
 @pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["one t", "wo three"],
@@ -297,7 +297,7 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
         assert decoded == whole.decode(ids, skip_special_tokens=False), ascii(text)
         stream = "".join(streamed(encoding, ids))
         assert stream.endswith(decoded) and not stream.removesuffix(decoded).strip(" "), ascii(text)
-        assert encoding.encode_ordinary(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
+        assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
 
 
 def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_path):
@@ -309,9 +309,9 @@ def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_pa
     pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
     spec["model"]["merges"] = sorted((p for p in pairs if set(p) <= set(tokens)), key=lambda pair: vocab["".join(pair)])
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert by_tiktoken(encoding) and encoding.encode_ordinary("hello") == [700]
+    assert by_tiktoken(encoding) and encoding.encode("hello") == [700]
     for text in [*corpus[:5], *random_texts(300, 3), "hello", "hello hello, xhello helloo"]:
-        assert encoding.encode_ordinary(text) == package.encode(text).ids, text
+        assert encoding.encode(text) == package.encode(text).ids, text
 
 
 def reordered(spec):
@@ -332,7 +332,7 @@ def test_merges_that_tiktoken_would_not_follow_are_left_to_the_package(change, t
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
     assert not by_tiktoken(encoding)
     for text in ("hello hell", "helll lle ellhe", "w  hehell"):
-        assert encoding.encode_ordinary(text) == package.encode(text).ids
+        assert encoding.encode(text) == package.encode(text).ids
 
 
 def test_endless_runs_do_not_crash_tiktoken(corpus, tmp_path):
@@ -553,7 +553,7 @@ def test_tokenizer_model_gives_sentencepieces_ids_text_and_stream(name, count, c
     special = {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 700}
     assert encoding.special_tokens == special and encoding.max_token_value == 700 and encoding.prefix == [1]
     for text in random_texts(count, 8, special):
-        ids = encoding.encode_ordinary(text)
+        ids = encoding.encode(text)
         assert ids == model.encode(text), ascii(text)
         decoded, stream = encoding.decode(ids), "".join(streamed(encoding, ids))
         assert decoded == model.decode(ids), ascii(text)
@@ -589,7 +589,7 @@ def test_a_bos_token_is_llamas_default_and_baichuans_option(config, prefix, corp
     write(tmp_path, {"tokenizer.model": content, "tokenizer_config.json": json.dumps(config)})
     encoding = load_encoding(tmp_path)
     assert encode_prompt(encoding, "def f") == [*prefix, *model.encode("def f")]
-    assert encoding.encode_ordinary("<reserved_1>") == model.encode("<reserved_1>")
+    assert encoding.encode("<reserved_1>") == model.encode("<reserved_1>")
 
 
 def with_config(**settings):
