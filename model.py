@@ -47,7 +47,7 @@ class InputError(ValueError):
 
 @dataclass
 class GPTConfig:
-    family: str = "llama"      # a key of hf.checkpoint.FAMILIES: how folders spell names
+    family: str = "llama"      # a key of hf.families.FAMILIES: how folders spell names
     vocab_size: int = 4096     # V
     block_size: int = 1024     # longest sequence, in tokens
     n_layer: int = 12          # L

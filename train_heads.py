@@ -23,7 +23,6 @@ from backends import tensor_parallel
 from clover import CloverHeads, model_hash
 from hf import checkpoint
 from hf.chat import load_chat_template, stop_tokens
-from hf.tokenizer import tokenizer_hash
 from model import InputError, atomic_write, check
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training import common, data
@@ -198,7 +197,7 @@ def prepare(args, world):
     splits, meta = data.open_tokens(out / "tokens")
     args.key = meta["key"]
     args.self_distill = number_of_prompts(args, meta["kinds"])
-    run = Run(args, heads, tokenizer_hash(encoding), world, state)
+    run = Run(args, heads, encoding.hash, world, state)
     data.check_length(splits, run.window, args.batch_size)
     heldout_prompts(splits["heldout"], heads.model)  # raises where there are none
     if args.draft_vocabulary is not None:
@@ -259,7 +258,7 @@ def evaluate_folder(args, world):
     if world.size > 1:
         tensor_parallel.watch_signals(world.rank)
     model, encoding = load_model(args, world.group)
-    tokenizer = tokenizer_hash(encoding)
+    tokenizer = encoding.hash
     template = load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
     block_size = common.check_sizes(args, heads)

@@ -16,7 +16,6 @@ from bench import Record, Table, peers
 from clover import CloverHeads
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, Sampling, prepare
 from hf.chat import load_chat_template
-from hf.tokenizer import tokenizer_hash
 from tools.cli import load_model
 from tools.tune import PREFIX, copy_bandwidth, fit
 from training.data import load_tokens, prompts
@@ -39,7 +38,7 @@ NEW_NAME = "renamed_item"  # which --text rename puts in the place of another
 def load(args, folders, group=None):
     """The model of --model, {folder name: heads}, the held-out tokens of --data, the tokenizer."""
     model, encoding = load_model(args, group)
-    heads = {Path(path).name: CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
+    heads = {Path(path).name: CloverHeads.from_pretrained(path, model, encoding.hash)
              for path in folders}
     heldout = load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
     return model, heads, heldout, encoding
@@ -151,7 +150,7 @@ def renaming(piece, encoding):
     counts = Counter(names(encoding.decode(piece)))
     name = max(names(start), key=lambda name: counts[name], default=None)
     start = re.sub(rf"\b{name}\b", NEW_NAME, start) if name else start
-    return [*piece, *encoding.encode_ordinary("\n\n" + start)]
+    return [*piece, *encoding.encode("\n\n" + start)]
 
 
 def text_prompts(heldout, encoding, n, args):

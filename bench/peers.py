@@ -17,7 +17,7 @@ import torch
 
 from backends.tensor_parallel import group_of
 from clover import MAX_TREE
-from hf.checkpoint import hf_config, split_weight
+from hf.families import hf_config, split_weight
 from model import InputError, check_memory
 from tools.tune import PREFIX
 

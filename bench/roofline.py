@@ -20,7 +20,7 @@ from bench import Table
 from bench.decoding import GB
 from bench.steps import SIZES, size_config
 from clover import PRESETS, Head, preset, read_record
-from hf.checkpoint import read_config
+from hf.families import read_config
 from model import GPT, Block, InputError, read_json
 from tools.tune import PREFIX, expected_tokens
 

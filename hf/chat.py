@@ -2,17 +2,17 @@
 
 import contextlib
 import json
+import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import jinja2
 import jinja2.ext
-from jinja2.compiler import CodeGenerator
-from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hf.tokenizer import end_of_text, optional_json, read_text, token_settings, token_text
+from hf.tokenizer import end_of_text, optional_json, token_settings, token_text
 from model import InputError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
@@ -27,7 +27,7 @@ def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too. Raises InputError
     for ids that the tokenizer does not have."""
-    folder = _folder(path)
+    folder = Path(path)
     for file in (folder / "generation_config.json", folder / "config.json"):
         ids = optional_json(file).get("eos_token_id")
         if ids is not None:
@@ -45,7 +45,7 @@ def stop_tokens(path, encoding):
 def sampling_defaults(path):
     """How generation_config.json says to sample, unchecked: a dict with "temperature", and what
     else of SAMPLING it holds. Without a do_sample that is true it is {"temperature": 0.0}."""
-    config = optional_json(_folder(path) / "generation_config.json")
+    config = optional_json(Path(path) / "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
     found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
@@ -55,23 +55,22 @@ def sampling_defaults(path):
 def load_chat_template(path):
     """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else None. Of
     several templates the one named "default" is taken."""
-    file, source = _template_source(_folder(path))
+    file, source = _template_source(Path(path))
     if source is None:
         return None
-    texts = {key: token_text(value) for key, value in token_settings(_folder(path)).items()
+    texts = {key: token_text(value) for key, value in token_settings(Path(path)).items()
              if key.endswith("_token") and token_text(value) is not None}
     return ChatTemplate(file, source, texts)
-
-
-def _folder(path):
-    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def _template_source(folder):
     """(file, text of its template or None)."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file, read_text(file)
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
     file = folder / "tokenizer_config.json"
     source = optional_json(file).get("chat_template")
     if isinstance(source, list):
@@ -98,9 +97,9 @@ class ChatTemplate:
         self.source = source
         self.tokens = tokens
         extensions = [Generation, jinja2.ext.loopcontrols]
-        self.environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         with self._named_errors():
-            self.template = self.environment.from_string(source)
+            self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
@@ -108,16 +107,18 @@ class ChatTemplate:
         leaves its sandbox or does not end."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
-        self.environment.deadline = time.monotonic() + MAX_SECONDS
-        parts = []
-        length = 0
+        text = ""
+        previous = sys.gettrace()
         with self._named_errors():
-            for part in self.template.generate(**self.tokens | given | variables):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_LENGTH:
-                    raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
-        return "".join(parts)
+            sys.settrace(_time_limit(MAX_SECONDS))  # checks at each line of the compiled template
+            try:
+                for part in self.template.generate(**self.tokens | given | variables):
+                    text += part
+                    if len(text) > MAX_LENGTH:
+                        raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
+            finally:
+                sys.settrace(previous)
+        return text
 
     @contextlib.contextmanager
     def _named_errors(self):
@@ -130,46 +131,19 @@ class ChatTemplate:
                              "the messages or the template") from error
 
 
-class TimedLoops(CodeGenerator):
-    """Compiles every `for` loop to ask `Sandbox.timed` for its items."""
-
-    def visit_For(self, node, frame):
-        timed = jinja2.nodes.EnvironmentAttribute("timed")
-        node.iter = jinja2.nodes.Call(timed, [node.iter], [], None, None, lineno=node.lineno)
-        super().visit_For(node, frame)
-
-
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a time limit: each step of a loop and each call looks at the clock."""
+    """Jinja's sandbox, without what a single expression could spend hours or gigabytes on."""
 
-    code_generator_class = TimedLoops
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.deadline = 0.0  # by time.monotonic()
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # not escaped for HTML
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         del self.globals["lipsum"]  # it makes texts of any length
 
-    def check_time(self):
-        if time.monotonic() > self.deadline:
-            raise TimeoutError(f"it takes more than {MAX_SECONDS} seconds")
-
-    def timed(self, items):
-        for item in items:
-            self.check_time()
-            yield item
-
-    def call(self, context, function, /, *args, **kwargs):
-        self.check_time()
-        if isinstance(function, LoopContext):  # a recursive loop's next level
-            args = [self.timed(args[0]), *args[1:]]
-        return super().call(context, function, *args, **kwargs)
-
     def call_binop(self, context, operator, left, right):
-        """Refuses what a single multiplication could spend hours or gigabytes on."""
         sizes = [abs(x) if isinstance(x, (int, float)) else len(x) for x in (left, right)]
         if operator == "**" or sizes[0] * sizes[1] > 10**9:
             raise OverflowError(f"{operator} of numbers this large")
@@ -187,11 +161,17 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """JSON without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-
 def _raise(message):
     raise jinja2.TemplateError(message)
+
+
+def _time_limit(seconds):
+    """A function for sys.settrace that raises TimeoutError after this many seconds."""
+    end = time.monotonic() + seconds
+
+    def check(frame, event, arg):
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes more than {seconds} seconds")
+        return check
+
+    return check

@@ -29,6 +29,8 @@ QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+              "use_regex": True}  # a tokenizer.json's step that splits by GPT2_PATTERN
 # normalizer_spec { add_dummy_prefix: false }, to append to a ModelProto
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
@@ -58,9 +60,6 @@ class Encoding:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return (self._encode if allowed_special == "all" else self._encode_plain)(text)
 
-    def encode_ordinary(self, text):
-        return self.encode(text)
-
     def decode(self, ids):
         """The text of ids. An id without a token gives nothing."""
         return self._decode([i for i in ids if i in self.ids])
@@ -73,11 +72,6 @@ def encode_prompt(encoding, text):
     """The ids of a prompt, special tokens and `encoding.prefix` included: those of transformers'
     encode(text), but that nothing is put after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
-
-
-def tokenizer_hash(encoding):
-    """16 hex digits of a tokenizer: its vocabulary, pattern and special tokens."""
-    return encoding.hash
 
 
 def end_of_text(encoding):
@@ -95,15 +89,15 @@ class TextStream:
     """Text from token ids as they come: whole characters, and no part of a stop text.
 
     In sum it is what decoding all ids at once gives, but for a space that some decoders take off
-    the start of a text. encoding: any object with decode(ids) and encode_ordinary(text). stopped:
-    whether a stop text has come."""
+    the start of a text. encoding: any object with encode(text) and decode(ids). stopped: whether a
+    stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
         self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode_ordinary("a"))  # after any text a space stays
+        self._continue_after(encoding.encode("a"))  # after any text a space stays
 
     def _continue_after(self, context):
         """The next ids are decoded after those of `context`, whose text has been given."""
@@ -123,10 +117,8 @@ class TextStream:
     def _completed(self, token):
         self.pending.append(token)
         text = self.decode(self.context + self.pending)
-        complete = text
         # an incomplete character decodes to U+FFFD; so do bytes that will never be one
-        if len(self.pending) <= 16:
-            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
         new = complete[len(self.shown):]
         if new and complete == text:
             self._continue_after(self.pending)
@@ -155,20 +147,18 @@ class TextStream:
 # A folder's files
 
 def load_encoding(path):
-    """The Encoding of a Hugging Face folder, or of one of its files.
+    """The Encoding of a Hugging Face folder.
 
     Reads the first of tokenizer.json, vocab.json with merges.txt, tokenizer.model. Raises
     InputError for files that are missing, broken or unknown, and for a missing package."""
-    file = Path(path)
-    if file.is_dir():
-        names = ["tokenizer.json", *["vocab.json"] * (file / "merges.txt").exists()]
-        names += ["tokenizer.model", *sorted(found.name for found in file.glob("*.tiktoken"))]
-        file = next((file / name for name in names if (file / name).exists()), file / names[0])
-    if file.suffix == ".tiktoken":
-        _refuse(file, "tiktoken's format")
-    read_older = {"vocab.json": _read_vocab, "tokenizer.model": _read_sentencepiece}.get(file.name)
+    folder = Path(path)
+    names = "tokenizer.json", "merges.txt", "tokenizer.model"
+    files = [*(folder / name for name in names), *sorted(folder.glob("*.tiktoken"))]
+    file = next((file for file in files if file.exists()), files[0])
     try:
-        return read_older(file) if read_older else _from_spec(file, read_json(file))
+        if file.name == "tokenizer.json":
+            return _from_spec(file, read_json(file))
+        return (_read_vocab if file.name == "merges.txt" else _read_sentencepiece)(file)
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the packages' panics are not Exceptions
@@ -179,14 +169,6 @@ def load_encoding(path):
 def optional_json(file):
     """The object in a json file, {} if the file does not exist."""
     return read_json(file) if file.exists() else {}
-
-
-def read_text(file):
-    """The text of a file. Raises InputError unless it is UTF-8."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
 
 
 def _refuse(file, what):
@@ -234,8 +216,6 @@ def _from_spec(file, spec):
 
 
 def _through_tokenizers(file, spec, special, package):
-    plain = Tokenizer.from_str(json.dumps(spec))
-    plain.encode_special_tokens = True  # as any other text
     vocab = package.get_vocab(with_added_tokens=True)
     for text, index in special.items():  # the package numbers added tokens itself
         if vocab.get(text) != index:
@@ -243,15 +223,16 @@ def _through_tokenizers(file, spec, special, package):
     if len(set(vocab.values())) < len(vocab):
         _refuse(file, "one id for two tokens")
 
-    def encode(tokenizer, text):
+    def encode(text, plain):
+        package.encode_special_tokens = plain  # as any other text
         try:
-            return tokenizer.encode(text, add_special_tokens=False).ids
+            return package.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
             raise InputError(f"{file}: expected a text in its vocabulary ({error}); change the text"
                              ) from error
 
     parts = [spec.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-    return Encoding(partial(encode, package), partial(encode, plain),
+    return Encoding(partial(encode, plain=False), partial(encode, plain=True),
                     partial(package.decode, skip_special_tokens=False), special, vocab.values(),
                     (json.dumps(parts, sort_keys=True), sorted(special.items())))
 
@@ -301,19 +282,14 @@ def _split(pattern):
             "invert": False}
 
 
-def _byte_level(use_regex):
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-            "use_regex": use_regex}
-
-
 def _pattern(pre_tokenizer):
     """tiktoken's pattern for a pre_tokenizer, or None."""
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
-    if steps == [_byte_level(True)]:
+    if steps == [BYTE_LEVEL]:
         return GPT2_PATTERN
     for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        if steps == [_split(pattern), _byte_level(False)]:
+        if steps == [_split(pattern), BYTE_LEVEL | {"use_regex": False}]:
             # the second half never matches; hashes include it
             return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
     return None
@@ -377,30 +353,26 @@ def token_settings(folder):
 def _added_tokens(file, config, vocab, defaults):
     """The added tokens in a tokenizer.json's form, in the order of their ids. config: the settings.
     vocab: {text: id}. defaults: texts of tokens that need not be named."""
-    file = file.with_name("tokenizer_config.json")
-    named = config.get("added_tokens_decoder") or {}
-    named = [(int(index), token) for index, token in named.items()]
-    named += [(id, text) for text, id in optional_json(file.parent / "added_tokens.json").items()]
+    named = [(int(index), token)
+             for index, token in (config.get("added_tokens_decoder") or {}).items()]
+    named += [(id, text) for text, id in optional_json(file.with_name("added_tokens.json")).items()]
     for key, value in config.items():
         if key.endswith(("_token", "_special_tokens")):
             named += [(None, token) for token in (value if isinstance(value, list) else [value])]
     named += [(None, text) for text in defaults if text in vocab]
+    ids = dict(vocab)
     tokens = {}
     for index, token in named:
         text = token_text(token)
         if not text:
             continue
-        known = tokens[text]["id"] if text in tokens else vocab.get(text)
-        index = known if index is None else index
-        if type(index) is not int or index < 0 or known not in (None, index):
+        known = ids.setdefault(text, index)
+        if type(known) is not int or known < 0 or index not in (None, known):
             _refuse(file, f"the added token {text!r} with the id {index}, elsewhere {known}")
-        strips = {flag: bool(isinstance(token, dict) and token.get(flag)) for flag in STRIPS}
-        tokens.setdefault(text, {"id": index, "content": text, **strips, "normalized": False,
-                                 "special": True})
-    texts = {index: text for text, index in vocab.items()}
-    for text, token in tokens.items():
-        if texts.setdefault(token["id"], text) != text:
-            _refuse(file, f"the id {token['id']} for both {text!r} and {texts[token['id']]!r}")
+        strips = {flag: isinstance(token, dict) and bool(token.get(flag)) for flag in STRIPS}
+        tokens.setdefault(text, {"id": known, "content": text, "special": True} | strips)
+    if len(set(ids.values())) < len(ids):
+        _refuse(file, "one id for two tokens")
     return sorted(tokens.values(), key=lambda token: token["id"])
 
 
@@ -410,29 +382,27 @@ def _bos(file, config, special, default, text=None):
         return []
     text = token_text(config.get("bos_token") or text)
     if text not in special:
-        file = file.with_name("tokenizer_config.json")
         _refuse(file, f"add_bos_token, but no id for the bos_token {text!r}")
     return [special[text]]
 
 
 def _read_vocab(file):
-    """vocab.json with merges.txt, GPT-2's or Qwen's, through the equivalent tokenizer.json."""
-    vocab = read_json(file)
+    """merges.txt with vocab.json, GPT-2's or Qwen's, through the equivalent tokenizer.json."""
+    vocab = read_json(file.with_name("vocab.json"))
     config = token_settings(file.parent)
     model_type = str(optional_json(file.with_name("config.json")).get("model_type"))
     known = ["GPT2Tokenizer", "Qwen2Tokenizer"]
     known = known[::-1] if model_type.startswith("qwen") else known
     qwen = _tokenizer_class(file, config, *known) == "Qwen2Tokenizer"
-    prefix_space = bool(config.get("add_prefix_space")) and not qwen
-    byte_level = _byte_level(not qwen) | {"add_prefix_space": prefix_space}
-    split = {"type": "Sequence", "pretokenizers": [_split(QWEN_PATTERN), byte_level]}
-    lines = read_text(file.with_name("merges.txt")).split("\n")
+    byte_level = BYTE_LEVEL | {"add_prefix_space": bool(config.get("add_prefix_space"))}
+    steps = [_split(QWEN_PATTERN), BYTE_LEVEL | {"use_regex": False}]
+    lines = file.read_text(encoding="utf-8").split("\n")
     merges = [line for line in lines[lines[0].startswith("#version"):] if line]
     encoding = _from_spec(file, {
         "added_tokens": _added_tokens(file, config, vocab, ["<|endoftext|>"]),
         "normalizer": {"type": "NFC"} if qwen else None,
-        "pre_tokenizer": split if qwen else byte_level,
-        "decoder": _byte_level(True),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if qwen else byte_level,
+        "decoder": BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     })
     encoding.prefix = _bos(file, config, encoding.special_tokens, False)

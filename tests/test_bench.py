@@ -16,7 +16,7 @@ from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
 from generate import DraftPlan, FixedPolicy, Sampling, capture, generate
-from hf.checkpoint import hf_config, parse_config
+from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
 from tools import tune
@@ -161,7 +161,7 @@ def test_a_name_is_changed_everywhere_in_the_repetition(checkpoint):
     """Bug: a keyword, part of a word or of an escape that is taken for a name, a name in the rest of the text changed,
     a rarer name."""
     encoding = load_encoding(checkpoint)
-    changed = lambda text: encoding.decode(decoding.renaming(encoding.encode_ordinary(text), encoding))
+    changed = lambda text: encoding.decode(decoding.renaming(encoding.encode(text), encoding))
     start = "ount = for item, for for \\ufffe \\ufffe items(item) "
     text = start + " ount, items item".rjust(3 * len(start), ".")
     want = "\n\nount = for renamed_item, for for \\ufffe \\ufffe items(renamed_item) "

@@ -23,8 +23,8 @@ assert torch.allclose(out[b, node], want, atol=1e-5)
     "head": (FOUR, "assert type(heads.draft_head(1).mix) is Gate", r"True \d\.\d+"),
     "family": ([*FOUR[:3], "hf", "backends"], """
 from safetensors import safe_open
-names = safe_open("acme-tiny/model.safetensors", "pt").keys()
-assert {"model.final_norm.weight", "model.embeddings.weight"} <= set(names), names
+with safe_open("acme-tiny/model.safetensors", "pt") as file:
+    assert {"model.final_norm.weight", "model.embeddings.weight"} <= set(file.keys())
 """, "True True"),
 }
 

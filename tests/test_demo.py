@@ -12,7 +12,7 @@ from backends.cpu import NATIVE_BFLOAT16
 from clover import CloverHeads
 from generate import generate
 from hf.chat import sampling_defaults, stop_tokens
-from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
+from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT
 from tools.cli import DEMO
 from training.data import load_tokens, prompts
@@ -43,7 +43,7 @@ SAMPLED = [(torch.float32, "greedy", ()), (torch.float32, "filtered", ()), (torc
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def demo(request):
     model, encoding = GPT.from_pretrained(DEMO, request.param, "cpu"), load_encoding(DEMO)
-    read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, tokenizer_hash(encoding))
+    read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, encoding.hash)
     heads = {name: read(name) for name in ("clover", "medusa")}
     return model, encoding, heads
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 
 import pytest
@@ -50,7 +51,6 @@ def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_
     write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
     encoding = tokenizer.load_encoding(tmp_path)
     assert chat.stop_tokens(tmp_path, encoding) == expected
-    assert chat.stop_tokens(tmp_path / "tokenizer.json", encoding) == expected
 
 
 @pytest.mark.parametrize("ids", [700, -1, "0", True, 1.0, [0, None], [], 2**70])
@@ -220,9 +220,9 @@ def test_a_template_without_end_is_stopped(name, tmp_path, monkeypatch):
     """Catches a folder that hangs the program or fills the memory."""
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
     write(tmp_path, {"chat_template.jinja": ENDLESS[name]})
-    start = time.perf_counter()
+    start, trace = time.perf_counter(), sys.gettrace()
     refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja")
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 3 and sys.gettrace() is trace
 
 
 def test_loops_see_their_length_and_neighbours(tmp_path):
@@ -243,8 +243,8 @@ def test_where_a_template_is_looked_for(tmp_path):
     write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
     write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
     assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
-    write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n", "tokenizer.json": "{}"})
-    assert chat.load_chat_template(tmp_path / "tokenizer.json").render(one) == "file x"
+    write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n"})
+    assert chat.load_chat_template(tmp_path).render(one) == "file x"
     write(tmp_path, {"chat_template.jinja": b"\xff"})
     refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "chat_template.jinja")
     (tmp_path / "chat_template.jinja").unlink()

@@ -17,7 +17,6 @@ from hf.tokenizer import (
     QWEN_PATTERN,
     encode_prompt,
     load_encoding,
-    tokenizer_hash,
 )
 from model import InputError
 from training.corpus import builtin_corpus
@@ -88,28 +87,28 @@ def corpus():
 
 def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
     assert by_tiktoken(tiny)
-    assert tiny.encode_ordinary("hello world") == [258, 78, 259, 78, 81, 75, 67]
-    assert tiny.encode_ordinary("he\n   é") == [256, 198, 260, 220, 127, 102]
+    assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
+    assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 300]
-    assert 300 not in tiny.encode_ordinary(EOT) == tiny.encode(EOT)
+    assert 300 not in tiny.encode(EOT)
     assert tiny.max_token_value == 300 and tiny.n_vocab == 301 and tokenizer.end_of_text(tiny) == 300
     assert tiny.special_tokens == {EOT: 300}
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
     assert tiny.decode([64, 299, -1, 2**40, 64]) == "aa"  # an id without a token gives nothing, as in transformers
     spec = tiny_spec()
     spec["model"]["merges"] = [merge.split(" ") for merge in spec["model"]["merges"]]
-    assert tokenizer_hash(load_encoding(save(tmp_path, spec) / "tokenizer.json")) == tokenizer_hash(tiny)
+    assert load_encoding(save(tmp_path, spec)).hash == tiny.hash
 
 
 def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(tmp_path, tiny):
     """Catches a hash that moves with a run, a machine or an edit, which would orphan every saved set of heads."""
-    assert tokenizer_hash(tiny) == "8ce07d26c422038c"
-    assert tokenizer_hash(load_encoding("demo")) == "cfd34feb29790f88"
+    assert tiny.hash == "8ce07d26c422038c"
+    assert load_encoding("demo").hash == "cfd34feb29790f88"
     changed = [tiny_spec() for _ in range(3)]
     changed[0]["model"]["vocab"]["ĠĠ"] = 261
     changed[1]["pre_tokenizer"] = split_form(LLAMA3_PATTERN)
     changed[2]["added_tokens"][0]["id"] = 301
-    assert len({tokenizer_hash(load_encoding(save(tmp_path, spec))) for spec in [tiny_spec(), *changed]}) == 4
+    assert len({load_encoding(save(tmp_path, spec)).hash for spec in [tiny_spec(), *changed]}) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(
 
 @pytest.mark.parametrize("text", ["hé日👍🏽\u200d!", "👩‍👩‍👧‍👦", "e\u0301\U0010ffff"])
 def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
-    tokens = tiny.encode_ordinary(text)
+    tokens = tiny.encode(text)
     for i in range(len(tokens) + 1):
         head, tail, rest = streamed(tiny, tokens[:i], tokens[i:])
         assert text.startswith(head) and head + tail == text and rest == ""
@@ -135,7 +134,7 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
 def test_a_stream_passes_over_ids_without_a_token_and_holds_nothing_else_back(tiny):
     assert streamed(tiny, [64, 299, 64, -1, 2**40, 64]) == ["aaa", ""]
     assert streamed(tiny, [64, 300, 64]) == [f"a{EOT}a", ""]
-    assert streamed(tiny, tiny.encode_ordinary("aé")[:-1]) == ["a", "\ufffd"]
+    assert streamed(tiny, tiny.encode("aé")[:-1]) == ["a", "\ufffd"]
 
 
 @pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["one t", "wo three"],
@@ -298,7 +297,7 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
         assert decoded == whole.decode(ids, skip_special_tokens=False), ascii(text)
         stream = "".join(streamed(encoding, ids))
         assert stream.endswith(decoded) and not stream.removesuffix(decoded).strip(" "), ascii(text)
-        assert encoding.encode_ordinary(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
+        assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
 
 
 def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_path):
@@ -310,9 +309,9 @@ def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_pa
     pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
     spec["model"]["merges"] = sorted((p for p in pairs if set(p) <= set(tokens)), key=lambda pair: vocab["".join(pair)])
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert by_tiktoken(encoding) and encoding.encode_ordinary("hello") == [700]
+    assert by_tiktoken(encoding) and encoding.encode("hello") == [700]
     for text in [*corpus[:5], *random_texts(300, 3), "hello", "hello hello, xhello helloo"]:
-        assert encoding.encode_ordinary(text) == package.encode(text).ids, text
+        assert encoding.encode(text) == package.encode(text).ids, text
 
 
 def reordered(spec):
@@ -333,7 +332,7 @@ def test_merges_that_tiktoken_would_not_follow_are_left_to_the_package(change, t
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
     assert not by_tiktoken(encoding)
     for text in ("hello hell", "helll lle ellhe", "w  hehell"):
-        assert encoding.encode_ordinary(text) == package.encode(text).ids
+        assert encoding.encode(text) == package.encode(text).ids
 
 
 def test_endless_runs_do_not_crash_tiktoken(corpus, tmp_path):
@@ -349,12 +348,12 @@ def test_hashes_of_all_kinds_differ_and_do_not_depend_on_the_files_layout(corpus
     specs = [KINDS[name][0](corpus) for name in ("gpt2", "qwen", "smollm", "mistral", "gemma")]
     specs += [specs[1] | {"normalizer": None}, specs[3] | {"normalizer": NFC}]
     specs += [specs[3] | {"added_tokens": specs[3]["added_tokens"][:2]}]
-    hashes = [tokenizer_hash(load_encoding(save(tmp_path, spec))) for spec in specs]
+    hashes = [load_encoding(save(tmp_path, spec)).hash for spec in specs]
     assert len(set(hashes)) == len(specs)
     for i in (1, 3):  # with indents, other keys first, and something before a prompt
         spec = dict(reversed(specs[i].items())) | {"post_processor": BOS}
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec, indent=1), encoding="utf-8")
-        assert tokenizer_hash(load_encoding(tmp_path)) == hashes[i]
+        assert load_encoding(tmp_path).hash == hashes[i]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,7 +396,6 @@ def test_a_broken_tokenizer_is_refused_by_name(reason, tmp_path):
 def test_files_that_are_missing_or_no_tokenizer_are_refused(tmp_path):
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
     refusal(lambda: load_encoding(tmp_path / "nowhere"), tmp_path / "nowhere")
-    refusal(lambda: load_encoding(tmp_path / "tokenizer.model"), tmp_path / "tokenizer.model")
     write(tmp_path, {"qwen.tiktoken": "YQ== 0\n"})
     refusal(lambda: load_encoding(tmp_path), tmp_path / "qwen.tiktoken", "fetch the model's tokenizer.json")
     write(tmp_path, {"tokenizer.model": "YQ== 0\n"})  # Llama 3's
@@ -516,9 +514,8 @@ def test_vocab_and_merges_give_the_ids_of_transformers(name, corpus, tmp_path):
 def test_vocab_and_merges_alone_are_gpt2s_or_qwens_by_the_config(corpus, tmp_path):
     spec = byte_level(corpus, BYTE_LEVEL)
     write(tmp_path, vocab_files(spec) | {"special_tokens_map.json": '{"eos_token": "<|im_end|>"}'})
-    for path in (tmp_path, tmp_path / "vocab.json"):
-        encoding = load_encoding(path)
-        assert by_tiktoken(encoding) and encoding.decode(encoding.encode("e\u0301")) == "e\u0301"
+    encoding = load_encoding(tmp_path)
+    assert by_tiktoken(encoding) and encoding.decode(encoding.encode("e\u0301")) == "e\u0301"
     write(tmp_path, {"config.json": '{"model_type": "qwen3"}'})
     encoding = load_encoding(tmp_path)
     assert encoding.decode(encoding.encode("e\u0301")) == "é"  # NFC
@@ -556,7 +553,7 @@ def test_tokenizer_model_gives_sentencepieces_ids_text_and_stream(name, count, c
     special = {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 700}
     assert encoding.special_tokens == special and encoding.max_token_value == 700 and encoding.prefix == [1]
     for text in random_texts(count, 8, special):
-        ids = encoding.encode_ordinary(text)
+        ids = encoding.encode(text)
         assert ids == model.encode(text), ascii(text)
         decoded, stream = encoding.decode(ids), "".join(streamed(encoding, ids))
         assert decoded == model.decode(ids), ascii(text)
@@ -577,7 +574,7 @@ def test_without_legacy_nothing_is_put_before_the_text_after_a_special_token(cor
         ids = encoding.encode(f"a</s>{text}", allowed_special="all")
         assert ids == [*model.encode("a"), 2, *after] and encoding.decode(ids) == f"a</s>{text}"
     with_legacy = load_encoding(write(tmp_path, {"tokenizer_config.json": "{}"}))
-    assert tokenizer_hash(with_legacy) != tokenizer_hash(encoding)
+    assert with_legacy.hash != encoding.hash
 
 
 @pytest.mark.parametrize("config, prefix", [
@@ -592,7 +589,7 @@ def test_a_bos_token_is_llamas_default_and_baichuans_option(config, prefix, corp
     write(tmp_path, {"tokenizer.model": content, "tokenizer_config.json": json.dumps(config)})
     encoding = load_encoding(tmp_path)
     assert encode_prompt(encoding, "def f") == [*prefix, *model.encode("def f")]
-    assert encoding.encode_ordinary("<reserved_1>") == model.encode("<reserved_1>")
+    assert encoding.encode("<reserved_1>") == model.encode("<reserved_1>")
 
 
 def with_config(**settings):
@@ -608,15 +605,15 @@ BROKEN = [  # (what the folder has, the files that break it, what the message na
     ("vocab.json", {"tokenizer_config.json": "{"}, "tokenizer_config.json"),
     ("vocab.json", {"vocab.json": "[]"}, "vocab.json"),
     ("vocab.json", {"merges.txt": b"\xff"}, "merges.txt"),
-    ("vocab.json", {"merges.txt": "a b c"}, "vocab.json"),
+    ("vocab.json", {"merges.txt": "a b c"}, "merges.txt"),
     ("tokenizer.model", with_config(tokenizer_class="T5Tokenizer"), "T5Tokenizer"),
     ("tokenizer.model", with_config(add_prefix_space=False), "add_prefix_space"),
     ("tokenizer.model", with_config(sp_model_kwargs={"enable_sampling": True}), "sp_model_kwargs"),
     ("tokenizer.model", with_config(added_tokens_decoder={"700": added(700, "<a>", rstrip=True)}), "rstrip"),
-    ("tokenizer.model", with_config(added_tokens_decoder={"5": added(5, "<a>")}), "<a>"),
+    ("tokenizer.model", with_config(added_tokens_decoder={"5": added(5, "<a>")}), "one id for two"),
     ("tokenizer.model", with_config(pad_token="[PAD]"), "[PAD]"),
     ("tokenizer.model", {"added_tokens.json": '{"</s>": 700}'}, "</s>"),
-    ("tokenizer.model", {"added_tokens.json": '{"<a>": 700, "<b>": 700}'}, "700"),
+    ("tokenizer.model", {"added_tokens.json": '{"<a>": 700, "<b>": 700}'}, "one id for two"),
     ("tokenizer.model", {"tokenizer.model": b""}, "tokenizer.model"),
     ("tokenizer.model", {"tokenizer.model": b"no model"}, "tokenizer.model"),
 ]

@@ -227,8 +227,8 @@ def conversation(encoding, turns, counted):
     """(ids, counts) of a ChatML conversation, put together token by token; `counted` says which turns count."""
     ids, counts = [], []
     for i, (role, content) in enumerate(turns):
-        opening = [301, *encoding.encode_ordinary(f"{role}\n")]
-        said = [*encoding.encode_ordinary(content), 302, *encoding.encode_ordinary("\n")]
+        opening = [301, *encoding.encode(f"{role}\n")]
+        said = [*encoding.encode(content), 302, *encoding.encode("\n")]
         ids += opening + said
         counts += [False] * len(opening) + [i in counted] * len(said)
     return ids, counts
@@ -309,7 +309,7 @@ def test_ids_beyond_16_bits_are_kept(last, dtype, tmp_path):
 def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_where_it_is_meant(tiny):
     """Would catch: a BOS that heads learn to guess, an end that they do not, a text that can write special tokens."""
     tiny.prefix = [7, 8]
-    plain = tiny.encode_ordinary
+    plain = tiny.encode
     ids, counts, _ = data.encode_record(corpus.Record(((f"he{EOT}", True),), "text"), tiny)
     assert ids.tolist() == [7, 8, *plain(f"he{EOT}"), 300] and counts.tolist() == [False] * 2 + [True] * (len(ids) - 2)
     ids, counts, _ = data.encode_record(corpus.Record((("he", False), (f"ll{EOT}", True)), "completion"), tiny)
@@ -595,7 +595,7 @@ def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they
     """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
     tiny.prefix = [7]
     tokens = data.load_tokens([library], tiny, "heldout")
-    texts = [[7, *tiny.encode_ordinary(record.text)] for _, record in corpus.split_records([library], ["heldout"])]
+    texts = [[7, *tiny.encode(record.text)] for _, record in corpus.split_records([library], ["heldout"])]
     n = sum(len(text) >= 33 for text in texts)
     assert 2 < n < len(texts)
     found = data.prompts(tokens, 2 * n, 33)
@@ -627,7 +627,7 @@ def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(cha
     allowed |= {4 * c for c in "stuvwxyz"} | {100 * c for c in "ijk"}
     assert found <= allowed and len(found) > 15 and any(text in found for text in both)
     assert {len(prompt) for prompt in data.prompts(tokens, 40, 1)} == {4}
-    last = {encoded[-1] for encoded in map(chatty.encode_ordinary, "\nstuvwxyzijk")}
+    last = {encoded[-1] for encoded in map(chatty.encode, "\nstuvwxyzijk")}
     assert {prompt[-1] for prompt in data.prompts(tokens, 40, 25, max_len=1)} <= last
     ids = np.arange(5, dtype=np.uint16)
     tokens_of = lambda *loss_mask: data.Tokens(ids, np.array(loss_mask) > 0, np.array([0]))

@@ -15,7 +15,8 @@ from clover import CloverHeads, state_hash
 from generate import Interrupted, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
-from hf.tokenizer import encode_prompt, load_encoding, tokenizer_hash
+from hf.families import read_config
+from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
 from tools.compare import against_plain
 from tools.drafts import Drafts
@@ -83,7 +84,7 @@ def load_model(args, group=None):
     ranks that hold it."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    vocab_size = checkpoint.read_config(args.model).vocab_size
+    vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
@@ -98,7 +99,7 @@ def load_heads(path, args, model, encoding):
     path = path or (beside if beside.is_dir() else "none")
     if str(path) == "none":
         return None
-    return CloverHeads.from_pretrained(path, model, tokenizer_hash(encoding))
+    return CloverHeads.from_pretrained(path, model, encoding.hash)
 
 
 def describe():
@@ -349,7 +350,7 @@ def open_session(args, group):
     if group.size > 1:
         model, heads = session.model, session.heads
         files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
-                 tokenizer_hash(session.encoding), session.sampling, session.stop)
+                 session.encoding.hash, session.sampling, session.stop)
         tensor_parallel.check_same(group, files, "have read different files")
     return session
 

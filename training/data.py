@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf.tokenizer import end_of_text, tokenizer_hash
+from hf.tokenizer import end_of_text
 from model import InputError, read_json
 from training import corpus
 from training.corpus import SPLITS, corpus_name, source_files, split_records, warn
@@ -179,7 +179,7 @@ def tokens_key(paths, encoding, template=None):
     files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns)
                    for f in source_files(paths))
     template = template and (template.source, template.tokens)
-    parts = (tokenizer_hash(encoding), encoding.prefix, template, files, corpus.TEXT_SUFFIXES,
+    parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES,
              corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from backends import tensor_parallel
 from clover import CloverHeads
-from hf.checkpoint import read_config
+from hf.families import read_config
 from model import GPT, InputError, free_memory, pick_device
 from tools.cli import load_model
 
