@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m bench decode ...  # with the model held by several processes
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out
-FILE heads, decode, exact, kernels and tests keep that line in a file as it grows, and a run that
-was stopped goes on from there.
+FILE heads, decode, kernels and tests keep that line in a file as it grows, and a run that was
+stopped goes on from there.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from backends import tensor_parallel
-from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, static, steps
+from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, steps
 from clover import MAX_TREE
 from model import InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
@@ -51,13 +51,11 @@ TEXTS = {  # flag: options of add_argument; those with a list as default take se
     "no_graph": dict(help="on CUDA, run each step eagerly"),
     "random_weights": dict(choices=steps.SIZES, help="time steps of this model's sizes; on a CPU "
                            "beside llama.cpp and transformers where these are installed"),
-    "static": dict(help="only compile, for four targets; needs no GPU"),
     "operations": dict(choices=operations.OPERATIONS, help="what to time"),
     "no_flex": dict(help="leave out FlexAttention, which compiles for every shape"),
     "results": dict(metavar="DIR", help="the records"),
     "run": dict(metavar="FILE", help="what generate.py --prompt TEXT --json --show-tree printed"),
     "gpu": dict(choices=roofline.GPUS, type=str.lower, help="of a datasheet"),
-    "plot": dict(metavar="FILE", help="draw the speed-up over the batch size; needs matplotlib"),
     "check": dict(metavar="DIR", help="hold the prediction against the steps measured there"),
     "out": dict(metavar="PATH", help="keep the numbers here, and go on from what is there"),
     "model": dict(help=f"a checkpoint folder; with roofline also {', '.join(steps.SIZES)}"),
@@ -76,20 +74,16 @@ COMMANDS = {  # name: (what runs it, help, {flag: default})
                    text="heldout", temperature=0.0, no_graph=False, random_weights=None,
                    draft_vocabulary=None)),
     "kernels": (operations.bench, "kernels against the memory's bandwidth and other code", dict(
-        static=False, operations=list(operations.OPERATIONS), heads=["8b", "70b"], no_flex=False,
+        operations=list(operations.OPERATIONS), heads=["8b", "70b"], no_flex=False,
         batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], capacity=0, tree_sizes=[1, 8, 16, 64],
         rows=[1, 8, 16, 64], out=None)),
     "tests": (gpu.bench_tests, "pytest -m gpu, its outcomes kept as it goes", dict(out=None)),
-    "exact": (steps.bench_exact, "on a CPU, what exact bfloat16 costs", dict(
-        random_weights="360m", prefixes=[256, 2000], tree_sizes=[1, 4, 16], runs=5, out=None)),
-    "launches": (static.bench_launches, "how many launches a step takes, without a GPU", dict(
-        model=str(DEMO), heads=HEADS[1], tree_sizes=[1, 5, 16, 64])),
     "gpu": (gpu.bench, "all that only a GPU can tell, in slices", dict(slice=None, minutes=9)),
     "report": (report.bench, "Markdown tables of the records in a folder", {}),
     "draw": (draw.bench, "the pictures of README.md and docs/, from records and a saved run", dict(
         out="docs/img", results="bench/results", run="docs/img/run.json")),
     "roofline": (roofline.bench, "predicts what speculation gains, from bytes and FLOPs", dict(
-        model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0, plot=None,
+        model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0,
         check=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256], tree_sizes=SIZES[1:])),
 }
 
@@ -153,8 +147,6 @@ def main(argv=None):
     if args.what == "decode":
         with tensor_parallel.joined(args, argv) as group:
             result = (steps if args.random_weights else decoding).bench(args, group)
-    elif args.what == "kernels" and args.static:
-        result = static.bench(args)
     else:
         result = COMMANDS[args.what][0](args)
     if result is not None:

@@ -6,7 +6,6 @@ import statistics
 from functools import partial
 from itertools import product
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -87,14 +86,6 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
     from torch.nn.attention.flex_attention import create_block_mask
     block_mask = create_block_mask(visible, B, None, T, S, device=q.device)
     return {"sdpa": sdpa, "sdpa packed": packed, "flex": flexible}
-
-
-def narrow_tiles(*inputs):
-    """`kernels.tree_attention` with tiles of at most 64 query rows."""
-    def blocks(rows, *shape, widest=kernels._attention_blocks):
-        return widest(min(rows, 64), *shape)
-    with patch.object(kernels, "_attention_blocks", blocks):
-        return kernels.tree_attention(*inputs)
 
 
 def log_softmax(hidden, weight, k):
@@ -181,10 +172,7 @@ def attention_case(args, device, heads, batch, prefix, T):
     inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size),
                               capacity=args.capacity)
     flex = None if args.no_flex else torch.compile(flex_attention, dynamic=False)
-    rivals = attention_rivals(*inputs[0], flex)
-    if T * Hq // Hkv > 64 and D in (64, 128):  # kernels.py takes tiles of 128 query rows
-        rivals["64 rows"] = narrow_tiles
-    return size, inputs, kernels.tree_attention, rivals
+    return size, inputs, kernels.tree_attention, attention_rivals(*inputs[0], flex)
 
 
 def projection_case(args, device, model, C, V, M, operation):
@@ -246,7 +234,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = dict(
     attention=Operation(
-        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex", "64 rows"),
+        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex"),
         lambda args: product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes),
         attention_case),
     projections=Operation(
@@ -275,7 +263,7 @@ def measure(operation, args, device, bandwidth, table):
 def bench(args):
     """`python -m bench kernels`: prints the tables, returns the Record. Needs CUDA."""
     if not torch.cuda.is_available():
-        raise InputError("timing kernels needs a CUDA device; --static only compiles them")
+        raise InputError("timing kernels needs a CUDA device; pytest -m static only compiles them")
     torch.manual_seed(0)
     record = Record(args.out, bench="kernels")
     bandwidth = measure_bandwidth(record, torch.device("cuda"))

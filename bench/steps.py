@@ -1,5 +1,5 @@
-"""Single steps at the sizes of real models, with random weights: their times, what a GPU does in
-them, and what exact attention costs on a CPU."""
+"""Single steps at the sizes of real models, with random weights: their times, and what a GPU does
+in them."""
 
 import contextlib
 import statistics
@@ -10,16 +10,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 
-import kernels
 from backends import cpu
 from backends.tensor_parallel import Group, group_of
-from bench import Record, Table, peers
+from bench import Table, peers
 from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
-from model import GPT, GPTConfig, InputError, KVCache, check_memory, free_memory, pick_device
+from model import GPT, GPTConfig, InputError, check_memory, free_memory, pick_device
 from tools.tune import PREFIX, STAGES, no_room, seconds, stage_times, step_time, timing_decoder
 
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
@@ -43,10 +41,6 @@ STEPS = {**SIZED, "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}
          **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
 GATHERS = {"gathers from the ranks, ms": "gathers_ms {:.2f}"}  # by themselves
 LAUNCHES = {**SIZED, "launches": "launches {}", "in kernels, ms": "kernels_ms {:.2f}"}
-EXACT = {"tokens in the cache": "prefix {}", "T": "tree_size {}",
-         "float64, ms": "float64_ms {:.1f}", "cast, ms": "cast_ms {:.1f}",
-         "bfloat16, ms": "bfloat16_ms {:.1f}", "float64 over bfloat16": "float64_ratio {:.2f}x",
-         "cast over bfloat16": "cast_ratio {:.2f}x"}
 
 
 def size_config(name):
@@ -226,56 +220,4 @@ def bench(args, group):
         profile_steps(model, heads, table, sampling, not args.no_graph)
     for name, words in record.get("peers", {}).items():
         print(f"{peers.PROGRAMS[name].title}: {words}")
-    return record.done()
-
-
-# -------------------------------------------------------------------------------------------------
-# `python -m bench exact`: what it costs on a CPU that a token's hidden state is the same bits
-# wherever it is. A bfloat16 model verifies chains of T tokens in three ways: in float64 over a
-# cache of float64, or of bfloat16 that each step casts, and as torch does it in bfloat16.
-
-def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
-    """`backends.cpu.cached_attention` in the cache's own dtype."""
-    bias = bias if bias is None else bias.to(k.dtype)
-    return F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
-        enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2)
-
-
-def chain(model, dtype, prefix, tree_size, attention=cpu.cached_attention):
-    """A function that verifies a chain of tokens after `prefix` rows of a cache of this dtype."""
-    c, nodes = model.config, torch.arange(tree_size)[None]
-    cache = KVCache((c.n_layer, 2, 1, c.n_kv_head, prefix + tree_size, c.head_size), dtype)
-    cache.lengths.fill_(prefix)
-
-    def verify():
-        with patch.object(cpu, "cached_attention", attention), kernels.unchecked():
-            return model(nodes, prefix + nodes, cache, (2 << nodes) - 1)
-    return verify
-
-
-@torch.inference_mode()
-def measure_exact(model, prefix, tree_size, runs):
-    """A row: medians of the three ways over alternating rounds, and of the ratios of a round."""
-    ways = dict(float64=chain(model, torch.float64, prefix, tree_size),
-                cast=chain(model, torch.bfloat16, prefix, tree_size),
-                bfloat16=chain(model, torch.bfloat16, prefix, tree_size, rounded_attention))
-    row, ratio = in_turns(ways, runs, model.device)
-    return dict(prefix=prefix, tree_size=tree_size, **row, cast_ratio=ratio("cast", "bfloat16"),
-                float64_ratio=ratio("float64", "bfloat16"))
-
-
-def bench_exact(args):
-    """Prints the table, returns the Record."""
-    if not cpu.packs(torch.bfloat16):
-        raise InputError("this CPU has no instructions for bfloat16; expected AVX512-BF16")
-    record = Record(args.out, bench="exact", model=args.random_weights, device="cpu",
-                    dtype="torch.bfloat16", runs=args.runs)
-    model = random_model(args.random_weights, torch.device("cpu"), torch.bfloat16)
-    cpu.apply(model)
-    table = record.table("verify", EXACT)
-    for prefix in args.prefixes:
-        for size in args.tree_sizes:
-            if not table.has(prefix=prefix, tree_size=size):
-                table.add(measure_exact(model, prefix, size, args.runs))
     return record.done()
