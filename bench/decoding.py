@@ -161,43 +161,35 @@ def text_prompts(heldout, encoding, n, args):
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
-def ways_to_draft(heads, fitted, tree_size):
+def ways_to_draft(heads, fitted):
     """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
 
     heads: {name: heads}, the last of which, or None, draft beside lookup: each plan of their policy
-    is a way, and the policy itself. The others draft alone, with a tree of this size, or else with
-    their best of more than one node. fitted(heads, lookup) -> an AdaptivePolicy."""
+    is a way, and the policy itself. The others draft alone, with their best tree of more than one
+    node. fitted(heads, lookup) -> an AdaptivePolicy."""
     *others, (_, last) = heads.items()
     policy = fitted(last, True)
-    ways = {}
-    times = {}
-
-    def add(name, heads, plan, seconds):
-        ways[name] = dict(heads=heads, policy=FixedPolicy(plan))
-        times[name] = seconds
-
     plain, *plans = policy.plans
-    add("plain", None, plain, policy.seconds[plain])
+    drafters = [("plain", None, plain, policy)]
     for name, kind in others:
         found = fitted(kind, False)
         drafting = (plan for plan in found.plans if plan.head_nodes)
-        best = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
-        plan = DraftPlan(tree_size - 1) if tree_size else best
-        add(f"{name} {plan.head_nodes}", kind, plan, found.seconds.get(plan))  # as in str(plan)
-    for plan in plans:
-        add(str(plan), last, plan, policy.seconds[plan])
+        plan = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
+        drafters.append((f"{name} {plan.head_nodes}", kind, plan, found))  # as in str(plan)
+    drafters += [(str(plan), last, plan, policy) for plan in plans]
+    ways = {name: dict(heads=kind, policy=FixedPolicy(plan)) for name, kind, plan, _ in drafters}
+    times = {name: found.seconds.get(plan) for name, _, plan, found in drafters}
     return ways | {"auto": dict(heads=last, policy=policy)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
     """Adds the rows of one batch size, of all `ways_to_draft` and transformers. floor: seconds."""
-    graph = not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
     fitted = partial(fit, model, batch_size=batch_size, capacity=capacity,
-                     sampling=Sampling(args.temperature), graph=graph)
-    ways, times = ways_to_draft(heads, fitted, args.tree_size)
+                     sampling=Sampling(args.temperature))
+    ways, times = ways_to_draft(heads, fitted)
     others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
-    rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, graph=graph,
+    rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs,
                                     batch_size=batch_size, temperature=args.temperature)
     for name, row in rows.items():
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}

@@ -37,11 +37,10 @@ def random_trees(B, T):
     return masks
 
 
-def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1, capacity=0):
-    """`count` inputs of tree_attention, of the same lengths and trees. heads: (Hq, Hkv, D). The
-    caches have room for `capacity` tokens, or for prefix and tree where that is more."""
+def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1):
+    """`count` inputs of tree_attention, of the same lengths and trees. heads: (Hq, Hkv, D)."""
     Hq, Hkv, D = heads
-    S = max(capacity, math.ceil((prefix + T) / 64) * 64)
+    S = math.ceil((prefix + T) / 64) * 64
     random = partial(torch.randn, device=device, dtype=dtype)
     tree = torch.full((B,), prefix, device=device, dtype=torch.int32), random_trees(B, T).to(device)
     return [(random(B, T, Hq, D), *random(2, B, Hkv, S, D), *tree) for _ in range(count)]
@@ -169,8 +168,7 @@ def attention_case(args, device, heads, batch, prefix, T):
     torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
     Hq, Hkv, D = head_sizes(heads)
     size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
-    inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size),
-                              capacity=args.capacity)
+    inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size))
     flex = None if args.no_flex else torch.compile(flex_attention, dynamic=False)
     return size, inputs, kernels.tree_attention, attention_rivals(*inputs[0], flex)
 
@@ -200,9 +198,8 @@ def commit_case(args, device, heads, batch):
 def lookup_case(args, device, batch, prefix):
     size = 4 * batch * (prefix + 1)  # the newest is not cached
     lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
-    shape = batch, max(prefix + 1, args.capacity)
-    draw = partial(torch.randint, 0, 32000, shape, device=device, dtype=torch.int32)
-    inputs = [(draw(), lengths, CHAIN) for _ in range(copies(size))]
+    draw = partial(torch.randint, 0, 32000, device=device, dtype=torch.int32)
+    inputs = [(draw((batch, prefix + 1)), lengths, CHAIN) for _ in range(copies(size))]
     return size, inputs, kernels.ngram_lookup, dict(torch=partial(windows, last=prefix))
 
 

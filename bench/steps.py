@@ -99,21 +99,10 @@ def peak_memory(body):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
 
 
-def in_turns(bodies, runs, device, group=None):
-    """({name: median milliseconds of its body()}, a function from two names to the median ratio of
-    their times in a round). In a round all take turns, so that other work meets them alike."""
-    times = {name: [] for name in bodies}
-    for _ in range(runs):
-        for name, body in bodies.items():
-            times[name].append(seconds(body, device, group))
-    return ({f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()},
-            lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b])))
-
-
 # -------------------------------------------------------------------------------------------------
 # `python -m bench decode --random-weights`
 
-def gathers(decoder, graph):
+def gathers(decoder):
     """A function that does nothing of a step but to gather from all ranks what it gathers."""
     group = group_of(decoder.model)
     gather = group.all_gather
@@ -121,7 +110,7 @@ def gathers(decoder, graph):
     with patch.object(group, "all_gather", lambda x: gathered.append(x.clone()) or gather(x)):
         decoder.step(decoder.plans[0])
     body = lambda: [group.all_gather(x) for x in gathered]
-    if not graph or decoder.model.device.type != "cuda":
+    if decoder.model.device.type != "cuda":
         return body
     replay = capture(body, decoder.model.device)
     return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
@@ -130,30 +119,35 @@ def gathers(decoder, graph):
 @torch.inference_mode()
 def measure_step(model, heads, batch_size, tree_size, bandwidth, args, others):
     """A row: the time of one step, of its stages and of other programs' steps, medians of --runs
-    rounds. others: {name: a running one of peers.PROGRAMS}."""
+    rounds, and the medians of the rounds' ratios. In a round all take turns, so that other work
+    meets them alike. others: {name: a running one of peers.PROGRAMS}."""
+    group = group_of(model)
     heads = heads if tree_size > 1 else None
-    graph = not args.no_graph
     step = model, heads, batch_size, DraftPlan(tree_size - 1), Sampling(args.temperature)
-    decoder = timing_decoder(*step, graph=graph)
+    decoder = timing_decoder(*step)
     bodies = dict(step=decoder.body())
-    bodies |= dict(gathers=gathers(decoder, graph)) if group_of(model).size > 1 else {}
+    bodies |= dict(gathers=gathers(decoder)) if group.size > 1 else {}
     found = {name: program.body(tree_size) for name, program in others.items()}
     bodies |= {name: body for name, body in found.items() if body}
-    row, ratio = in_turns(bodies, args.runs, model.device, group_of(model))
-    for name, pair in peers.RATIOS.items():
-        row |= {f"{name}_ratio": ratio(*pair)} if name in bodies else {}
+    times = {name: [] for name in bodies}
+    for _ in range(args.runs):
+        for name, body in bodies.items():
+            times[name].append(seconds(body, model.device, group))
+    row = {f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()}
+    for name, (a, b) in peers.RATIOS.items():
+        if name in times:
+            row[f"{name}_ratio"] = statistics.median(x / y for x, y in zip(times[a], times[b]))
     floor_ms = 1e3 * step_bytes(model, batch_size) / bandwidth
-    stages = stage_times(*step, graph=graph)
-    return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"],
-                      stages_ms={name: 1e3 * time for name, time in stages.items()})
+    stages = {name: 1e3 * time for name, time in stage_times(*step).items()}
+    return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"], stages_ms=stages)
 
 
 def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
     """Adds the rows of one batch size that are missing. Others run beside a batch of one."""
     missing = lambda size: not table.has(batch_size=batch_size, tree_size=size)
     sizes = list(filter(missing, args.tree_sizes))
-    compared = sizes and batch_size == 1 and group_of(model).size == 1
-    rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
+    compared = batch_size == 1 and group_of(model).size == 1 and model.device.type == "cpu"
+    rivals = peers.running(model) if sizes and compared else contextlib.nullcontext(({}, {}))
     with rivals as (others, words):
         record.update(dict(peers=words) if words else {})
         for size in sizes:
@@ -178,14 +172,14 @@ def kernel_times(body, device):
 
 
 @torch.inference_mode()
-def profile_steps(model, heads, table, sampling, graph):
+def profile_steps(model, heads, table, sampling):
     """Adds to the rows what the GPU did in their steps. A profiler may slow down what follows."""
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
             drafting = heads if row["tree_size"] > 1 else None
             decoder = timing_decoder(model, drafting, row["batch_size"],
-                                     DraftPlan(row["tree_size"] - 1), sampling, graph=graph)
+                                     DraftPlan(row["tree_size"] - 1), sampling)
             found = kernel_times(decoder.body(), model.device)
             row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
                         kernels_ms=sum(ms for _, ms in found.values()))
@@ -217,7 +211,7 @@ def bench(args, group):
     for batch_size in args.batch_sizes:
         measure_steps(model, heads, batch_size, bandwidth, args, record, table)
     if device.type == "cuda":
-        profile_steps(model, heads, table, sampling, not args.no_graph)
+        profile_steps(model, heads, table, sampling)
     for name, words in record.get("peers", {}).items():
         print(f"{peers.PROGRAMS[name].title}: {words}")
     return record.done()

@@ -68,7 +68,7 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     monkeypatch.setitem(steps.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 64, 96), {}))
     monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200,
+    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3],
                            no_flex=False)
     rows = {}
     for name, operation in operations.OPERATIONS.items():
