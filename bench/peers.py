@@ -18,7 +18,7 @@ import torch
 from backends.tensor_parallel import group_of
 from clover import MAX_TREE
 from hf.checkpoint import hf_config, split_weight
-from model import InputError, check_memory
+from model import InputError, check_memory, free_memory
 from tools.tune import PREFIX
 
 COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",
@@ -108,7 +108,8 @@ class LlamaCpp:
 
     def load(self, model):
         size = sum(p.nbytes for p in model.parameters())
-        check_memory("the file of the weights takes", size, "cpu", "take a smaller size")
+        check_memory("the file of the weights takes", size, free_memory("cpu"), "cpu",
+                     "take a smaller size")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             free = shutil.disk_usage(folder).free
             if size > free:

@@ -164,7 +164,7 @@ def test_llama_cpp_wants_room_for_its_file(monkeypatch):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     model = toy_model()
     with monkeypatch.context() as patched, pytest.raises(InputError, match="file of the weights takes .* free on cpu"):
-        patched.setattr("model.free_memory", lambda device: 1000)
+        patched.setattr(peers, "free_memory", lambda device: 1000)
         peers.LlamaCpp(model, contextlib.ExitStack())
     monkeypatch.setattr(peers.shutil, "disk_usage", lambda folder: type("Usage", (), dict(free=1000)))
     with pytest.raises(InputError, match="file of the weights takes .* set TMPDIR"):
