@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from backends import cpu
 from bench import Record
 from bench.decoding import measure_bandwidth
 from bench.steps import size_config
@@ -60,10 +61,8 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
         below = (row - lengths[b]).clamp(0, 63)
         return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
 
-    index = lambda n, *shape: torch.arange(n, device=q.device).view(shape)
-    seen = visible(index(B, -1, 1, 1, 1), None, index(T, -1, 1), index(S, -1))  # (B, 1, T, S)
-    mask = q.new_full((B, 1, T, math.ceil(S / 8) * 8), -math.inf)
-    mask[..., :S].masked_fill_(seen, 0)
+    seen = cpu.tree_mask(lengths, ancestors, math.ceil(S / 8) * 8).visible
+    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype)  # (B, 1, T, S or a few more)
     packed_mask = mask.repeat_interleave(Hq // Hkv, 2)[..., :S]
     mask = mask[..., :S]
 
@@ -106,17 +105,6 @@ def gumbel(hidden, weight, k, temperature=0.8):
     logits = (hidden @ weight.T).float() / temperature
     noise = -torch.empty_like(logits).exponential_().log_()
     return (logits + noise).argmax(-1)
-
-
-def windows(history, lengths, n, last):
-    """`kernels.ngram_lookup` in torch, for texts whose newest token is at index `last`."""
-    window = F.pad(history[:, :last + 1], (3, 0), value=-1).unfold(1, 4, 1).flip(2)  # newest first
-    length = (window[:, :-1] == window[:, -1:]).cumprod(2).sum(2)  # (B, last)
-    index = torch.arange(last, device=history.device)
-    best = ((length * last + index) * (length > 0)).amax(1, keepdim=True)  # (B, 1)
-    match = best % last
-    source = match + 1 + torch.arange(n, device=history.device) % (last - match)
-    return torch.where(best > 0, history.gather(1, source), -1).long()
 
 
 def median_us(calls):
@@ -200,7 +188,7 @@ def lookup_case(args, device, batch, prefix):
     lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
     draw = partial(torch.randint, 0, 32000, device=device, dtype=torch.int32)
     inputs = [(draw((batch, prefix + 1)), lengths, CHAIN) for _ in range(copies(size))]
-    return size, inputs, kernels.ngram_lookup, dict(torch=partial(windows, last=prefix))
+    return size, inputs, kernels.ngram_lookup, {}
 
 
 def merge_case(args, device, batch, T):
@@ -240,7 +228,7 @@ OPERATIONS = dict(
             ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
     commit=Operation(("heads", "batch"), (),
                      lambda args: product(args.heads, args.batch_sizes), commit_case),
-    lookup=Operation(("batch", "prefix"), ("torch",),
+    lookup=Operation(("batch", "prefix"), (),
                      lambda args: product(args.batch_sizes, args.prefixes), lookup_case),
     merge=Operation(("batch", "T"), ("torch",), lambda args: product(  # T: nodes before the chain's
         args.batch_sizes, [min(T, 64 - CHAIN) for T in args.tree_sizes]), merge_case))

@@ -38,16 +38,16 @@ def heads_tables(record):
     if len({row["batch_size"] for row in rows}) == 1:
         yield f"Decoding {record['model']}", decoding_columns(first), rows
         return
-    for name, temperature in dict.fromkeys((row["heads"], row["temperature"]) for row in rows):
-        columns, lines = {"batch size": "batch_size {}"}, {}  # a line for each batch size
-        for figure, over in {"speed_up": "plain", "speed_up_over_first": first}.items():
-            for row in rows:
-                if over != name and (row["heads"], row["temperature"]) == (name, temperature):
-                    key = f"{figure} {row['tree_size']}"
-                    columns[f"over {over}, T = {row['tree_size']}"] = f"{key} {{:.2f}}x"
-                    line = lines.setdefault(row["batch_size"], dict(batch_size=row["batch_size"]))
-                    line[key] = row[figure]
-        title = f"{name} over batch sizes, temperature {temperature:g}"
+    columns = {"batch size": "batch_size {}"} | {
+        f"over {over}, T = {size}": f"T{size}.{figure} {{:.2f}}x"
+        for figure, over in {"speed_up": "plain", "speed_up_over_first": first}.items()
+        for size in dict.fromkeys(row["tree_size"] for row in rows)}
+    tables = {}  # title: {batch size: the row of each tree size}
+    for row in rows:
+        title = f"{row['heads']} over batch sizes, temperature {row['temperature']:g}"
+        line = tables.setdefault(title, {}).setdefault(row["batch_size"], {})
+        line |= {"batch_size": row["batch_size"], f"T{row['tree_size']}": row}
+    for title, lines in tables.items():
         yield title, columns, list(lines.values())
 
 

@@ -136,28 +136,26 @@ class Prediction:
 
 def sizes(model):
     """The GPTConfig of a checkpoint folder or of a name in SIZES."""
-    if model not in SIZES and not Path(model).is_dir():
-        raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, "
-                         f"not {model}")
     return size_config(model) if model in SIZES else read_config(model)
 
 
-def acceptance(args):
-    """(the heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
-    if args.acceptance is not None:
-        return PRESETS["clover"], lambda size: sum(args.acceptance ** i for i in range(size))
-    config, record = read_record(Path(args.heads) / "heads.json")
+def acceptance(heads, temperature, chance=None):
+    """(the CloverConfig of a folder of heads, a function from the tree size to the tokens that a
+    step finds). chance: that each guess of a chain is accepted; then no folder is read."""
+    if chance is not None:
+        return PRESETS["clover"], lambda size: sum(chance ** i for i in range(size))
+    config, record = read_record(Path(heads) / "heads.json")
     if not record.get("acceptance"):
-        raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with "
+        raise InputError(f"{heads}: these heads carry no acceptance table; make one with "
                          "train_heads.py --evaluate, or give --acceptance X")
-    return config, lambda size: expected_tokens(record["acceptance"], size, args.temperature)
+    return config, lambda size: expected_tokens(record["acceptance"], size, temperature)
 
 
 def bench(args):
     """`python -m bench roofline`: prints the table -> what goes into the JSON line."""
     if args.check:
         return check(args)
-    heads, tokens = acceptance(args)
+    heads, tokens = acceptance(args.heads, args.temperature, args.acceptance)
     prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix,
                             chain=args.acceptance is not None)
     title = f"{Path(args.model).name} on {args.gpu}, {args.prefix} tokens in each cache"

@@ -5,7 +5,6 @@ import contextlib
 import statistics
 import sys
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ from bench import Table, peers
 from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
-from model import GPT, GPTConfig, InputError, check_memory, free_memory, pick_device
+from model import GPT, GPTConfig, check_memory, free_memory, pick_device
 from tools.tune import PREFIX, STAGES, no_room, seconds, stage_times, step_time, timing_decoder
 
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
@@ -67,25 +66,16 @@ def random_model(name, device, dtype, group=None):
     return model.requires_grad_(False).eval()
 
 
-def random_heads(model, vocabulary):
-    """Untrained Clover heads, which draft among the first ids of the vocabulary; 0: among all."""
+def random_heads(model, vocabulary=None):
+    """Untrained Clover heads, which draft among this many first ids of the vocabulary; 0: among
+    all; None: among FEW_TOKENS where there are twice as many. InputError for more than there are.
+    """
+    if vocabulary is None:
+        vocabulary = FEW_TOKENS if model.config.vocab_size >= 2 * FEW_TOKENS else 0
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(model.dtype)
     heads.set_vocabulary(torch.arange(vocabulary))
     return heads.requires_grad_(False).eval()
-
-
-def draft_vocabulary(args):
-    """How many ids the random heads draft among, 0 for all."""
-    V = size_config(args.random_weights).vocab_size
-    beams = isqrt(max(args.tree_sizes) - 1) + 1
-    n = args.draft_vocabulary
-    if n is None:
-        n = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
-    if n and not beams <= n <= V:
-        raise InputError(f"--draft-vocabulary must be 0, for all, or from {beams}, the beams of "
-                         f"the largest tree, to {V}, not {n}")
-    return n
 
 
 def peak_memory(body):
@@ -190,13 +180,12 @@ def profile_steps(model, heads, table, sampling):
 def bench(args, group):
     """The time of one step for each batch and tree size -> the Record."""
     device = pick_device(args.device)
-    vocabulary = draft_vocabulary(args)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
+    model = random_model(args.random_weights, device, dtype, group)
+    heads = random_heads(model, args.draft_vocabulary)
     record = open_record(args, group, bench="decode-random", model=args.random_weights,
                          device=str(device), dtype=str(dtype), prefix=PREFIX,
-                         draft_vocabulary=vocabulary)
-    model = random_model(args.random_weights, device, dtype, group)
-    heads = random_heads(model, vocabulary)
+                         draft_vocabulary=heads.config.vocabulary)
     sampling = Sampling(args.temperature)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
