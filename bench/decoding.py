@@ -27,6 +27,7 @@ DECODING = {  # the columns of the tables, as in bench.Table
     "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
     "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
     "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
+FIELDS = "tree_size", "tokens_per_step", "tokens_per_second", "peak_gb"  # of an Output
 TEXTS = {"heldout": "held-out text",
          "rename": "held-out text and its first quarter with a name changed"}
 NAMES = r"(?<=[^\w\\])[A-Za-z_]\w{2,}(?=\W)"  # not cut off at the text's start or end, no \uXXXX
@@ -57,26 +58,23 @@ def decode_in_turns(model, given, ways, args, runs=1, **options):
     another program with a `generate`}, plain decoding first -> ({name: row of medians and of the
     share of texts that are plain decoding's, `identical`}, {name: what each run gave})."""
     outputs = {name: [] for name in ways}
-    peaks = {}
     for name, way in list(ways.items()) * runs:
-        out, peaks[name] = (decode_once(model, given, args.max_new_tokens, **options, **way)
-                            if isinstance(way, dict) else
-                            (way.generate(given, args.max_new_tokens), None))
+        if isinstance(way, dict):
+            out = decode_once(model, given, args.max_new_tokens, **options, **way)
+        else:
+            out = way.generate(given, args.max_new_tokens)
         outputs[name].append(out)
     plain = next(iter(outputs.values()))
-    texts = lambda done: [tokens for out in done for tokens in out.tokens]
     rows = {}
     for name, done in outputs.items():
-        median = median_run(done)
-        fields = ("tree_size", "tokens_per_step", "tokens_per_second")
-        same = statistics.fmean(a == b for a, b in zip(texts(done), texts(plain)))
-        rows[name] = {field: getattr(median, field) for field in fields} | dict(
-            peak_gb=peaks[name], speed_up=paired_ratio(done, plain), identical=same)
+        same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
+        rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS} | dict(
+            speed_up=paired_ratio(done, plain), identical=statistics.fmean(same))
     return rows, outputs
 
 
 def decode_once(model, given, max_new_tokens, policy=None, **options):
-    """(Output, GB of a GPU's memory or None) of an engine of its own, after a few tokens that
+    """The Output, with `peak_gb` of a GPU's memory, of an engine of its own, after a few tokens that
     compile and load everything. A copy of the policy learns, from the prompts alone."""
     def ready_engine():
         engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
@@ -85,8 +83,10 @@ def decode_once(model, given, max_new_tokens, policy=None, **options):
         engine.policy = afresh
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
+    out = engine.generate(given, max_new_tokens)
     weights = sum(parameter_bytes(x) for x in (model, engine.decoder.heads) if x) / GB
-    return engine.generate(given, max_new_tokens), None if taken is None else weights + taken
+    out.peak_gb = None if taken is None else weights + taken
+    return out
 
 
 def median_run(done):

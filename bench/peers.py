@@ -208,7 +208,7 @@ class Generate:
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens):
-        """What bench.decoding reads of an Output. It does not say in how many steps."""
+        """What bench.decoding reads of an Output, but for the number of steps."""
         texts = []
         start = time.perf_counter()
         for prompt in prompts:
@@ -218,7 +218,7 @@ class Generate:
                                       max_new_tokens=max_new_tokens, **self.flags)
             texts.append(out[0, len(prompt):].tolist())
         seconds = time.perf_counter() - start
-        return SimpleNamespace(tokens=texts, seconds=seconds, tokens_per_step=None, tree_size=None,
+        return SimpleNamespace(tokens=texts, seconds=seconds,
                                tokens_per_second=sum(map(len, texts)) / seconds)
 
 
