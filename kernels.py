@@ -768,9 +768,8 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores, and its
     unrolled multiply-adds need small tiles; so do loads of single elements. 128 query rows fit only
     with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas serialise their
-    products (C7515), so `python -m bench kernels` times 64 rows beside them. The ALiBi bias takes
-    registers: a tile of many scores gets half the keys, and one more such tile in flight, or half
-    the query rows.
+    products (C7515). The ALiBi bias takes registers: a tile of many scores gets half the keys, and
+    one more such tile in flight, or half the query rows.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:

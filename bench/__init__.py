@@ -16,10 +16,13 @@ from model import InputError, atomic_write, read_json
 def cell(row, column):
     """The text of a table's cell. column: "key format", as in "ms {:.2f}"; a key "stages.draft"
     leads into a dict. What is missing is a dash; a text, such as an error, ends at its colon."""
-    key, form = column.rsplit(" ", 1)
+    key, form = column.split(" {", 1)
+    value = row
     for name in key.split("."):
-        row = row.get(name) if isinstance(row, dict) else None
-    return "-" if row is None else row.split(": ")[0] if isinstance(row, str) else form.format(row)
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
+        return "-"
+    return value.split(": ")[0] if isinstance(value, str) else ("{" + form).format(value)
 
 
 class Table(list):

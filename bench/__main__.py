@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m bench decode ...  # with the model held by several processes
 
 Prints tables and, last, one JSON line with the numbers, the hardware and the versions. With --out
-FILE heads, decode, exact, kernels and tests keep that line in a file as it grows, and a run that
-was stopped goes on from there.
+FILE heads, decode, kernels and tests keep that line in a file as it grows, and a run that was
+stopped goes on from there.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from backends import tensor_parallel
-from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, static, steps
+from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, steps
 from clover import MAX_TREE
 from model import InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
@@ -27,20 +27,18 @@ NUMBERS = {  # flag: (least, most, help)
     "max_new_tokens": (1, 10**6, "of each prompt"),
     "batch_sizes": (1, 1024, "sequences decoded together"),
     "tree_sizes": (1, MAX_TREE, "nodes; with decode, to count tokens per step for, or to time"),
-    "tree_size": (1, MAX_TREE, "for all heads but the last; default: the best above one node"),
     "steps": (1, 10**6, "of training, each kind"),
     "runs": (1, 10**6, "paired runs, of which medians count; default: 3, for random weights 5"),
     "prefixes": (0, 2**20, "committed tokens"),
     "prefix": (0, 2**20, "tokens in the cache of each sequence"),
-    "capacity": (0, 2**20, "tokens of the KV cache, if prefix and tree need fewer"),
     "rows": (1, 4096, "hidden states projected at once"),
     "slice": (1, len(gpu.SLICES), "the slice to run; default: all, one after another"),
     "minutes": (1, 9, "that a slice may take"),
     "draft_vocabulary": (0, 2**31, "with --random-weights, the heads draft among the first ids, 0: "
                          f"all; default: {steps.FEW_TOKENS} where there are twice as many"),
-    "temperature": (0, 1e4, "0: greedy"),
-    "temperatures": (0, 1e4, "0: greedy"),
-    "acceptance": (0, 1, "draft a chain, each guess of which is accepted with this chance"),
+    "temperature": (0.0, 1e4, "0: greedy"),
+    "temperatures": (0.0, 1e4, "0: greedy"),
+    "acceptance": (0.0, 1.0, "draft a chain, each guess of which is accepted with this chance"),
 }
 TEXTS = {  # flag: options of add_argument; those with a list as default take several values
     "train": dict(metavar="DIR", help="train --kinds into DIR first, and measure those"),
@@ -48,16 +46,13 @@ TEXTS = {  # flag: options of add_argument; those with a list as default take se
     "kinds": dict(choices=kinds.KINDS, help="to train"),
     "text": dict(choices=decoding.TEXTS, help="of the prompts; rename: held-out text and its "
                  "beginning once more with a name changed, as when editing"),
-    "no_graph": dict(help="on CUDA, run each step eagerly"),
     "random_weights": dict(choices=steps.SIZES, help="time steps of this model's sizes; on a CPU "
                            "beside llama.cpp and transformers where these are installed"),
-    "static": dict(help="only compile, for four targets; needs no GPU"),
     "operations": dict(choices=operations.OPERATIONS, help="what to time"),
     "no_flex": dict(help="leave out FlexAttention, which compiles for every shape"),
     "results": dict(metavar="DIR", help="the records"),
     "run": dict(metavar="FILE", help="what generate.py --prompt TEXT --json --show-tree printed"),
     "gpu": dict(choices=roofline.GPUS, type=str.lower, help="of a datasheet"),
-    "plot": dict(metavar="FILE", help="draw the speed-up over the batch size; needs matplotlib"),
     "check": dict(metavar="DIR", help="hold the prediction against the steps measured there"),
     "out": dict(metavar="PATH", help="keep the numbers here, and go on from what is there"),
     "model": dict(help=f"a checkpoint folder; with roofline also {', '.join(steps.SIZES)}"),
@@ -72,24 +67,19 @@ COMMANDS = {  # name: (what runs it, help, {flag: default})
         kinds=list(kinds.KINDS), temperatures=[0.0, 0.8])),
     "decode": (None, "plain decoding, heads, lookup and transformers over batch sizes",
                DECODING | dict(
-                   prompts=16, batch_sizes=SIZES, tree_sizes=SIZES, tree_size=None, runs=None,
-                   text="heldout", temperature=0.0, no_graph=False, random_weights=None,
-                   draft_vocabulary=None)),
+                   prompts=16, batch_sizes=SIZES, tree_sizes=SIZES, runs=None, text="heldout",
+                   temperature=0.0, random_weights=None, draft_vocabulary=None)),
     "kernels": (operations.bench, "kernels against the memory's bandwidth and other code", dict(
-        static=False, operations=list(operations.OPERATIONS), heads=["8b", "70b"], no_flex=False,
-        batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], capacity=0, tree_sizes=[1, 8, 16, 64],
+        operations=list(operations.OPERATIONS), heads=["8b", "70b"], no_flex=False,
+        batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], tree_sizes=[1, 8, 16, 64],
         rows=[1, 8, 16, 64], out=None)),
     "tests": (gpu.bench_tests, "pytest -m gpu, its outcomes kept as it goes", dict(out=None)),
-    "exact": (steps.bench_exact, "on a CPU, what exact bfloat16 costs", dict(
-        random_weights="360m", prefixes=[256, 2000], tree_sizes=[1, 4, 16], runs=5, out=None)),
-    "launches": (static.bench_launches, "how many launches a step takes, without a GPU", dict(
-        model=str(DEMO), heads=HEADS[1], tree_sizes=[1, 5, 16, 64])),
     "gpu": (gpu.bench, "all that only a GPU can tell, in slices", dict(slice=None, minutes=9)),
     "report": (report.bench, "Markdown tables of the records in a folder", {}),
     "draw": (draw.bench, "the pictures of README.md and docs/, from records and a saved run", dict(
         out="docs/img", results="bench/results", run="docs/img/run.json")),
     "roofline": (roofline.bench, "predicts what speculation gains, from bytes and FLOPs", dict(
-        model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0, plot=None,
+        model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0,
         check=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256], tree_sizes=SIZES[1:])),
 }
 
@@ -119,8 +109,7 @@ def add_flag(parser, name, default):
     several = dict(nargs="+") if isinstance(default, list) else {}
     if name in NUMBERS:
         low, high, words = NUMBERS[name]
-        kind = float if name in ("temperature", "temperatures", "acceptance") else int
-        add_number(parser, flag, low, high, kind, default=default, help=words, **several)
+        add_number(parser, flag, low, high, type(low), default=default, help=words, **several)
     elif default is False:
         parser.add_argument(flag, action="store_true", **TEXTS[name])
     else:
@@ -153,8 +142,6 @@ def main(argv=None):
     if args.what == "decode":
         with tensor_parallel.joined(args, argv) as group:
             result = (steps if args.random_weights else decoding).bench(args, group)
-    elif args.what == "kernels" and args.static:
-        result = static.bench(args)
     else:
         result = COMMANDS[args.what][0](args)
     if result is not None:

@@ -26,6 +26,7 @@ DECODING = {  # the columns of the tables, as in bench.Table
     "tokens per step": "tokens_per_step {:.2f}", "tokens per second": "tokens_per_second {:.0f}",
     "speed-up": "speed_up {:.2f}x", "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}",
     "peak memory, GB": "peak_gb {:.2f}", "identical texts": "identical {:.0%}"}
+FIELDS = "tree_size", "tokens_per_step", "tokens_per_second", "peak_gb"  # of an Output
 TEXTS = {"heldout": "held-out text",
          "rename": "held-out text and its first quarter with a name changed"}
 NAMES = r"(?<=[^\w\\])[A-Za-z_]\w{2,}(?=\W)"  # not cut off at the text's start or end, no \uXXXX
@@ -56,26 +57,23 @@ def decode_in_turns(model, given, ways, args, runs=1, **options):
     another program with a `generate`}, plain decoding first -> ({name: row of medians and of the
     share of texts that are plain decoding's, `identical`}, {name: what each run gave})."""
     outputs = {name: [] for name in ways}
-    peaks = {}
     for name, way in list(ways.items()) * runs:
-        out, peaks[name] = (decode_once(model, given, args.max_new_tokens, **options, **way)
-                            if isinstance(way, dict) else
-                            (way.generate(given, args.max_new_tokens), None))
+        if isinstance(way, dict):
+            out = decode_once(model, given, args.max_new_tokens, **options, **way)
+        else:
+            out = way.generate(given, args.max_new_tokens)
         outputs[name].append(out)
     plain = next(iter(outputs.values()))
-    texts = lambda done: [tokens for out in done for tokens in out.tokens]
     rows = {}
     for name, done in outputs.items():
-        median = median_run(done)
-        fields = ("tree_size", "tokens_per_step", "tokens_per_second")
-        same = statistics.fmean(a == b for a, b in zip(texts(done), texts(plain)))
-        rows[name] = {field: getattr(median, field) for field in fields} | dict(
-            peak_gb=peaks[name], speed_up=paired_ratio(done, plain), identical=same)
+        same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
+        rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS} | dict(
+            speed_up=paired_ratio(done, plain), identical=statistics.fmean(same))
     return rows, outputs
 
 
 def decode_once(model, given, max_new_tokens, policy=None, **options):
-    """(Output, GB of a GPU's memory or None) of an engine of its own, after a few tokens that
+    """The Output, with `peak_gb` of a GPU's memory, of an engine of its own, after a few tokens that
     compile and load everything. A copy of the policy learns, from the prompts alone."""
     def ready_engine():
         engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
@@ -84,8 +82,10 @@ def decode_once(model, given, max_new_tokens, policy=None, **options):
         engine.policy = afresh
         return engine
     engine, taken = reserved_gb(ready_engine, model.device)
+    out = engine.generate(given, max_new_tokens)
     weights = sum(parameter_bytes(x) for x in (model, engine.decoder.heads) if x) / GB
-    return engine.generate(given, max_new_tokens), None if taken is None else weights + taken
+    out.peak_gb = None if taken is None else weights + taken
+    return out
 
 
 def median_run(done):
@@ -160,43 +160,35 @@ def text_prompts(heldout, encoding, n, args):
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
-def ways_to_draft(heads, fitted, tree_size):
+def ways_to_draft(heads, fitted):
     """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
 
     heads: {name: heads}, the last of which, or None, draft beside lookup: each plan of their policy
-    is a way, and the policy itself. The others draft alone, with a tree of this size, or else with
-    their best of more than one node. fitted(heads, lookup) -> an AdaptivePolicy."""
+    is a way, and the policy itself. The others draft alone, with their best tree of more than one
+    node. fitted(heads, lookup) -> an AdaptivePolicy."""
     *others, (_, last) = heads.items()
     policy = fitted(last, True)
-    ways = {}
-    times = {}
-
-    def add(name, heads, plan, seconds):
-        ways[name] = dict(heads=heads, policy=FixedPolicy(plan))
-        times[name] = seconds
-
     plain, *plans = policy.plans
-    add("plain", None, plain, policy.seconds[plain])
+    drafters = [("plain", None, plain, policy)]
     for name, kind in others:
         found = fitted(kind, False)
         drafting = (plan for plan in found.plans if plan.head_nodes)
-        best = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
-        plan = DraftPlan(tree_size - 1) if tree_size else best
-        add(f"{name} {plan.head_nodes}", kind, plan, found.seconds.get(plan))  # as in str(plan)
-    for plan in plans:
-        add(str(plan), last, plan, policy.seconds[plan])
+        plan = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
+        drafters.append((f"{name} {plan.head_nodes}", kind, plan, found))  # as in str(plan)
+    drafters += [(str(plan), last, plan, policy) for plan in plans]
+    ways = {name: dict(heads=kind, policy=FixedPolicy(plan)) for name, kind, plan, _ in drafters}
+    times = {name: found.seconds.get(plan) for name, _, plan, found in drafters}
     return ways | {"auto": dict(heads=last, policy=policy)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
     """Adds the rows of one batch size, of all `ways_to_draft` and transformers. floor: seconds."""
-    graph = not args.no_graph
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
     fitted = partial(fit, model, batch_size=batch_size, capacity=capacity,
-                     sampling=Sampling(args.temperature), graph=graph)
-    ways, times = ways_to_draft(heads, fitted, args.tree_size)
+                     sampling=Sampling(args.temperature))
+    ways, times = ways_to_draft(heads, fitted)
     others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
-    rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs, graph=graph,
+    rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs,
                                     batch_size=batch_size, temperature=args.temperature)
     for name, row in rows.items():
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}

@@ -8,7 +8,6 @@ its tokens in the colours of generate.py on a terminal.
 import io
 import re
 import warnings
-from argparse import Namespace
 from math import inf
 from pathlib import Path
 
@@ -191,8 +190,7 @@ def draw_batch(figure, record):
 
 def draw_roofline(figure, _):
     """The speed-up that bench/roofline.py predicts, of the best tree for each batch size."""
-    heads, tokens = roofline.acceptance(
-        Namespace(acceptance=None, heads=DEMO / "clover", temperature=0.0))
+    heads, tokens = roofline.acceptance(DEMO / "clover", temperature=0.0)
     sizes = [2 ** i for i in range(9)]
     lines = {("plain decoding", GREY, ":"): dict.fromkeys(sizes, 1.0)}
     for model, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():

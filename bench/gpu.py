@@ -104,7 +104,7 @@ def bench(args):
     """`python -m bench gpu`: runs the slices, returns the state of every part."""
     if not torch.cuda.is_available():
         raise InputError("this needs a CUDA device, and there is none; without one run python "
-                         "-m bench decode, bench kernels --static or bench roofline")
+                         "-m bench decode or bench roofline")
     out = Path(args.out).absolute()
     make_folder(out)
     for parts in [SLICES[args.slice - 1]] if args.slice else SLICES:

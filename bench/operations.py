@@ -6,12 +6,12 @@ import statistics
 from functools import partial
 from itertools import product
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 import kernels
+from backends import cpu
 from bench import Record
 from bench.decoding import measure_bandwidth
 from bench.steps import size_config
@@ -38,11 +38,10 @@ def random_trees(B, T):
     return masks
 
 
-def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1, capacity=0):
-    """`count` inputs of tree_attention, of the same lengths and trees. heads: (Hq, Hkv, D). The
-    caches have room for `capacity` tokens, or for prefix and tree where that is more."""
+def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1):
+    """`count` inputs of tree_attention, of the same lengths and trees. heads: (Hq, Hkv, D)."""
     Hq, Hkv, D = heads
-    S = max(capacity, math.ceil((prefix + T) / 64) * 64)
+    S = math.ceil((prefix + T) / 64) * 64
     random = partial(torch.randn, device=device, dtype=dtype)
     tree = torch.full((B,), prefix, device=device, dtype=torch.int32), random_trees(B, T).to(device)
     return [(random(B, T, Hq, D), *random(2, B, Hkv, S, D), *tree) for _ in range(count)]
@@ -62,10 +61,8 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
         below = (row - lengths[b]).clamp(0, 63)
         return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
 
-    index = lambda n, *shape: torch.arange(n, device=q.device).view(shape)
-    seen = visible(index(B, -1, 1, 1, 1), None, index(T, -1, 1), index(S, -1))  # (B, 1, T, S)
-    mask = q.new_full((B, 1, T, math.ceil(S / 8) * 8), -math.inf)
-    mask[..., :S].masked_fill_(seen, 0)
+    seen = cpu.tree_mask(lengths, ancestors, math.ceil(S / 8) * 8).visible
+    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype)  # (B, 1, T, S or a few more)
     packed_mask = mask.repeat_interleave(Hq // Hkv, 2)[..., :S]
     mask = mask[..., :S]
 
@@ -89,14 +86,6 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
     return {"sdpa": sdpa, "sdpa packed": packed, "flex": flexible}
 
 
-def narrow_tiles(*inputs):
-    """`kernels.tree_attention` with tiles of at most 64 query rows."""
-    def blocks(rows, *shape, widest=kernels._attention_blocks):
-        return widest(min(rows, 64), *shape)
-    with patch.object(kernels, "_attention_blocks", blocks):
-        return kernels.tree_attention(*inputs)
-
-
 def log_softmax(hidden, weight, k):
     return torch.log_softmax((hidden @ weight.T).float(), -1).topk(k)
 
@@ -116,17 +105,6 @@ def gumbel(hidden, weight, k, temperature=0.8):
     logits = (hidden @ weight.T).float() / temperature
     noise = -torch.empty_like(logits).exponential_().log_()
     return (logits + noise).argmax(-1)
-
-
-def windows(history, lengths, n, last):
-    """`kernels.ngram_lookup` in torch, for texts whose newest token is at index `last`."""
-    window = F.pad(history[:, :last + 1], (3, 0), value=-1).unfold(1, 4, 1).flip(2)  # newest first
-    length = (window[:, :-1] == window[:, -1:]).cumprod(2).sum(2)  # (B, last)
-    index = torch.arange(last, device=history.device)
-    best = ((length * last + index) * (length > 0)).amax(1, keepdim=True)  # (B, 1)
-    match = best % last
-    source = match + 1 + torch.arange(n, device=history.device) % (last - match)
-    return torch.where(best > 0, history.gather(1, source), -1).long()
 
 
 def median_us(calls):
@@ -178,13 +156,9 @@ def attention_case(args, device, heads, batch, prefix, T):
     torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
     Hq, Hkv, D = head_sizes(heads)
     size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
-    inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size),
-                              capacity=args.capacity)
+    inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size))
     flex = None if args.no_flex else torch.compile(flex_attention, dynamic=False)
-    rivals = attention_rivals(*inputs[0], flex)
-    if T * Hq // Hkv > 64 and D in (64, 128):  # kernels.py takes tiles of 128 query rows
-        rivals["64 rows"] = narrow_tiles
-    return size, inputs, kernels.tree_attention, rivals
+    return size, inputs, kernels.tree_attention, attention_rivals(*inputs[0], flex)
 
 
 def projection_case(args, device, model, C, V, M, operation):
@@ -212,10 +186,9 @@ def commit_case(args, device, heads, batch):
 def lookup_case(args, device, batch, prefix):
     size = 4 * batch * (prefix + 1)  # the newest is not cached
     lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
-    shape = batch, max(prefix + 1, args.capacity)
-    draw = partial(torch.randint, 0, 32000, shape, device=device, dtype=torch.int32)
-    inputs = [(draw(), lengths, CHAIN) for _ in range(copies(size))]
-    return size, inputs, kernels.ngram_lookup, dict(torch=partial(windows, last=prefix))
+    draw = partial(torch.randint, 0, 32000, device=device, dtype=torch.int32)
+    inputs = [(draw((batch, prefix + 1)), lengths, CHAIN) for _ in range(copies(size))]
+    return size, inputs, kernels.ngram_lookup, {}
 
 
 def merge_case(args, device, batch, T):
@@ -246,7 +219,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = dict(
     attention=Operation(
-        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex", "64 rows"),
+        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex"),
         lambda args: product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes),
         attention_case),
     projections=Operation(
@@ -255,7 +228,7 @@ OPERATIONS = dict(
             ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
     commit=Operation(("heads", "batch"), (),
                      lambda args: product(args.heads, args.batch_sizes), commit_case),
-    lookup=Operation(("batch", "prefix"), ("torch",),
+    lookup=Operation(("batch", "prefix"), (),
                      lambda args: product(args.batch_sizes, args.prefixes), lookup_case),
     merge=Operation(("batch", "T"), ("torch",), lambda args: product(  # T: nodes before the chain's
         args.batch_sizes, [min(T, 64 - CHAIN) for T in args.tree_sizes]), merge_case))
@@ -275,7 +248,7 @@ def measure(operation, args, device, bandwidth, table):
 def bench(args):
     """`python -m bench kernels`: prints the tables, returns the Record. Needs CUDA."""
     if not torch.cuda.is_available():
-        raise InputError("timing kernels needs a CUDA device; --static only compiles them")
+        raise InputError("timing kernels needs a CUDA device; pytest -m static only compiles them")
     torch.manual_seed(0)
     record = Record(args.out, bench="kernels")
     bandwidth = measure_bandwidth(record, torch.device("cuda"))

@@ -18,7 +18,7 @@ import torch
 from backends.tensor_parallel import group_of
 from clover import MAX_TREE
 from hf.families import hf_config, split_weight
-from model import InputError, check_memory
+from model import InputError, check_memory, free_memory
 from tools.tune import PREFIX
 
 COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",
@@ -81,29 +81,35 @@ class LlamaCpp:
     memory or disk have no room for the file of the weights, which it maps, or it does not load."""
     title = "llama.cpp"
     packages = "llama-cpp-python gguf"
-    batch = context = model = None
 
-    def __init__(self, model):
+    def __init__(self, model, stack):
+        """stack: an ExitStack, which frees what llama.cpp took."""
         import gguf  # noqa: F401, here to be missed before anything is done
-        import llama_cpp
-        self.lib = llama_cpp
+        import llama_cpp as lib
+        self.lib = lib
         self.vocab_size = model.config.vocab_size
-        self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        LlamaCpp.silence = llama_cpp.llama_log_callback(lambda *_: None)  # must outlive all calls
-        llama_cpp.llama_log_set(LlamaCpp.silence, None)
-        llama_cpp.llama_backend_init()
-        try:
-            self.load(model)
-            self.fill(range(PREFIX), 0, logits=False)
-            self.decode()
-        except BaseException:
-            self.close()
-            raise
+        self.version = f"llama-cpp-python {lib.__version__}"
+        LlamaCpp.silence = lib.llama_log_callback(lambda *_: None)  # must outlive all calls
+        lib.llama_log_set(LlamaCpp.silence, None)
+        lib.llama_backend_init()
+        loaded = self.load(model)
+        stack.callback(lib.llama_model_free, loaded)
+        settings = lib.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = PREFIX + MAX_TREE
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        self.context = loaded and lib.llama_init_from_model(loaded, settings)
+        stack.callback(lib.llama_free, self.context)
+        if not self.context:
+            raise InputError("it does not load the file that was written for it")
+        self.batch = lib.llama_batch_init(PREFIX + MAX_TREE, 0, 1)
+        stack.callback(lib.llama_batch_free, self.batch)
+        self.fill(range(PREFIX), 0, logits=False)
+        self.decode()
 
     def load(self, model):
-        lib = self.lib
         size = sum(p.nbytes for p in model.parameters())
-        check_memory("the file of the weights takes", size, "cpu", "take a smaller size")
+        check_memory("the file of the weights takes", size, free_memory("cpu"), "cpu",
+                     "take a smaller size")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             free = shutil.disk_usage(folder).free
             if size > free:
@@ -111,15 +117,8 @@ class LlamaCpp:
                                  f"{free / 1e9:.1f}; set TMPDIR to another folder")
             path = str(Path(folder) / "model.gguf")  # mapped: it outlives its name
             write_gguf(model, path)
-            self.model = lib.llama_model_load_from_file(path.encode(),
-                                                        lib.llama_model_default_params())
-        settings = lib.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = PREFIX + MAX_TREE
-        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
-        self.context = self.model and lib.llama_init_from_model(self.model, settings)
-        if not self.context:
-            raise InputError("it does not load the file that was written for it")
-        self.batch = lib.llama_batch_init(PREFIX + MAX_TREE, 0, 1)
+            return self.lib.llama_model_load_from_file(path.encode(),
+                                                       self.lib.llama_model_default_params())
 
     def fill(self, tokens, position, logits):
         """Makes the batch these tokens, from a position on; logits: whether it computes theirs."""
@@ -143,21 +142,13 @@ class LlamaCpp:
         self.fill(range(tree_size), PREFIX, logits=True)
         return self.step
 
-    def close(self):
-        for free, what in ((self.lib.llama_batch_free, self.batch),
-                           (self.lib.llama_free, self.context),
-                           (self.lib.llama_model_free, self.model)):
-            if what:
-                free(what)
-        self.batch = self.context = self.model = None
-
 
 class Transformers:
     """transformers' model of the family, with a DynamicCache, as its generate has by default."""
     title = packages = "transformers"
 
     @torch.inference_mode()
-    def __init__(self, model):
+    def __init__(self, model, stack):
         import transformers
         self.version = f"transformers {transformers.__version__}"
         silence(transformers)
@@ -181,9 +172,6 @@ class Transformers:
             self.cache.crop(-1)
         return step if tree_size == 1 else None
 
-    def close(self):
-        self.model = self.cache = None
-
 
 def silence(transformers):
     transformers.logging.set_verbosity_error()
@@ -195,24 +183,20 @@ PROGRAMS = {"llama_cpp": LlamaCpp, "transformers": Transformers}
 
 @contextlib.contextmanager
 def running(model):
-    """Yields ({name: a program that runs the model}, {name: its version, or why it does not})."""
+    """Yields ({name: a program that runs the model, on a CPU}, {name: its version, or why it does
+    not})."""
     made = {}
     words = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for name, program in PROGRAMS.items():
             try:
-                if model.device.type != "cpu":
-                    raise InputError("it is compared on a CPU only")
-                made[name] = program(model)
+                made[name] = program(model, stack)
                 words[name] = made[name].version
             except ImportError:
                 words[name] = f"not installed (pip install {program.packages})"
             except (InputError, OSError, RuntimeError) as error:  # no room, or a broken library
                 words[name] = f"left out: {str(error).splitlines()[0]}"
         yield made, words
-    finally:
-        for program in made.values():
-            program.close()
 
 
 class Generate:
@@ -224,7 +208,7 @@ class Generate:
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens):
-        """What bench.decoding reads of an Output. It does not say in how many steps."""
+        """What bench.decoding reads of an Output, but for the number of steps."""
         texts = []
         start = time.perf_counter()
         for prompt in prompts:
@@ -234,19 +218,15 @@ class Generate:
                                       max_new_tokens=max_new_tokens, **self.flags)
             texts.append(out[0, len(prompt):].tolist())
         seconds = time.perf_counter() - start
-        return SimpleNamespace(tokens=texts, seconds=seconds, tokens_per_step=None, tree_size=None,
+        return SimpleNamespace(tokens=texts, seconds=seconds,
                                tokens_per_second=sum(map(len, texts)) / seconds)
 
 
 def generating(model, folder, temperature, batch_size, prompts):
     """({name: a Generate of the checkpoint, with our dtype and device}, transformers' version, or
     why there are none)."""
-    if group_of(model).size > 1:
-        return {}, "left out, with several ranks"
-    if temperature:
-        return {}, "measured at temperature 0 only"
-    if batch_size != 1:
-        return {}, "measured at batch size 1 only"
+    if group_of(model).size > 1 or temperature or batch_size != 1:
+        return {}, "measured only on one rank, at temperature 0 and batch size 1"
     try:
         import transformers
     except ImportError:

@@ -8,12 +8,16 @@ rows is above the table.
 from collections import Counter
 from pathlib import Path
 
-from bench import cell, peers, static
+from bench import cell, peers
 from bench.decoding import DECODING, TEXTS, tree_columns
 from bench.kinds import accuracy_table, decoding_columns
 from bench.operations import OPERATIONS
-from bench.steps import EXACT, LAUNCHES, STEPS
+from bench.steps import LAUNCHES, STEPS
 from model import InputError, read_json
+
+TARGETS = "cuda:80", "cuda:90", "cuda:100", "hip:gfx942"  # for which tests/static.py compiles
+STATIC = {name: f"{name} {{}}" for name in ("kernel", "dtype", "tile", "warps", "stages")} | {
+    name: f"{name} {{0[registers]}} / {{0[spilled]}} / {{0[shared]}}" for name in TARGETS}
 
 # What each kind of record holds: (title, columns, rows), ...
 
@@ -34,16 +38,16 @@ def heads_tables(record):
     if len({row["batch_size"] for row in rows}) == 1:
         yield f"Decoding {record['model']}", decoding_columns(first), rows
         return
-    for name, temperature in dict.fromkeys((row["heads"], row["temperature"]) for row in rows):
-        columns, lines = {"batch size": "batch_size {}"}, {}  # a line for each batch size
-        for figure, over in {"speed_up": "plain", "speed_up_over_first": first}.items():
-            for row in rows:
-                if over != name and (row["heads"], row["temperature"]) == (name, temperature):
-                    key = f"{figure} {row['tree_size']}"
-                    columns[f"over {over}, T = {row['tree_size']}"] = f"{key} {{:.2f}}x"
-                    line = lines.setdefault(row["batch_size"], dict(batch_size=row["batch_size"]))
-                    line[key] = row[figure]
-        title = f"{name} over batch sizes, temperature {temperature:g}"
+    columns = {"batch size": "batch_size {}"} | {
+        f"over {over}, T = {size}": f"T{size}.{figure} {{:.2f}}x"
+        for figure, over in {"speed_up": "plain", "speed_up_over_first": first}.items()
+        for size in dict.fromkeys(row["tree_size"] for row in rows)}
+    tables = {}  # title: {batch size: the row of each tree size}
+    for row in rows:
+        title = f"{row['heads']} over batch sizes, temperature {row['temperature']:g}"
+        line = tables.setdefault(title, {}).setdefault(row["batch_size"], {})
+        line |= {"batch_size": row["batch_size"], f"T{row['tree_size']}": row}
+    for title, lines in tables.items():
         yield title, columns, list(lines.values())
 
 
@@ -65,15 +69,12 @@ FORMS = {
     "decode-random": lambda record: [(
         f"Steps of {record['model']} with random weights", STEPS | peers.COLUMNS | LAUNCHES,
         record["steps"])],
-    "exact": lambda record: [(
-        f"Verifying with {record['model']}, what bits that never differ cost", EXACT,
-        record["verify"])],
     "kernels": lambda record: [(
         f"{name}, us; {record['copy_gb_per_s']:.0f} GB/s copied", operation.columns,
         record.get(name, [])) for name, operation in OPERATIONS.items()],
     "kernels-static": lambda record: [(
-        "Registers per thread / spilled bytes / bytes of shared memory", static.COLUMNS,
-        [row | static.figures(row) for row in record["table"]])]}
+        "Registers per thread / spilled bytes / bytes of shared memory", STATIC,
+        record["table"])]}
 
 
 def markdown(title, columns, rows):

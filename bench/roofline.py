@@ -9,7 +9,7 @@ one GPU. This is about the least that a step can take: real kernels reach 80 to 
 and 60 to 80% of the peak.
 """
 
-from itertools import cycle, product
+from itertools import product
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,7 @@ GPUS = {  # by the vendors' datasheets and architecture whitepapers; SXM where n
     "3090": GPU(0.936, 71, 24), "4090": GPU(1.008, 165, 24), "5090": GPU(1.792, 209, 32),
     "mi300x": GPU(5.3, 1307, 192),
 }
-PER_LAYER, PER_STEP = 10, 17  # launches, by `bench launches`: of a layer, of the rest of a step,
+PER_LAYER, PER_STEP = 10, 17  # launches, by tests/static.py: of a layer, of the rest of a step,
 PER_HEAD, PER_TREE = 14, 10   # of drafting with a head, of the rest that a tree takes
 BYTES = 2        # of a weight
 MOST = 1024      # the largest batch size that is tried
@@ -136,45 +136,26 @@ class Prediction:
 
 def sizes(model):
     """The GPTConfig of a checkpoint folder or of a name in SIZES."""
-    if model not in SIZES and not Path(model).is_dir():
-        raise InputError(f"--model: expected a checkpoint folder or one of {', '.join(SIZES)}, "
-                         f"not {model}")
     return size_config(model) if model in SIZES else read_config(model)
 
 
-def acceptance(args):
-    """(the heads' CloverConfig, a function from the tree size to the tokens that a step finds)."""
-    if args.acceptance is not None:
-        return PRESETS["clover"], lambda size: sum(args.acceptance ** i for i in range(size))
-    config, record = read_record(Path(args.heads) / "heads.json")
+def acceptance(heads, temperature, chance=None):
+    """(the CloverConfig of a folder of heads, a function from the tree size to the tokens that a
+    step finds). chance: that each guess of a chain is accepted; then no folder is read."""
+    if chance is not None:
+        return PRESETS["clover"], lambda size: sum(chance ** i for i in range(size))
+    config, record = read_record(Path(heads) / "heads.json")
     if not record.get("acceptance"):
-        raise InputError(f"{args.heads}: these heads carry no acceptance table; make one with "
+        raise InputError(f"{heads}: these heads carry no acceptance table; make one with "
                          "train_heads.py --evaluate, or give --acceptance X")
-    return config, lambda size: expected_tokens(record["acceptance"], size, args.temperature)
-
-
-def plot(path, rows, title):
-    """Draws the speed-up over the batch size, a line for each tree size."""
-    from bench import draw  # which draws a prediction of this file
-    lines = {}
-    colours = cycle((draw.GREEN, draw.AMBER, draw.BLUE, draw.PINK, draw.GREY))
-    for size, colour in zip(dict.fromkeys(row["tree_size"] for row in rows), colours):
-        lines[f"T = {size}", colour, "-"] = {
-            row["batch_size"]: row["speed_up"] for row in rows if row["tree_size"] == size}
-    try:
-        Path(path).write_bytes(draw.render(draw.line_chart, f"Predicted: {title}", lines,
-                                           "{:.2f}x", kind=Path(path).suffix[1:] or "?"))
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be drawn to ({error}); take another --plot") from None
+    return config, lambda size: expected_tokens(record["acceptance"], size, temperature)
 
 
 def bench(args):
     """`python -m bench roofline`: prints the table -> what goes into the JSON line."""
     if args.check:
         return check(args)
-    heads, tokens = acceptance(args)
+    heads, tokens = acceptance(args.heads, args.temperature, args.acceptance)
     prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix,
                             chain=args.acceptance is not None)
     title = f"{Path(args.model).name} on {args.gpu}, {args.prefix} tokens in each cache"
@@ -187,8 +168,6 @@ def bench(args):
     rows = Table(COLUMNS, filter(None, rows))
     pays = {T: prediction.pays_up_to(T, tokens(T)) for T in args.tree_sizes}
     print("", *(f"T = {T}: {words}" for T, words in pays.items()), sep="\n")
-    if args.plot:
-        plot(args.plot, rows, title)
     return dict(bench="roofline", predicted=True, model=args.model, on=args.gpu, prefix=args.prefix,
                 rows=rows, pays=pays)
 

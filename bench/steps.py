@@ -1,25 +1,22 @@
-"""Single steps at the sizes of real models, with random weights: their times, what a GPU does in
-them, and what exact attention costs on a CPU."""
+"""Single steps at the sizes of real models, with random weights: their times, and what a GPU does
+in them."""
 
 import contextlib
 import statistics
 import sys
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 
-import kernels
 from backends import cpu
 from backends.tensor_parallel import Group, group_of
-from bench import Record, Table, peers
+from bench import Table, peers
 from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
-from model import GPT, GPTConfig, InputError, KVCache, check_memory, free_memory, pick_device
+from model import GPT, GPTConfig, check_memory, free_memory, pick_device
 from tools.tune import PREFIX, STAGES, no_room, seconds, stage_times, step_time, timing_decoder
 
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
@@ -43,10 +40,6 @@ STEPS = {**SIZED, "ms per step": "step_ms {:.2f}", "floor, ms": "floor_ms {:.2f}
          **{f"{stage}, ms": f"stages_ms.{stage} {{:.2f}}" for stage in STAGES}}
 GATHERS = {"gathers from the ranks, ms": "gathers_ms {:.2f}"}  # by themselves
 LAUNCHES = {**SIZED, "launches": "launches {}", "in kernels, ms": "kernels_ms {:.2f}"}
-EXACT = {"tokens in the cache": "prefix {}", "T": "tree_size {}",
-         "float64, ms": "float64_ms {:.1f}", "cast, ms": "cast_ms {:.1f}",
-         "bfloat16, ms": "bfloat16_ms {:.1f}", "float64 over bfloat16": "float64_ratio {:.2f}x",
-         "cast over bfloat16": "cast_ratio {:.2f}x"}
 
 
 def size_config(name):
@@ -73,25 +66,16 @@ def random_model(name, device, dtype, group=None):
     return model.requires_grad_(False).eval()
 
 
-def random_heads(model, vocabulary):
-    """Untrained Clover heads, which draft among the first ids of the vocabulary; 0: among all."""
+def random_heads(model, vocabulary=None):
+    """Untrained Clover heads, which draft among this many first ids of the vocabulary; 0: among
+    all; None: among FEW_TOKENS where there are twice as many. InputError for more than there are.
+    """
+    if vocabulary is None:
+        vocabulary = FEW_TOKENS if model.config.vocab_size >= 2 * FEW_TOKENS else 0
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(model.dtype)
     heads.set_vocabulary(torch.arange(vocabulary))
     return heads.requires_grad_(False).eval()
-
-
-def draft_vocabulary(args):
-    """How many ids the random heads draft among, 0 for all."""
-    V = size_config(args.random_weights).vocab_size
-    beams = isqrt(max(args.tree_sizes) - 1) + 1
-    n = args.draft_vocabulary
-    if n is None:
-        n = FEW_TOKENS if V >= 2 * FEW_TOKENS else 0
-    if n and not beams <= n <= V:
-        raise InputError(f"--draft-vocabulary must be 0, for all, or from {beams}, the beams of "
-                         f"the largest tree, to {V}, not {n}")
-    return n
 
 
 def peak_memory(body):
@@ -105,21 +89,10 @@ def peak_memory(body):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
 
 
-def in_turns(bodies, runs, device, group=None):
-    """({name: median milliseconds of its body()}, a function from two names to the median ratio of
-    their times in a round). In a round all take turns, so that other work meets them alike."""
-    times = {name: [] for name in bodies}
-    for _ in range(runs):
-        for name, body in bodies.items():
-            times[name].append(seconds(body, device, group))
-    return ({f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()},
-            lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b])))
-
-
 # -------------------------------------------------------------------------------------------------
 # `python -m bench decode --random-weights`
 
-def gathers(decoder, graph):
+def gathers(decoder):
     """A function that does nothing of a step but to gather from all ranks what it gathers."""
     group = group_of(decoder.model)
     gather = group.all_gather
@@ -127,7 +100,7 @@ def gathers(decoder, graph):
     with patch.object(group, "all_gather", lambda x: gathered.append(x.clone()) or gather(x)):
         decoder.step(decoder.plans[0])
     body = lambda: [group.all_gather(x) for x in gathered]
-    if not graph or decoder.model.device.type != "cuda":
+    if decoder.model.device.type != "cuda":
         return body
     replay = capture(body, decoder.model.device)
     return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
@@ -136,30 +109,35 @@ def gathers(decoder, graph):
 @torch.inference_mode()
 def measure_step(model, heads, batch_size, tree_size, bandwidth, args, others):
     """A row: the time of one step, of its stages and of other programs' steps, medians of --runs
-    rounds. others: {name: a running one of peers.PROGRAMS}."""
+    rounds, and the medians of the rounds' ratios. In a round all take turns, so that other work
+    meets them alike. others: {name: a running one of peers.PROGRAMS}."""
+    group = group_of(model)
     heads = heads if tree_size > 1 else None
-    graph = not args.no_graph
     step = model, heads, batch_size, DraftPlan(tree_size - 1), Sampling(args.temperature)
-    decoder = timing_decoder(*step, graph=graph)
+    decoder = timing_decoder(*step)
     bodies = dict(step=decoder.body())
-    bodies |= dict(gathers=gathers(decoder, graph)) if group_of(model).size > 1 else {}
+    bodies |= dict(gathers=gathers(decoder)) if group.size > 1 else {}
     found = {name: program.body(tree_size) for name, program in others.items()}
     bodies |= {name: body for name, body in found.items() if body}
-    row, ratio = in_turns(bodies, args.runs, model.device, group_of(model))
-    for name, pair in peers.RATIOS.items():
-        row |= {f"{name}_ratio": ratio(*pair)} if name in bodies else {}
+    times = {name: [] for name in bodies}
+    for _ in range(args.runs):
+        for name, body in bodies.items():
+            times[name].append(seconds(body, model.device, group))
+    row = {f"{name}_ms": 1e3 * statistics.median(found) for name, found in times.items()}
+    for name, (a, b) in peers.RATIOS.items():
+        if name in times:
+            row[f"{name}_ratio"] = statistics.median(x / y for x, y in zip(times[a], times[b]))
     floor_ms = 1e3 * step_bytes(model, batch_size) / bandwidth
-    stages = stage_times(*step, graph=graph)
-    return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"],
-                      stages_ms={name: 1e3 * time for name, time in stages.items()})
+    stages = {name: 1e3 * time for name, time in stage_times(*step).items()}
+    return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"], stages_ms=stages)
 
 
 def measure_steps(model, heads, batch_size, bandwidth, args, record, table):
     """Adds the rows of one batch size that are missing. Others run beside a batch of one."""
     missing = lambda size: not table.has(batch_size=batch_size, tree_size=size)
     sizes = list(filter(missing, args.tree_sizes))
-    compared = sizes and batch_size == 1 and group_of(model).size == 1
-    rivals = peers.running(model) if compared else contextlib.nullcontext(({}, {}))
+    compared = batch_size == 1 and group_of(model).size == 1 and model.device.type == "cpu"
+    rivals = peers.running(model) if sizes and compared else contextlib.nullcontext(({}, {}))
     with rivals as (others, words):
         record.update(dict(peers=words) if words else {})
         for size in sizes:
@@ -184,14 +162,14 @@ def kernel_times(body, device):
 
 
 @torch.inference_mode()
-def profile_steps(model, heads, table, sampling, graph):
+def profile_steps(model, heads, table, sampling):
     """Adds to the rows what the GPU did in their steps. A profiler may slow down what follows."""
     shown = Table(LAUNCHES)
     for row in table:
         if "kernels" not in row:
             drafting = heads if row["tree_size"] > 1 else None
             decoder = timing_decoder(model, drafting, row["batch_size"],
-                                     DraftPlan(row["tree_size"] - 1), sampling, graph=graph)
+                                     DraftPlan(row["tree_size"] - 1), sampling)
             found = kernel_times(decoder.body(), model.device)
             row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
                         kernels_ms=sum(ms for _, ms in found.values()))
@@ -202,13 +180,12 @@ def profile_steps(model, heads, table, sampling, graph):
 def bench(args, group):
     """The time of one step for each batch and tree size -> the Record."""
     device = pick_device(args.device)
-    vocabulary = draft_vocabulary(args)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
+    model = random_model(args.random_weights, device, dtype, group)
+    heads = random_heads(model, args.draft_vocabulary)
     record = open_record(args, group, bench="decode-random", model=args.random_weights,
                          device=str(device), dtype=str(dtype), prefix=PREFIX,
-                         draft_vocabulary=vocabulary)
-    model = random_model(args.random_weights, device, dtype, group)
-    heads = random_heads(model, vocabulary)
+                         draft_vocabulary=heads.config.vocabulary)
     sampling = Sampling(args.temperature)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
@@ -223,59 +200,7 @@ def bench(args, group):
     for batch_size in args.batch_sizes:
         measure_steps(model, heads, batch_size, bandwidth, args, record, table)
     if device.type == "cuda":
-        profile_steps(model, heads, table, sampling, not args.no_graph)
+        profile_steps(model, heads, table, sampling)
     for name, words in record.get("peers", {}).items():
         print(f"{peers.PROGRAMS[name].title}: {words}")
-    return record.done()
-
-
-# -------------------------------------------------------------------------------------------------
-# `python -m bench exact`: what it costs on a CPU that a token's hidden state is the same bits
-# wherever it is. A bfloat16 model verifies chains of T tokens in three ways: in float64 over a
-# cache of float64, or of bfloat16 that each step casts, and as torch does it in bfloat16.
-
-def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
-    """`backends.cpu.cached_attention` in the cache's own dtype."""
-    bias = bias if bias is None else bias.to(k.dtype)
-    return F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
-        enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2)
-
-
-def chain(model, dtype, prefix, tree_size, attention=cpu.cached_attention):
-    """A function that verifies a chain of tokens after `prefix` rows of a cache of this dtype."""
-    c, nodes = model.config, torch.arange(tree_size)[None]
-    cache = KVCache((c.n_layer, 2, 1, c.n_kv_head, prefix + tree_size, c.head_size), dtype)
-    cache.lengths.fill_(prefix)
-
-    def verify():
-        with patch.object(cpu, "cached_attention", attention), kernels.unchecked():
-            return model(nodes, prefix + nodes, cache, (2 << nodes) - 1)
-    return verify
-
-
-@torch.inference_mode()
-def measure_exact(model, prefix, tree_size, runs):
-    """A row: medians of the three ways over alternating rounds, and of the ratios of a round."""
-    ways = dict(float64=chain(model, torch.float64, prefix, tree_size),
-                cast=chain(model, torch.bfloat16, prefix, tree_size),
-                bfloat16=chain(model, torch.bfloat16, prefix, tree_size, rounded_attention))
-    row, ratio = in_turns(ways, runs, model.device)
-    return dict(prefix=prefix, tree_size=tree_size, **row, cast_ratio=ratio("cast", "bfloat16"),
-                float64_ratio=ratio("float64", "bfloat16"))
-
-
-def bench_exact(args):
-    """Prints the table, returns the Record."""
-    if not cpu.packs(torch.bfloat16):
-        raise InputError("this CPU has no instructions for bfloat16; expected AVX512-BF16")
-    record = Record(args.out, bench="exact", model=args.random_weights, device="cpu",
-                    dtype="torch.bfloat16", runs=args.runs)
-    model = random_model(args.random_weights, torch.device("cpu"), torch.bfloat16)
-    cpu.apply(model)
-    table = record.table("verify", EXACT)
-    for prefix in args.prefixes:
-        for size in args.tree_sizes:
-            if not table.has(prefix=prefix, tree_size=size):
-                table.add(measure_exact(model, prefix, size, args.runs))
     return record.done()

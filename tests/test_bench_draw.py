@@ -251,7 +251,7 @@ def test_the_roofline_is_the_commands_prediction_and_says_so():
     axes = axes_of(draw.draw_roofline, None)
     shown = texts(axes)
     assert "Predicted, not measured: speed-up on one H200 (logarithmic)" in shown
-    heads, tokens = roofline.acceptance(Namespace(acceptance=None, heads=DEMO / "clover", temperature=0.0))
+    heads, tokens = roofline.acceptance(DEMO / "clover", temperature=0.0)
     for model, colour in {"30b": draw.PINK, "8b": draw.GREEN, "1.5b": draw.BLUE}.items():
         prediction = roofline.Prediction(roofline.GPUS["h200"], roofline.sizes(model), heads)
         best = max(prediction.row(1, T, tokens(T))["speed_up"] for T in range(2, 65))

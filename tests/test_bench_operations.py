@@ -8,7 +8,6 @@ import torch
 import kernels
 from bench import Record, Table, operations, steps
 from bench import __main__ as bench
-from bench.static import record
 from model import InputError
 
 FP32 = torch.float32
@@ -41,15 +40,6 @@ def test_rivals_compute_the_same_projection():
     assert (torch.bincount(draws, minlength=300) - expected).abs().max() < 6 * expected.max() ** 0.5
 
 
-@pytest.mark.parametrize("last", [1, 3, 70])
-def test_rivals_look_up_the_same(last):
-    """Bug: the benchmark compares with something easier."""
-    lengths = torch.full((40,), last, dtype=torch.int32)
-    for V in (1, 3, 50):
-        texts = torch.randint(0, V, (40, 80), dtype=torch.int32)
-        assert torch.equal(operations.windows(texts, lengths, 10, last), kernels.ngram_lookup(texts, lengths, 10))
-
-
 def test_trees_to_merge_are_trees():
     """Bug: other work than the engine's: nodes that are not below their parents."""
     _, inputs, ours, _ = operations.merge_case(None, "cpu", 3, 20)
@@ -69,7 +59,7 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     monkeypatch.setitem(steps.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 64, 96), {}))
     monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3], capacity=200,
+    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3],
                            no_flex=False)
     rows = {}
     for name, operation in operations.OPERATIONS.items():
@@ -84,7 +74,7 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     moved, = rows["commit"]
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
     found, = rows["lookup"]
-    assert found["bytes"] == 2 * 4 * 71 and found["prefix"] == 70 and found["torch"] == 2000.0
+    assert found["bytes"] == 2 * 4 * 71 and found["prefix"] == 70
     root, tree = rows["merge"]
     assert (root["T"], tree["T"]) == (1, 5) and tree["bytes"] == 2 * 8 * (5 * 4 + 10 + 15 * 4)
     for line in capsys.readouterr().out.split("\n\n"):
@@ -126,21 +116,10 @@ def test_flex_attention_can_be_left_out():
     assert bench.parse(["kernels", "--no-flex"]).no_flex and not bench.parse(["kernels"]).no_flex
 
 
-@pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
-def test_narrow_tiles_are_timed_where_a_tile_has_128_rows(monkeypatch):
-    """Bug: the column times the same tiles again, or is there where there is nothing to compare."""
-    monkeypatch.setattr(operations, "copies", lambda size: 1)
-    args = SimpleNamespace(no_flex=True, capacity=0)
-    assert "64 rows" not in operations.attention_case(args, "cpu", "70b", 1, 70, 8)[3]
-    _, (x,), ours, rivals = operations.attention_case(args, "cpu", "70b", 1, 70, 16)
-    wide, narrow, again = (record(function, *x)[0][3] for function in (ours, rivals["64 rows"], ours))
-    assert wide == again and wide["BLOCK_Q"] == 128 and narrow["BLOCK_Q"] == 64 and narrow["num_warps"] == 4
-
-
 def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):
     """Bug: a traceback, or numbers of a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="CUDA.*--static"):
+    with pytest.raises(InputError, match="CUDA.*pytest -m static"):
         bench.main(["kernels"])
 
 

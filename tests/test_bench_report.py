@@ -44,7 +44,7 @@ def test_measured_tables_of_the_readme_are_those_of_the_files():
     for path in (ROOT / "bench" / "results").glob("*.json"):
         record = json.loads(path.read_text())
         ours += [({heading.lower(): column for heading, column in columns.items()}, rows)
-                 for _, columns, rows in report.FORMS[record["bench"]](record)]
+                 for _, columns, rows in report.FORMS.get(record["bench"], lambda _: [])(record)]
     texts = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     checked = 0
     for headings, lines in markdown_tables(texts):
@@ -103,8 +103,8 @@ def test_kernels_and_tests_with_what_went_wrong(shown):
                            tests=dict(bench="tests", files=["tests"], tests=tests)))
     assert "### attention, us; 4300 GB/s copied" in text and "flex | against" in text
     assert "| 8b | 8 | 8192 | 16 | 100.0 | 90% | 125.0 | BackendCompilerFailed | 1.25x |" in text
-    assert set(operations.OPERATIONS["attention"].rivals) == {"sdpa", "sdpa packed", "flex", "64 rows"}
-    assert "packed" not in text and "64 rows" not in text
+    assert set(operations.OPERATIONS["attention"].rivals) == {"sdpa", "sdpa packed", "flex"}
+    assert "packed" not in text
     assert "### pytest -m gpu, 6 seconds" in text and "| passed | 2 |\n| failed | 1 |" in text
     assert "| tests/test_a.py::test_c | failed | E  a / b |" in text
 

@@ -19,7 +19,7 @@ from training import base
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-BENCH = ("heads", "decode", "exact", "kernels", "launches", "tests", "gpu", "report", "roofline", "draw")
+BENCH = ("heads", "decode", "kernels", "tests", "gpu", "report", "roofline", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node"}  # torchrun's
 name = lambda path: path.name

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kernels
-from bench.static import record
+from static import record
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = kernels.INTERPRETED.value

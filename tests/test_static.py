@@ -1,20 +1,17 @@
-"""bench/static.py: what every kernel passes without a GPU, and how many launches a step takes. `pytest` compiles a
+"""tests/static.py: what every kernel passes without a GPU, and how many launches a step takes. `pytest` compiles a
 sample, `pytest -m static` every launch."""
 
-import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
-from bench import __main__ as bench
-from bench import static
-from bench.static import Launches, step_launches
+import static
 from clover import CloverHeads
 from generate import DraftPlan, Sampling
 from model import GPT
+from static import Launches, step_launches
 from tools.cli import DEMO
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,7 +24,7 @@ def check_figures(pairs, figures):
     wrong = []
     for (target, launch), used in zip(pairs, figures):
         assert 0 < used["registers"] <= 512
-        if used["shared"] > static.TARGETS[target] or target.startswith("cuda") and used["spilled"]:
+        if used["shared"] > static.SHARED[target] or target.startswith("cuda") and used["spilled"]:
             wrong.append((target, *static.shape_class(launch), used))
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -211,7 +208,7 @@ def test_static_table_keeps_the_worst_of_a_row(monkeypatch, capsys):
     monkeypatch.setattr(static, "all_launches", lambda: [launch, launch])
     used = [dict(registers=n, spilled=8 * (n == 3), shared=100 - n) for n in range(8)]
     monkeypatch.setattr(static, "compile_all", lambda pairs: used)
-    row, = static.bench(SimpleNamespace(out=None))["table"]
+    row, = static.table_of_figures()["table"]
     assert row["cuda:80"] == dict(launches=2, registers=4, spilled=0, shared=100)
     assert row["hip:gfx942"] == dict(launches=2, registers=7, spilled=8, shared=97)
     assert "| 4 / 0 / 100 |" in capsys.readouterr().out
@@ -252,17 +249,15 @@ def test_what_it_takes_that_heads_read_in_every_step(demo):
     assert beside.total() <= alone.total() + 19, beside - alone
 
 
-def test_the_command_prints_the_counts(capsys):
-    """Bug: a count under another tree size or drafter, or one that the JSON line lacks."""
-    bench.main(["launches", "--tree-sizes", "1", "2", "5"])
-    *lines, last = capsys.readouterr().out.splitlines()
-    steps = json.loads(last)["steps"]
+def test_the_table_has_the_counts(capsys):
+    """Bug: a count under another tree size or drafter."""
+    steps = static.table_of_launches((1, 2, 5))
     assert [(row["tree_size"], row["drafted_by"]) for row in steps] == [
         (1, "plain"), (2, "heads 1"), (5, "heads 4"), (5, "lookup 4"), (5, "heads 2 + lookup 2")]
     counts = [row["launches"] for row in steps]
     assert counts[0] < counts[3] < counts[1] < counts[2] and counts[3] < counts[4]
     assert all(sum(row["operations"].values()) == row["launches"] for row in steps)
-    assert f"| 5 | lookup 4 | {counts[3]} | " in "".join(lines)
+    assert f"| 5 | lookup 4 | {counts[3]} | " in capsys.readouterr().out
 
 
 def test_views_are_free_and_composites_count_what_they_are_made_of():

@@ -1,4 +1,7 @@
-"""What the kernels take, without a GPU: `bench launches` and `bench kernels --static`.
+"""What the kernels take, without a GPU.
+
+    python -m tests.static launches               # of a step, for trees of several sizes
+    python -m tests.static compile [--out FILE]   # registers, spills and shared memory; minutes
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together
 with the torch operations that are not views: a lower bound, as an operation may take several. And
@@ -25,9 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from bench import Record, Table
+from bench.report import STATIC, TARGETS
 from clover import CloverHeads
 from generate import Decoder, fixed_plan
 from model import GPT, InputError
+from tools.cli import DEMO, Parser, command
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT32 = torch.int32
@@ -38,9 +43,8 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 
 # Shared memory per program, bytes. For NVIDIA the limit of the RTX 30, 40 and 50, smaller than that
 # of the target itself: these GPUs get binaries of their own, not compiled here, of the same tiles.
-TARGETS = {"cuda:80": 101376, "cuda:90": 101376, "cuda:100": 101376, "hip:gfx942": 65536}
+SHARED = dict(zip(TARGETS, (101376, 101376, 101376, 65536)))
 CLASS = "kernel", "dtype", "tile", "warps", "stages"
-COLUMNS = {name: f"{name} {{}}" for name in (*CLASS, "launches", *TARGETS)}
 STEP = {"tree size": "tree_size {}", "drafted by": "drafted_by {}", "launches": "launches {}",
         "most of them": "most {}"}
 
@@ -99,22 +103,21 @@ def step_launches(model, heads=None, **options):
     return operations.counts + Counter(short_name(name) for name, *_ in launches)
 
 
-def bench_launches(args):
-    """`python -m bench launches`: prints rows for each tree size, returns what it counted."""
-    model = GPT.from_pretrained(args.model, BF16, "cpu")  # the default on CUDA
-    heads = CloverHeads.from_pretrained(args.heads, model).to("meta")
+def table_of_launches(tree_sizes=(1, 5, 16, 64)):
+    """Prints rows for each tree size of demo/ in bfloat16, the default on CUDA -> the Table."""
+    model = GPT.from_pretrained(DEMO, BF16, "cpu")
+    heads = CloverHeads.from_pretrained(DEMO / "clover", model).to("meta")
     model.to("meta")
     table = Table(STEP)
-    capacity = min(512, model.config.block_size)
-    for size in args.tree_sizes:
+    for size in tree_sizes:
         for used, lookup in ((heads, False), (None, True), (heads, True))[:3 if size > 2 else 1]:
             plan = fixed_plan(size, used, lookup)
             used = used if plan.head_nodes else None
-            counts = step_launches(model, used, plans=(plan,), capacity=capacity)
+            counts = step_launches(model, used, plans=(plan,), capacity=512)
             most = ", ".join(f"{n} {name}" for name, n in counts.most_common(6))
             table.add(dict(tree_size=plan.tree_size, drafted_by=str(plan), operations=counts,
                            launches=counts.total()), most=most)
-    return dict(bench="launches", model=args.model, steps=table)
+    return table
 
 
 # -------------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ def compile_all(pairs):
 
 
 def shape_class(launch):
-    """CLASS of a signature: launches with equal ones share a row of the static table."""
+    """CLASS of a signature: launches with equal ones share a row of the table."""
     name, kinds, constants, _, options = launch
     parameters = getattr(kernels, name).arg_names
     options = dict(options)
@@ -283,14 +286,8 @@ def shape_class(launch):
             options.get("num_stages", "-"))
 
 
-def figures(row):
-    """What a row of the static table shows of each target."""
-    return {target: "{registers} / {spilled} / {shared}".format_map(row[target])
-            for target in TARGETS}
-
-
-def bench(args):
-    """`python -m bench kernels --static`: a row per shape class, its worst for each target."""
+def table_of_figures(out=None):
+    """Prints a row per shape class, its worst for each target -> the Record, kept in a file."""
     launches = all_launches()
     classes = defaultdict(lambda: defaultdict(Counter))
     pairs = [(target, launch) for launch, target in product(launches, TARGETS)]
@@ -300,9 +297,23 @@ def bench(args):
         for figure, value in used.items():
             worst[figure] = max(worst[figure], value)
     print(f"{len(launches)} launches: registers per thread / spilled / shared bytes, the worst")
-    result = Record(args.out, bench="kernels-static")
-    table = result["table"] = Table(COLUMNS)
+    result = Record(out, bench="kernels-static")
+    table = result["table"] = Table(STATIC)
     for key, targets in sorted(classes.items(), key=str):
-        row = dict(zip(CLASS, key)) | targets
-        table.add(row, launches=targets["cuda:80"]["launches"], **figures(row))
+        table.add(dict(zip(CLASS, key)) | targets)
     return result.done()
+
+
+def main():
+    parser = Parser("What the kernels take, without a GPU.", prog="python -m tests.static")
+    parser.add_argument("table", choices=("launches", "compile"))
+    parser.add_argument("--out", metavar="FILE", help="keep the table of compile here")
+    args = parser.parse_args()
+    if args.table == "launches":
+        table_of_launches()
+    else:
+        table_of_figures(args.out)
+
+
+if __name__ == "__main__":
+    command(main)
