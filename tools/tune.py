@@ -376,21 +376,20 @@ def measure_steps(model, times, step, plans, enough=lambda tried: False):
     """Adds step(plan), in seconds, to `times` where it is not known: on a CPU the least of ROUNDS.
     -> [the plans] before the first that memory has no room for, and up to where it is `enough`."""
     errors = no_room(group_of(model))
-    tried, new = [], []
+    known = set(times)
+    tried = []
     for plan in plans:
-        if plan not in times:
-            try:
-                times[plan] = step(plan)
-            except errors:
-                break
-            new.append(plan)
+        try:
+            times[plan] = times.get(plan) or step(plan)
+        except errors:
+            break
         tried.append(plan)
         if enough(tried):
             break
-    for _ in range(ROUNDS - 1 if model.device.type == "cpu" else 0):
-        for plan in new:
-            with contextlib.suppress(*errors):  # what else runs may have taken the memory
-                times[plan] = min(times[plan], step(plan))
+    new = [plan for plan in tried if plan not in known]
+    for plan in new * (ROUNDS - 1 if model.device.type == "cpu" else 0):
+        with contextlib.suppress(*errors):  # what else runs may have taken the memory
+            times[plan] = min(times[plan], step(plan))
     return tried
 
 
@@ -417,8 +416,7 @@ def explain(engine, heads, output):
         times = stage_times(timing_decoder(
             decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
             beams=decoder.given_beams, sampling=decoder.sampling, graph=bool(decoder.graphs)))
-        cells = "".join(f"{time * 1e3:>10.2f}" for time in times.values())
-        lines.append(f"{str(plan):<24}{cells}")
+        lines.append(f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values()))
     return lines
 
 
