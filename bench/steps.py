@@ -234,11 +234,11 @@ def bench(args, group):
 # wherever it is. A bfloat16 model verifies chains of T tokens in three ways: in float64 over a
 # cache of float64, or of bfloat16 that each step casts, and as torch does it in bfloat16.
 
-def rounded_attention(q, k, v, bias=None, scale=None, is_causal=False):
+def rounded_attention(q, k, v, bias=None, is_causal=False):
     """`backends.cpu.cached_attention` in the cache's own dtype."""
     bias = bias if bias is None else bias.to(k.dtype)
     return F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, bias, is_causal=is_causal, scale=scale,
+        q.transpose(1, 2), k, v, bias, is_causal=is_causal,
         enable_gqa=q.shape[2] != k.shape[1]).transpose(1, 2)
 
 
