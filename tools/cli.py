@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from backends import tensor_parallel
 from clover import CloverHeads, state_hash
@@ -49,11 +48,12 @@ def command(main):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
     print_error = tensor_parallel.error_printer()
+    code = 0
     try:
         main()
     except InputError as error:
         print_error(f"{name}: {error}")
-        tensor_parallel.end(2)
+        code = 2
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         # torch has no type of its own for a CPU's
@@ -61,13 +61,13 @@ def command(main):
             raise
         print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so "
                     "do shorter texts")
-        tensor_parallel.end(2)
+        code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if dist.is_available() and dist.is_initialized():  # others may be waiting
-        tensor_parallel.end(1)
+    tensor_parallel.end_rank(code or 1)  # others may be waiting
+    sys.exit(code)
 
 
 def add_model_flags(parser):
