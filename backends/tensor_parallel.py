@@ -43,9 +43,9 @@ class Group:
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
 
-    def rows(self, n):
-        """This rank's slice of n rows."""
-        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+    def rows(self, n, first=0):
+        """This rank's slice of n rows, of which the first is row `first`."""
+        return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def all_gather(self, x):
         """[N, *x.shape], the same on all ranks."""
@@ -91,23 +91,21 @@ class Group:
     def shard_slices(self, name, config):
         """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
         its slices)."""
-        own = self.shard_config(config)
         if self.size == 1:
             return None
-        D = config.head_size
-        nth = lambda n, size: slice(n * size, (n + 1) * size)
+        Hq, Hkv, D = config.n_head, config.n_kv_head, config.head_size
         if ".attn.qkv." in name:
-            Hq, Hkv = config.n_head, config.n_kv_head
-            kv = self.rank * Hkv // self.size  # the first of its key/value heads
-            heads = [(self.rank * own.n_head, own.n_head), (Hq + kv, own.n_kv_head),
-                     (Hq + Hkv + kv, own.n_kv_head)]
-            return 0, [slice(first * D, (first + count) * D) for first, count in heads]
+            keys = (Hq + self.rank * Hkv // self.size) * D  # the first row of its key/value heads
+            values = keys + Hkv * D
+            size = max(Hkv // self.size, 1) * D
+            return 0, [self.rows(Hq * D), slice(keys, keys + size), slice(values, values + size)]
         if ".mlp.up." in name:
-            return 0, [nth(i * self.size + self.rank, own.n_inner) for i in range(1 + config.gated)]
+            n = config.n_inner
+            return 0, [self.rows(n, first) for first in range(0, n * (1 + config.gated), n)]
         if name.endswith("attn.proj.weight"):
-            return 1, [nth(self.rank, own.n_head * D)]
+            return 1, [self.rows(Hq * D)]
         if name.endswith("mlp.down.weight"):
-            return 1, [nth(self.rank, own.n_inner)]
+            return 1, [self.rows(config.n_inner)]
         return (0, [self.rows(config.vocab_size)]) if name == "head.weight" else None
 
     def divide(self, model):
@@ -155,9 +153,9 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear, group):
         super().__init__()
-        self.local = nn.Linear(1, 1, bias=False, device="meta")
-        self.local.weight = linear.weight
         self.bias = linear.bias
+        linear.bias = None
+        self.local = linear
         self.group = group
 
     def forward(self, x):

@@ -185,14 +185,12 @@ def read_times(file):
 
 def write_times(file, key, times):
     name = lambda plan: f"{plan.head_nodes}+{plan.lookup_tokens}"
-    try:
+    with contextlib.suppress(OSError):  # a home that cannot be written to: measured again next time
         file.parent.mkdir(parents=True, exist_ok=True)
         known = {key: {name(plan): value for plan, value in entry.items()}
                  for key, entry in (read_times(file) | {key: times}).items()}
         text = json.dumps(known, indent=1)
         atomic_write(file, lambda tmp: Path(tmp).write_text(text))
-    except OSError:  # a home that cannot be written to: measured again next time
-        pass
 
 
 # --------------------------------------------------------------------------------------------------
