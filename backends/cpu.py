@@ -12,7 +12,6 @@ order; and tokens whose logits nearly tie are scored again in float64."""
 
 import math
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -24,11 +23,10 @@ from model import ACTIVATIONS, GPT, AttentionContext, Block, LMHead, alibi_mask,
 
 # oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if HAS_ONEDNN else None
+ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if HAS_ONEDNN else None
 ONEDNN_NAMES = {None: ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
 # whether the CPU has instructions that multiply bfloat16; those with AMX have these too
-BFLOAT16_SUPPORTED = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-NATIVE_BFLOAT16 = ONEDNN_LINEAR is not None and BFLOAT16_SUPPORTED()
+NATIVE_BFLOAT16 = HAS_ONEDNN and torch.cpu._is_avx512_bf16_supported()
 FEWEST_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors take more time
 
 
@@ -86,9 +84,7 @@ def is_exact(model):
 
 def packs(dtype):
     """Whether products of a dtype are taken from packed weights on this CPU."""
-    if dtype == torch.bfloat16:
-        return NATIVE_BFLOAT16
-    return ONEDNN_LINEAR is not None and dtype == torch.float32
+    return NATIVE_BFLOAT16 if dtype == torch.bfloat16 else HAS_ONEDNN and dtype == torch.float32
 
 
 def pack(module, model, min_rows=FEWEST_ROWS):
@@ -121,21 +117,20 @@ class PackedLinear(nn.Linear):
         w = self.weight
         if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
             self.packed_weight = None
-        elif self.packed_weight is None or not self.is_current():
+        elif not self.is_current():
             if w.dtype == torch.bfloat16:
                 check_rows(min(w.shape[0], 4096), w.shape[1])
             self.packed_weight = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
 
     def is_current(self):
-        weight, version, _ = self.packed_weight
+        """Whether there is a copy, of the weight as it is now."""
+        weight, version, _ = self.packed_weight or (None, None, None)
         return weight is self.weight and weight._version == version
 
     def packed(self):
-        """The copy; None where there is none, the weight has changed since, or a gradient may be
-        wanted."""
-        if self.packed_weight is None or not self.is_current():
-            return None
-        return self.packed_weight[2] if torch.is_inference_mode_enabled() else None
+        """The copy; None where there is none that is current, or a gradient may be wanted."""
+        usable = torch.is_inference_mode_enabled() and self.is_current()
+        return self.packed_weight[2] if usable else None
 
     def __getstate__(self):  # deepcopy and pickle leave out the packed copies, which are oneDNN's
         own = "packed_weight", "packed_vocab"
@@ -160,10 +155,9 @@ class PackedLinear(nn.Linear):
         rows = x.numel() // x.shape[-1]
         if rows >= self.min_rows:
             return packed_linear(x, packed, self.bias, activation, residual)
-        padding = 0, 0, 0, self.min_rows - rows
-        padded = F.pad(x.reshape(rows, -1), padding)
+        padded = pad_rows(x.reshape(rows, -1), self.min_rows)
         if residual is not None:
-            residual = F.pad(residual.reshape(rows, -1), padding)
+            residual = pad_rows(residual.reshape(rows, -1), self.min_rows)
         out = packed_linear(padded, packed, self.bias, activation, residual)
         return out[:rows].view(*x.shape[:-1], -1)
 
@@ -214,10 +208,10 @@ class PackedBlock(Block):
         stream = hidden if residual is None else residual + hidden
         B, T = context.cache_rows.shape
         rows = max(stream.shape[1], -(-attn.proj.min_rows // B))  # of each sequence
-        stream = pad_tokens(stream, rows)
+        stream = pad_rows(stream, rows)
         qkv = attn.qkv.product(self.attn_norm.add(stream, None)[0])
         attended = attn.attend(qkv if rows == T else qkv[:, :T], rope, context, kv)
-        stream = attn.proj.product(pad_tokens(attended, rows), residual=stream)
+        stream = attn.proj.product(pad_rows(attended, rows), residual=stream)
         normed = self.mlp_norm.add(stream, None)[0]
         activation = mlp.config.activation
         if mlp.config.gated:
@@ -228,9 +222,9 @@ class PackedBlock(Block):
         return stream[:, :T] if self.is_last else stream, None
 
 
-def pad_tokens(x, n):
-    """x [B, T, C] with zeros after it up to n tokens: [B, max(T, n), C]."""
-    return F.pad(x, (0, 0, 0, n - x.shape[1])) if x.shape[1] < n else x
+def pad_rows(x, n):
+    """x [..., M, C] with rows of zeros after it, where it has fewer than n: [..., max(M, n), C]."""
+    return F.pad(x, (0, 0, 0, n - x.shape[-2])) if x.shape[-2] < n else x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,33 +290,28 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
     the rounding is scored again, in float64, so that a row's result neither ties nor depends on the
     other rows. Other arguments and results as there."""
     M, V = logits.shape
-    largest = torch.maximum(logits.amax(1), -logits.amin(1))
-    plain = (largest == 0) | ~largest.isfinite()  # rows with nothing to score again, or no way to
-    if plain.any():
-        tokens = gumbel_argmax(logits, temperature, seed, sequence, position,
-                               first_token=first_token)
-        rest = ~plain
-        if rest.any():
-            tokens[rest] = rescored_argmax(logits[rest], hidden[rest], weight, temperature, seed,
-                                           sequence[rest], position[rest], first_token)
-        return tokens
     scores, scale = logits, temperature or 1.0
     if temperature:
         ids = torch.arange(first_token, first_token + V, device=logits.device)
         noise = gumbel(seed, sequence, position, ids)
         scores = logits / temperature + noise
+    largest = torch.maximum(logits.amax(1), -logits.amin(1))
     # rounding moves a logit by 2^-8 of itself at most, a float32 sum by far less
     error = 1.1 / 2**8 * largest / scale
-    near = (scores >= (scores.amax(1) - 2 * error)[:, None]).nonzero()
-    rows, tokens = near.unbind(1)
-    if len(near) == M:
+    near = scores >= (scores.amax(1) - 2 * error)[:, None]  # (M, V)
+    plain = (largest == 0) | ~largest.isfinite()  # rows with nothing to score again, or no way to
+    if plain.any():
+        near[plain] = F.one_hot(scores[plain].argmax(1), V).bool()
+    rows, tokens = near.nonzero().unbind(1)
+    if len(rows) == M:
         return tokens
     exact = torch.cat([(hidden[r].double() * weight[t].double()).sum(1)  # a few: all may be near
                        for r, t in zip(rows.split(4096), tokens.split(4096))])
     exact = exact / scale + noise[rows, tokens] if temperature else exact
     best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
-    rows, tokens = near[exact == best[rows]].unbind(1)
-    return tokens.new_full((M,), V).scatter_reduce_(0, rows, tokens, "amin")  # the lowest of equals
+    won = ~(exact < best[rows])  # also what is no number
+    # the lowest of equals
+    return tokens.new_full((M,), V).scatter_reduce_(0, rows[won], tokens[won], "amin")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,6 +329,7 @@ def new_cache(model, batch, capacity, blocks=None):
 
 class CPUContext(AttentionContext):
     """In half precision attention adds in float64, see `cached_attention`."""
+    unseen = None  # of a tree's: as `tree_mask` gives it
 
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
@@ -355,18 +345,18 @@ class CPUContext(AttentionContext):
     def tree(cls, ancestors, cache, slopes=None):
         context = super().tree(ancestors, cache, slopes)
         context.end = int(cache.lengths.max()) + ancestors.shape[1]
-        context.mask = tree_mask(cache.lengths, ancestors, context.end, slopes, sum_dtype(cache))
+        context.mask, context.unseen = tree_mask(cache.lengths, ancestors, context.end, slopes,
+                                                 sum_dtype(cache))
         return context
 
     def attend(self, q, k, v):
         if self.cache_rows is None:
             return super().attend(q, k, v)
         k, v = k[:, :, :self.end], v[:, :, :self.end]
-        if self.ancestors is None:
-            return cached_attention(q, k, v, self.mask, is_causal=self.mask is None)
-        if self.mask.unseen is not None:
-            k, v = without_unseen(k, v, self.lengths, self.mask.unseen)
-        return cached_attention(q, k, v, self.mask.bias)
+        if self.unseen is not None:
+            k, v = without_unseen(k, v, self.lengths, self.unseen)
+        is_causal = self.mask is None and self.ancestors is None
+        return cached_attention(q, k, v, self.mask, is_causal)
 
 
 def sum_dtype(cache):
@@ -387,29 +377,21 @@ def without_unseen(k, v, lengths, unseen):
     return tuple(x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
 
 
-class TreeMask(NamedTuple):
-    """visible bool [B, T, end]: which cache rows a node sees. unseen bool [B, end]: rows that no
-    node sees, None if there are none. bias, to be added to the scores: [B, 1, T, end] of 0 and
-    -inf, None if every node sees every row; with slopes [B, Hq, T, end] of the ALiBi bias and -inf,
-    never None."""
-    visible: torch.Tensor
-    unseen: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
 @takes(ancestors="B T int64", lengths="B int32 0..end-T", slopes="Hq float32?")
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
-    """What each node sees of the first `end` cache rows, as a `TreeMask`. Made once per step,
-    shared by all layers.
+    """What each node sees of the first `end` cache rows -> (bias, unseen), made once per step for
+    all layers. ancestors, slopes: as in `kernels.tree_attention`.
 
-    ancestors, slopes: as in `kernels.tree_attention`. dtype: of the bias, best the attention's."""
+    bias, of a dtype, best the attention's, is added to the scores: [B, 1, T, end] of 0 and -inf,
+    None if every node sees every row; with slopes [B, Hq, T, end] of the ALiBi bias and -inf, never
+    None. unseen: bool [B, end], the rows that no node sees, None if there are none."""
     B, T = ancestors.shape
     device = lengths.device
     node = torch.arange(end, device=device) - lengths[:, None]  # (B, end), negative: committed
     ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, end)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
     if slopes is None and visible.all():
-        return TreeMask(visible, None, None)
+        return None, None
     unseen = ~visible.any(1)
     if slopes is None:
         bias = torch.zeros_like(visible, dtype=dtype)[:, None]
@@ -419,10 +401,10 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
         distance = positions[:, None] - depth[:, :, None]  # (B, T, end)
         bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, end)
     bias.masked_fill_(~visible[:, None], -math.inf)
-    return TreeMask(visible, unseen if unseen.any() else None, bias)
+    return bias, unseen if unseen.any() else None
 
 
-def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
+def cached_attention(q, k, v, bias=None, is_causal=False):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
     dtype.
 
@@ -437,19 +419,19 @@ def cached_attention(q, k, v, bias=None, scale=None, is_causal=False):
     bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
     all_heads = bias is None or bias.shape[1] == 1
     if k.dtype != dtype:
-        groups = [(slice(h * G, h * G + G), slice(h, h + 1)) for h in range(Hkv)]
-        return torch.cat([cached_attention(q[:, :, mine], k[:, h].to(dtype), v[:, h].to(dtype),
-                                           bias if all_heads else bias[:, mine], scale, is_causal)
-                          for mine, h in groups], dim=2)
+        biases = [bias] * Hkv if all_heads else bias.split(G, dim=1)
+        heads = zip(q.split(G, dim=2), k.split(1, dim=1), v.split(1, dim=1), biases)
+        return torch.cat([cached_attention(q, k.to(dtype), v.to(dtype), bias, is_causal)
+                          for q, k, v, bias in heads], dim=2)
     if dtype == torch.float64 and all_heads and G > 1 and 1 < T <= 64 and not is_causal:
         # query heads that share keys become rows of one product, which in float64 is quicker than
         # one for each
         q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
         bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
-        out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)
+        out = F.scaled_dot_product_attention(q64, k, v, bias).view(B, Hkv, T, G, D)
         return out.transpose(1, 2).to(q.dtype).reshape(B, T, Hq, D)
     out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias,
-                                         is_causal=is_causal, scale=scale, enable_gqa=G > 1)
+                                         is_causal=is_causal, enable_gqa=G > 1)
     return out.transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
 
 

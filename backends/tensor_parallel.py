@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from kernels import gumbel
 from model import Block, InputError, LMHead, free_memory, pick_device
 
-# what torchrun sets, beside MASTER_ADDR
-VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+# what torchrun sets
+VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # of a rank that waits for another, such as for a prompt; one that ended is noticed at once
 TIMEOUT = timedelta(hours=24)
 # seconds in which rank 0 speaks before another rank does, and in which a rank told to end may end
@@ -43,18 +43,16 @@ class Group:
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
 
-    def rows(self, n):
-        """This rank's slice of n rows."""
-        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+    def rows(self, n, first=0):
+        """This rank's slice of n rows, of which the first is row `first`."""
+        return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def all_gather(self, x):
         """[N, *x.shape], the same on all ranks."""
         if self.size == 1:
             return x[None]
         gathered = x.new_empty(self.size * x.numel())
-        # the older name of all_gather_single
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, x.reshape(-1))
+        dist.all_gather_single(gathered, x.reshape(-1))
         return gathered.view(self.size, *x.shape)
 
     def broadcast(self, value):
@@ -66,8 +64,6 @@ class Group:
 
     def min(self, number):
         """The smallest of the ranks' numbers, as a float."""
-        if self.size == 1:
-            return number
         return self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
 
     def sum(self, x, bias=None):
@@ -95,23 +91,21 @@ class Group:
     def shard_slices(self, name, config):
         """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
         its slices)."""
-        own = self.shard_config(config)
         if self.size == 1:
             return None
-        D = config.head_size
-        nth = lambda n, size: slice(n * size, (n + 1) * size)
+        Hq, Hkv, D = config.n_head, config.n_kv_head, config.head_size
         if ".attn.qkv." in name:
-            Hq, Hkv = config.n_head, config.n_kv_head
-            kv = self.rank * Hkv // self.size  # the first of its key/value heads
-            heads = [(self.rank * own.n_head, own.n_head), (Hq + kv, own.n_kv_head),
-                     (Hq + Hkv + kv, own.n_kv_head)]
-            return 0, [slice(first * D, (first + count) * D) for first, count in heads]
+            keys = (Hq + self.rank * Hkv // self.size) * D  # the first row of its key/value heads
+            values = keys + Hkv * D
+            size = max(Hkv // self.size, 1) * D
+            return 0, [self.rows(Hq * D), slice(keys, keys + size), slice(values, values + size)]
         if ".mlp.up." in name:
-            return 0, [nth(i * self.size + self.rank, own.n_inner) for i in range(1 + config.gated)]
+            n = config.n_inner
+            return 0, [self.rows(n, first) for first in range(0, n * (1 + config.gated), n)]
         if name.endswith("attn.proj.weight"):
-            return 1, [nth(self.rank, own.n_head * D)]
+            return 1, [self.rows(Hq * D)]
         if name.endswith("mlp.down.weight"):
-            return 1, [nth(self.rank, own.n_inner)]
+            return 1, [self.rows(config.n_inner)]
         return (0, [self.rows(config.vocab_size)]) if name == "head.weight" else None
 
     def divide(self, model):
@@ -135,25 +129,22 @@ class Group:
             block.attn.proj = RowParallelLinear(block.attn.proj, self)
             block.mlp.down = RowParallelLinear(block.mlp.down, self)
         if config.tied:
-            rows = self.rows(config.vocab_size)
-            with torch.device("meta"):
-                model.head = LMHead(config.n_embd, rows.stop - rows.start, bias=False)
-            model.head.weight = nn.Parameter(model.embed.weight[rows], requires_grad=False)
+            own = model.embed.weight[self.rows(config.vocab_size)]
+            model.head.weight = nn.Parameter(own, requires_grad=False)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
         if model.slopes is not None:
             model.slopes = model.slopes[self.rows(config.n_head)]
         model.free_memory = lambda: self.min(free_memory(model.device))
-        model.save_pretrained = partial(refuse_to_save, self)
+
+        def refuse(path, dtype=None):
+            raise InputError(f"{path}: one of {self.size} ranks holds a part of the model; save it "
+                             "from one process")
+        model.save_pretrained = refuse
 
 
 def group_of(model):
     """The ranks that hold a model; Group() for one of this process alone."""
     return getattr(model, "group", Group())
-
-
-def refuse_to_save(group, path, dtype=None):
-    raise InputError(f"{path}: one of {group.size} ranks holds a part of the model; save it "
-                     "from one process")
 
 
 class RowParallelLinear(nn.Module):
@@ -162,9 +153,9 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear, group):
         super().__init__()
-        self.local = nn.Linear(1, 1, bias=False, device="meta")
-        self.local.weight = linear.weight
         self.bias = linear.bias
+        linear.bias = None
+        self.local = linear
         self.group = group
 
     def forward(self, x):
@@ -266,8 +257,7 @@ def numbers():
     without it 0, 1, 0. Raises InputError where torchrun's variables are incomplete."""
     if not launched():
         return 0, 1, 0
-    missing = [name for name in VARIABLES if not os.environ.get(name, "").isdigit()]
-    missing += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise InputError(f"torchrun sets {missing[0]}, but it is missing; start this with torchrun")
     return tuple(int(os.environ[name]) for name in VARIABLES[:3])
@@ -313,7 +303,7 @@ def joined(args, argv):
         yield group
         if not stopping.is_set():  # else the others are elsewhere
             all_gather_objects(group, None)
-            end(0)  # NCCL's own end would wait for the graphs that hold its calls
+            end_rank(0)  # NCCL's own end would wait for the graphs that hold its calls
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
@@ -349,20 +339,18 @@ def error_printer():
 
     def fail(_, error, __):
         print_error("".join(traceback.format_exception(error)).rstrip())
-        if dist.is_available() and dist.is_initialized():
-            end(1)
+        end_rank(1)
     sys.excepthook = fail
     return print_error
 
 
-def end(code):
-    """Ends this process. A rank does so at once: what libraries do at a process's end may wait for
+def end_rank(code):
+    """Ends this process at once, if it is a rank: what libraries do at a process's end may wait for
     the others, which are elsewhere."""
     if dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
 
 
 def watch_signals(rank):

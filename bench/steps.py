@@ -113,8 +113,8 @@ def measure_step(model, heads, batch_size, tree_size, bandwidth, args, others):
     meets them alike. others: {name: a running one of peers.PROGRAMS}."""
     group = group_of(model)
     heads = heads if tree_size > 1 else None
-    step = model, heads, batch_size, DraftPlan(tree_size - 1), Sampling(args.temperature)
-    decoder = timing_decoder(*step)
+    decoder = timing_decoder(model, heads, DraftPlan(tree_size - 1), batch_size=batch_size,
+                             sampling=Sampling(args.temperature))
     bodies = dict(step=decoder.body())
     bodies |= dict(gathers=gathers(decoder)) if group.size > 1 else {}
     found = {name: program.body(tree_size) for name, program in others.items()}
@@ -128,7 +128,7 @@ def measure_step(model, heads, batch_size, tree_size, bandwidth, args, others):
         if name in times:
             row[f"{name}_ratio"] = statistics.median(x / y for x, y in zip(times[a], times[b]))
     floor_ms = 1e3 * step_bytes(model, batch_size) / bandwidth
-    stages = {name: 1e3 * time for name, time in stage_times(*step).items()}
+    stages = {name: 1e3 * time for name, time in stage_times(decoder).items()}
     return row | dict(floor_ms=floor_ms, share=floor_ms / row["step_ms"], stages_ms=stages)
 
 
@@ -168,8 +168,8 @@ def profile_steps(model, heads, table, sampling):
     for row in table:
         if "kernels" not in row:
             drafting = heads if row["tree_size"] > 1 else None
-            decoder = timing_decoder(model, drafting, row["batch_size"],
-                                     DraftPlan(row["tree_size"] - 1), sampling)
+            decoder = timing_decoder(model, drafting, DraftPlan(row["tree_size"] - 1),
+                                     batch_size=row["batch_size"], sampling=sampling)
             found = kernel_times(decoder.body(), model.device)
             row |= dict(launches=sum(count for count, _ in found.values()), kernels=found,
                         kernels_ms=sum(ms for _, ms in found.values()))
@@ -189,7 +189,8 @@ def bench(args, group):
     sampling = Sampling(args.temperature)
     record.update(weights_gb=parameter_bytes(model) / GB, heads_gb=parameter_bytes(heads) / GB)
     if device.type == "cpu":  # before anything else takes memory
-        step = partial(step_time, model, heads, 1, DraftPlan(max(args.tree_sizes) - 1), sampling)
+        plan = DraftPlan(max(args.tree_sizes) - 1)
+        step = lambda: step_time(timing_decoder(model, heads, plan, sampling=sampling))
         record.once("peak_rss_gb", partial(peak_memory, step))
     bandwidth = measure_bandwidth(record, device, group)
     held = "" if group.size == 1 else f" on each of {group.size} ranks"

@@ -9,7 +9,7 @@ import torch
 
 import model as models
 from backends import cpu
-from backends.cpu import TreeMask, cached_attention, rescored_argmax, tree_mask
+from backends.cpu import cached_attention, rescored_argmax, tree_mask
 from conftest import SHAPES, random_prompts, toy_model
 from generate import Engine
 from kernels import gumbel, gumbel_argmax, tree_attention_reference
@@ -23,12 +23,12 @@ def test_tree_mask_follows_the_bits():
     """Bug: the sign bit lost by a shift, or bits of nodes beyond T counted."""
     masks = [[1, 3, 2**64 - 1], [0, 1 << 63, 5]]
     lengths = torch.tensor([0, 4], dtype=torch.int32)
-    mask = tree_mask(lengths, as_int64(masks).to(), 8).visible
+    visible = tree_mask(lengths, as_int64(masks), 8)[0][:, 0] == 0
     for b, length in enumerate((0, 4)):
         for i in range(3):
-            assert mask[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b][i], 3)
-    deep = tree_mask(torch.zeros(1, dtype=torch.int32), as_int64([[0] * 63 + [1 << 63]]), 64).visible
-    assert deep.nonzero().tolist() == [[0, 63, 63]]
+            assert visible[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b][i], 3)
+    deep, _ = tree_mask(torch.zeros(1, dtype=torch.int32), as_int64([[0] * 63 + [1 << 63]]), 64)
+    assert (deep == 0).nonzero().tolist() == [[0, 0, 63, 63]]
 
 
 def test_tree_mask_holds_the_alibi_bias():
@@ -38,10 +38,10 @@ def test_tree_mask_holds_the_alibi_bias():
     no = -math.inf
     far = torch.tensor([[-2, -1, 0, no, no, no, no], [-3, -2, -1, 0, no, no, no], [-3, -2, -1, no, 0, no, no],
                         [-4, -3, -2, -1, no, 0, no], [-1, 0, no, no, no, no, no]])
-    bias = tree_mask(lengths, tree, 7, slopes).bias
+    bias, _ = tree_mask(lengths, tree, 7, slopes)
     assert bias.dtype == torch.float32 and torch.equal(bias, torch.stack([far / 2, far / 4])[None])
-    visible, unseen, bias = tree_mask(lengths, tree[:, :1], 3, slopes)
-    assert visible.all() and unseen is None
+    bias, unseen = tree_mask(lengths, tree[:, :1], 3, slopes)
+    assert unseen is None
     assert torch.equal(bias[0, 1], torch.tensor([[-0.5, -0.25, 0.0]]))
 
 
@@ -74,9 +74,7 @@ def test_cached_attention_with_a_tree_mask_is_tree_attention(T, Hq, Hkv, dtype, 
     """Bug: a node sees another's branch, a head takes another's keys or slope, or a bias in the wrong dtype."""
     q, k, v, lengths, ancestors = tree_inputs(T, Hq, Hkv, dtype)
     slopes = 2.0 ** -torch.arange(1.0, Hq + 1) if biased else None
-    mask = tree_mask(lengths, ancestors, 40, slopes)
-    assert isinstance(mask, TreeMask)
-    got = cached_attention(q, k, v, mask.bias)
+    got = cached_attention(q, k, v, tree_mask(lengths, ancestors, 40, slopes)[0])
     want = tree_attention_reference(q, k, v, lengths, ancestors, None, slopes)
     assert got.dtype == dtype and torch.allclose(got.float(), want.float(), atol=atol)
 

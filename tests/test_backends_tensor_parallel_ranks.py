@@ -174,7 +174,7 @@ def test_what_all_find_before_they_meet_is_told_once(folder, link):
 
 
 def test_what_torchrun_leaves_out_is_named(monkeypatch):
-    given = dict(TORCHELASTIC_RUN_ID="x", **dict.fromkeys(ranks.VARIABLES, "2"), MASTER_ADDR="localhost")
+    given = dict(TORCHELASTIC_RUN_ID="x", **dict.fromkeys(ranks.VARIABLES, "2"))
     for name in given:
         monkeypatch.setenv(name, given[name])
     assert ranks.numbers() == (2, 2, 2)
@@ -182,7 +182,7 @@ def test_what_torchrun_leaves_out_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="2 processes on this machine need as many GPUs, but it has 1"):
         ranks.start(args)
-    for name in (*ranks.VARIABLES, "MASTER_ADDR"):
+    for name in ranks.VARIABLES:
         with monkeypatch.context() as patched:
             patched.delenv(name)
             with pytest.raises(InputError, match=f"torchrun sets {name}, but it is missing; start this with"):

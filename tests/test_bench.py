@@ -56,7 +56,7 @@ def flags(checkpoint, tmp_path):
 @pytest.fixture
 def folders(checkpoint, tmp_path, monkeypatch):
     """Folders of Medusa and Clover heads, for which a step takes as long as this says, by its tree."""
-    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, plan, *_: 1 + plan.tree_size / 100)
+    monkeypatch.setattr(tune, "step_time", lambda decoder: 1 + decoder.plans[0].tree_size / 100)
     monkeypatch.setattr(tune, "TREE_SIZES", (1, 2, 4))
     monkeypatch.setattr(tune, "CHAINS", (3,))
     model, table = GPT.from_pretrained(checkpoint, device="cpu"), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
@@ -226,10 +226,10 @@ def test_decode_on_random_weights(run, monkeypatch):
     table that ends at the first size without room."""
     timing_decoder = steps.timing_decoder
 
-    def without_room(model, heads, batch_size, *rest, **options):
+    def without_room(*args, batch_size=1, **options):
         if batch_size == 2:
             raise torch.OutOfMemoryError
-        return timing_decoder(model, heads, batch_size, *rest, **options)
+        return timing_decoder(*args, batch_size=batch_size, **options)
 
     monkeypatch.setattr(steps, "timing_decoder", without_room)
     monkeypatch.setattr(steps.peers, "PROGRAMS", {})  # see test_bench_peers.py
@@ -336,7 +336,7 @@ def test_launches_of_a_captured_step_are_counted(device):
     """Catches a profile that sees a graph as one launch, or counts what the host does."""
     model = GPT(GPTConfig(vocab_size=97, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16))
     model = model.to(device, torch.bfloat16).requires_grad_(False).eval()
-    engines = [timing_decoder(model, None, 8, DraftPlan(), Sampling(), graph=graph) for graph in (False, True)]
+    engines = [timing_decoder(model, None, DraftPlan(), batch_size=8, graph=graph) for graph in (False, True)]
     with torch.inference_mode():
         found = [steps.kernel_times(engine.body(), model.device) for engine in engines]
     launches = [sum(count for count, _ in kernels.values()) for kernels in found]
@@ -347,7 +347,8 @@ def test_launches_of_a_captured_step_are_counted(device):
 def test_steps_are_profiled_once_each(monkeypatch, capsys):
     """Catches launches beside another step, a profile that is taken again, and one that is not kept."""
     engines, saved = [], []
-    engine = lambda *args, **_: engines.append(args) or SimpleNamespace(body=lambda: args[2:4])
+    engine = lambda _, __, plan, batch_size, **___: engines.append(plan) or SimpleNamespace(
+        body=lambda: (batch_size, plan))
     monkeypatch.setattr(steps, "timing_decoder", engine)
     monkeypatch.setattr(steps, "kernel_times", lambda body, _: {"a": [body[0], 0.5], "b": [body[1].head_nodes, 0.25]})
     row = lambda batch_size, **more: dict(batch_size=batch_size, tree_size=4, **more)

@@ -184,13 +184,14 @@ def test_weights_and_peak_memory_are_recorded(run, monkeypatch):
     """Bug: the bytes of another dtype, a tied table counted twice, a peak taken before the weights are packed."""
     monkeypatch.setattr(peers, "PROGRAMS", {})
     monkeypatch.setitem(steps.SIZES, "7b", (*TOY[:2], steps.QWEN))
-    packed, peak_memory = [], steps.peak_memory
+    models, packed, random_model, peak_memory = [], [], steps.random_model, steps.peak_memory
 
     def spy(body):
-        packed.append(getattr(body.args[0].head, "packed_weight", None))
+        packed.append(getattr(models[0].head, "packed_weight", None))
         peak = peak_memory(body)
-        packed.append(getattr(body.args[0].head, "packed_weight", None))
+        packed.append(getattr(models[0].head, "packed_weight", None))
         return peak
+    monkeypatch.setattr(steps, "random_model", lambda *args: models.append(random_model(*args)) or models[0])
     monkeypatch.setattr(steps, "peak_memory", spy)
     result = run(*TIMES, "--batch-sizes", "1", "--tree-sizes", "3", "--runs", "1", "--dtype", "float32")[1]
     per_layer = 64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64

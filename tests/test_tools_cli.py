@@ -103,7 +103,7 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
 def test_explain_says_what_was_chosen_and_why(folder, capsys, monkeypatch):
     """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
-    monkeypatch.setattr(tune, "step_time", lambda model, heads, batch_size, v, *_: (1 + v.tree_size / 10) / 1000)
+    monkeypatch.setattr(tune, "step_time", lambda decoder: (1 + decoder.plans[0].tree_size / 10) / 1000)
     assert "carry no acceptance table" in run(capsys, *flags)
     record = json.loads((folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2

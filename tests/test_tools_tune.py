@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import generate as module
-from backends.tensor_parallel import Group
 from clover import CloverHeads
 from conftest import random_prompts, toy_model
 from generate import DEFAULT_TREE, Decoder, DraftPlan, Engine, FixedPolicy, Sampling, generate
@@ -30,6 +29,7 @@ from tools.tune import (
     stage_times,
     step_time,
     times_file,
+    timing_decoder,
     would_find,
 )
 from training.data import load_tokens, prompts
@@ -92,7 +92,8 @@ def timed(monkeypatch, times):
     """Step times are times(plan) -> the list of plans that were timed."""
     measured = []
 
-    def measure(model, heads, batch_size, plan, *_):
+    def measure(decoder):
+        plan, = decoder.plans
         measured.append(plan)
         return times(plan)
     monkeypatch.setattr(tune, "step_time", measure)
@@ -326,21 +327,20 @@ def test_seconds_takes_the_quickest_call(monkeypatch):
 @pytest.mark.parametrize("plan", [DraftPlan(4, 4), *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
     DraftPlan(8), DraftPlan(0, 4)))], ids=str)
 def test_stages_and_steps_are_timed(plan, toy):
-    times = stage_times(toy, random_heads(toy), 2, plan, Sampling(0.5, top_k=3))
+    times = stage_times(timing_decoder(toy, random_heads(toy), plan, batch_size=2, sampling=Sampling(0.5, top_k=3)))
     assert list(times) == ["draft", "verify", "sample", "accept", "commit"] and min(times.values()) > 0
-    assert step_time(toy, None, 2, DraftPlan(), Sampling()) > 0
+    assert step_time(timing_decoder(toy, None, DraftPlan())) > 0
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tree_size, draft", [(1, 0.0), (9, 1.0)])
 def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     """Catches a CUDA graph captured of nothing, for which CUDA warns and which it may not launch."""
-    made, captured = tune.timing_decoder(toy, random_heads(toy), 2, DraftPlan(tree_size - 1), Sampling()), []
-    monkeypatch.setattr(tune, "timing_decoder", lambda *_, **__: made)
+    decoder, captured = timing_decoder(toy, random_heads(toy), DraftPlan(tree_size - 1)), []
+    decoder.graphs = dict(step="captured")
     monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or stage)
     monkeypatch.setattr(tune, "seconds", lambda body, device, group: 1.0)
-    model = SimpleNamespace(device=torch.device("cuda"), group=Group())
-    times = stage_times(model, None, 2, DraftPlan(tree_size - 1), Sampling())
+    times = stage_times(decoder)
     assert times == dict(draft=draft, verify=1.0, sample=1.0, accept=1.0, commit=1.0)
     assert len(captured) == sum(times.values())
 
@@ -353,15 +353,16 @@ def test_stages_and_steps_are_timed_on_a_gpu(plan):
     """Catches a stage that cannot be captured by itself."""
     model = toy_model().to("cuda")
     heads = random_heads(model).to("cuda")
-    times = stage_times(model, heads, 2, plan, Sampling(0.5, top_k=3))
+    decoder = timing_decoder(model, heads, plan, batch_size=2, sampling=Sampling(0.5, top_k=3))
+    times = stage_times(decoder)
     assert (times.pop("draft") > 0) == (plan.tree_size > 1) and min(times.values()) > 0
-    assert step_time(model, heads, 2, plan, Sampling()) > 0
+    assert step_time(decoder) > 0
 
 
 @torch.inference_mode()
 def test_timing_leaves_the_cache_as_long_as_it_was(toy):
     """Catches steps that run out of the cache while they are timed."""
-    made = tune.timing_decoder(toy, random_heads(toy), 2, DraftPlan(4, 4), Sampling())
+    made = timing_decoder(toy, random_heads(toy), DraftPlan(4, 4), batch_size=2)
     for _ in range(30):
         made.body()()
     assert made.slots.cache.lengths.tolist() == [255, 255] and isinstance(made, Decoder)

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from backends import tensor_parallel
 from clover import CloverHeads, state_hash
-from generate import Interrupted, Sampling, prepare
+from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
@@ -20,7 +19,7 @@ from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
 from tools.compare import against_plain
 from tools.drafts import Drafts
-from tools.printer import Printer, statistics
+from tools.printer import print_texts, statistics
 from tools.repl import converse
 from tools.tune import explain, times_file
 
@@ -50,11 +49,12 @@ def command(main):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
     print_error = tensor_parallel.error_printer()
+    code = 0
     try:
         main()
     except InputError as error:
         print_error(f"{name}: {error}")
-        tensor_parallel.end(2)
+        code = 2
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         # torch has no type of its own for a CPU's
@@ -62,13 +62,13 @@ def command(main):
             raise
         print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so "
                     "do shorter texts")
-        tensor_parallel.end(2)
+        code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if dist.is_available() and dist.is_initialized():  # others may be waiting
-        tensor_parallel.end(1)
+    tensor_parallel.end_rank(code or 1)  # others may be waiting
+    sys.exit(code)
 
 
 def add_model_flags(parser):
@@ -90,16 +90,6 @@ def load_model(args, group=None):
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
                          f"the model only {vocab_size} embeddings; they do not belong together")
     return checkpoint.load(args.model, dtype, device, group), encoding
-
-
-def load_heads(path, args, model, encoding):
-    """The heads of a folder, by default of the model folder's own `clover`. None for "none" and
-    where a model has no heads beside it."""
-    beside = Path(args.model) / "clover"
-    path = path or (beside if beside.is_dir() else "none")
-    if str(path) == "none":
-        return None
-    return CloverHeads.from_pretrained(path, model, encoding.hash)
 
 
 def describe():
@@ -129,35 +119,22 @@ def answer(session):
     if args.compare:  # what is compiled or loaded comes before what is timed
         engine.generate(prompts[:1], min(4, args.max_new_tokens))
     trees = Drafts(engine, session) if args.show_tree else None
-    output, interrupted = print_texts(session, engine, prompts, trees)
+    output = print_texts(session, engine, prompts, trees)
+    finished = None not in output.ended
     result = session.report(output)
     say = (lambda text: None) if args.json else print
     say(f"\n{statistics(output)}")
     if trees:
         result["drafts"] = trees.steps
         say("\n".join(trees.lines()))
-    if args.explain and not interrupted:
-        graph = not (args.no_graph or args.show_tree)
-        result["explained"] = explain(engine, session.heads, output, graph)
+    if args.explain and finished:
+        result["explained"] = explain(engine, session.heads, output)
         say("\n" + "\n".join(result["explained"]))
-    if args.compare and not interrupted:
+    if args.compare and finished:
         engine = trees = None  # frees their memory for the next one
         result |= against_plain(session, prompts, output, say)
     if args.json:
         print(json.dumps(result))
-
-
-def print_texts(session, engine, prompts, trees):
-    """Continues the prompts and prints the texts -> (Output, whether Ctrl-C ended it)."""
-    printer = Printer(session, trees)
-    interrupted = False
-    try:
-        output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
-                                 session.encoding)
-    except Interrupted as interrupt:
-        output, interrupted = interrupt.output, True
-    printer.finish(output)
-    return output, interrupted
 
 
 def parse(argv):
@@ -291,9 +268,11 @@ class Session:
     def drafters(self):
         """(the heads or None, whether lookup drafts) as --draft, --heads and --tree-size say."""
         args = self.args
+        beside = Path(args.model) / "clover"
+        path = args.heads or (beside if beside.is_dir() else "none")
         heads = None
-        if args.draft not in ("lookup", "none"):
-            heads = load_heads(args.heads, args, self.model, self.encoding)
+        if args.draft not in ("lookup", "none") and path != "none":
+            heads = CloverHeads.from_pretrained(path, self.model, self.encoding.hash)
         if args.draft in ("heads+lookup", "heads") and heads is None:
             raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} "
                              "needs; train some with train_heads.py, give --heads, or take "

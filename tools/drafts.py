@@ -3,13 +3,15 @@
 import sys
 from collections import Counter, defaultdict, deque
 
+from clover import Tree
+
 SHOWN = 4   # trees that are printed
 WIDTH = 44  # of a node with its branches
 
 
 class Drafts:
-    """Records the tree of every step of an engine that has no graph. `show` takes what its
-    `on_step` gives."""
+    """Records the tree of every step of an engine that has no graph, as a dict for --json, in
+    `steps`."""
 
     def __init__(self, engine, session):
         self.decoder = engine.decoder
@@ -24,39 +26,34 @@ class Drafts:
     def record(self, plan):
         """Takes the place of Decoder.draft."""
         (tree, chain), slots = self.draft(plan), self.decoder.slots
-        columns = slots.sequence, slots.active, tree.tokens, tree.parents, tree.ancestors
-        for index, active, *nodes, ancestors in zip(*(column.tolist() for column in columns)):
+        columns = slots.sequence, slots.active, *tree
+        for index, active, *nodes in zip(*(column.tolist() for column in columns)):
             if active:
-                used = [node for node, seen in enumerate(ancestors) if seen]
-                self.pending[index].append((*nodes, used))
+                self.pending[index].append(Tree(*nodes))
         return tree, chain
 
     def show(self, index, tokens, path, plan):
-        """Adds a sequence's step to `steps`."""
+        """Adds a sequence's step, of which an engine's `on_step` tells, to `steps`. The last
+        emitted token is the model's own, unless the text ended before it."""
+        tree = self.pending[index].popleft()
         self.counts[index] += 1
-        self.steps.append(self.step(index, tokens, path, plan, *self.pending[index].popleft()))
-
-    def step(self, index, tokens, path, plan, nodes, parents, used):
-        """One step as a dict for --json. used: the nodes that are not spare; the dict numbers only
-        these. The last emitted token is the model's own, unless the text ended before it."""
+        used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
         number = {node: i for i, node in enumerate(used)}
-        depths = {0: 0}
-        for node in used[1:]:
-            depths[node] = depths[parents[node]] + 1
 
         def drafter(node):
             if node > plan.head_nodes:
                 return "lookup"
-            return f"head {depths[node]}" if node else "root"
+            return f"head {tree.depths[node]}" if node else "root"
 
         path = path[:len(tokens) + 1]  # a text may end inside it
-        return dict(prompt=index, step=self.counts[index], plan=str(plan),
-                    emitted=[self.streams[index].feed([token]) for token in tokens],
-                    guessed_by=[*map(drafter, path[1:]), "model"][:len(tokens)],
-                    nodes=[self.decode([nodes[node]]) for node in used],
-                    drafted_by=list(map(drafter, used)),
-                    parents=[number[parents[node]] if node else -1 for node in used],
-                    path=[number[node] for node in path])
+        self.steps.append(dict(
+            prompt=index, step=self.counts[index], plan=str(plan),
+            emitted=[self.streams[index].feed([token]) for token in tokens],
+            guessed_by=[*map(drafter, path[1:]), "model"][:len(tokens)],
+            nodes=[self.decode([tree.tokens[node]]) for node in used],
+            drafted_by=list(map(drafter, used)),
+            parents=[number[tree.parents[node]] if node else -1 for node in used],
+            path=[number[node] for node in path]))
 
     def lines(self):
         """The first trees as text."""

@@ -3,6 +3,8 @@
 import os
 import sys
 
+from generate import Interrupted
+
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
 
@@ -41,6 +43,19 @@ class Printer:
         elif not self.session.args.json:
             for text, tokens in zip(self.shown, output.tokens):
                 print(f"{text}{self.session.decode(tokens)}\n{'-' * 40}")
+
+
+def print_texts(session, engine, prompts, trees=None, keep=False):
+    """Continues the prompts and prints the texts -> Output, up to where Ctrl-C ended it. keep: see
+    `Engine.generate`."""
+    printer = Printer(session, trees)
+    try:
+        output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
+                                 session.encoding, keep)
+    except Interrupted as interrupt:
+        output = interrupt.output
+    printer.finish(output)
+    return output
 
 
 def statistics(output):

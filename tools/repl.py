@@ -4,9 +4,9 @@ import contextlib
 import sys
 
 from backends import tensor_parallel
-from generate import Interrupted, check_prompts
+from generate import check_prompts
 from model import InputError
-from tools.printer import Printer
+from tools.printer import print_texts
 
 SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
@@ -39,7 +39,7 @@ def converse(session):
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
             engine = roomy_engine(session, prompt)
-        output = reply(session, engine, prompt)
+        output = print_texts(session, engine, [prompt], keep=True)
         print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
               "tokens per second]", file=sys.stderr)
         if tensor_parallel.stopping.is_set():  # on ranks, Ctrl-C ends more than a reply
@@ -65,15 +65,3 @@ def roomy_engine(session, prompt):
         return session.engine([prompt], session.args.max_new_tokens + SPARE)
     except InputError:
         return session.engine([prompt])
-
-
-def reply(session, engine, prompt):
-    """Prints what follows a prompt, as it comes -> Output."""
-    printer = Printer(session)
-    try:
-        output = engine.generate([prompt], session.args.max_new_tokens, session.stop,
-                                 printer.show, session.encoding, keep=True)
-    except Interrupted as interrupt:
-        output = interrupt.output
-    printer.finish(output)
-    return output

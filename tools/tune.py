@@ -21,11 +21,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from backends.tensor_parallel import Group, group_of
 from clover import MAX_TREE, check_beams
-from generate import DEFAULT_TREE, Decoder, DraftPlan, Engine, FixedPolicy, Sampling, capture
+from generate import DEFAULT_TREE, Decoder, DraftPlan, FixedPolicy, capture, prepare
 from kernels import unchecked
 from model import InputError, atomic_write
 
@@ -57,10 +58,8 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
     Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller
     tree with as many beams is the front of a larger one, and fewer beams find nearly as much. So
     one table serves all sizes."""
-    capacity = min(max(map(len, prompts)) + max_new_tokens, model.config.block_size)
-    engine = Engine(model, heads, policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), capacity=capacity,
-                    batch_size=min(batch_size, len(prompts)), sampling=Sampling(temperature),
-                    graph=False)
+    engine = prepare(model, prompts, max_new_tokens, heads, batch_size=batch_size, graph=False,
+                     policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), temperature=temperature)
     hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
 
     def count(index, tokens, path, plan):
@@ -76,10 +75,7 @@ def expected_tokens(tables, tree_size, temperature):
     outside."""
     total = lambda table: 1 + sum(sum(row[:tree_size - 1]) for row in table[:tree_size - 1])
     found = sorted((float(t), total(table)) for t, table in tables.items())
-    below = max((f for f in found if f[0] <= temperature), default=found[0])
-    above = min((f for f in found if f[0] >= temperature), default=found[-1])
-    share = (temperature - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0
-    return below[1] + share * (above[1] - below[1])
+    return float(np.interp(temperature, *zip(*found)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,31 +112,28 @@ def copy_bandwidth(device):
 
 
 @torch.inference_mode()
-def timing_decoder(model, heads, batch_size, plan, sampling, beams=None, graph=True,
-                   capacity=PREFIX + 1):
-    """A `Decoder` that can step forever: its slots are idle, with PREFIX tokens in the cache, or
-    fewer where `capacity`, the most that a sequence will have, is less."""
-    prefix = min(PREFIX, model.config.block_size - 1, capacity - 1)
-    decoder = Decoder(model, heads, batch_size=batch_size, capacity=prefix + 1, plans=(plan,),
-                      beams=beams, sampling=sampling, graph=graph)
-    decoder.slots.cache.lengths.fill_(prefix)
+def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
+    """A `Decoder` of one plan that can step forever: its slots are idle, with PREFIX tokens in the
+    cache, or fewer where `capacity`, the most that a sequence will have, is less. options: the
+    Decoder's."""
+    capacity = min(capacity, PREFIX + 1, model.config.block_size)
+    decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
+    decoder.slots.cache.lengths.fill_(capacity - 1)
     return decoder
 
 
 @torch.inference_mode()
-def step_time(model, heads, batch_size, plan, sampling, beams=None, graph=True,
-              capacity=PREFIX + 1):
-    """Seconds of one step."""
-    # in a variable: graphs keep no tensor
-    decoder = timing_decoder(model, heads, batch_size, plan, sampling, beams, graph, capacity)
-    return seconds(decoder.body(plan), model.device, group_of(model))
+def step_time(decoder):
+    """Seconds of one step of a `timing_decoder`."""
+    return seconds(decoder.body(), decoder.model.device, group_of(decoder.model))
 
 
 @torch.inference_mode()
-def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True):
-    """{stage: seconds} of one step, each stage timed by itself; on CUDA as a graph of its own, if
-    `graph`. The draft of a tree of one is 0."""
-    decoder = timing_decoder(model, heads, batch_size, plan, sampling, beams, graph=False)
+def stage_times(decoder):
+    """{stage: seconds} of one step of a `timing_decoder`, each stage timed by itself; as a CUDA
+    graph of its own, if the decoder has one. The draft of a tree of one is 0."""
+    plan, = decoder.plans
+    device = decoder.model.device
     tree, chain = decoder.draft(plan)
     hidden = decoder.verify(tree)
     target = decoder.sample(tree, hidden)
@@ -151,11 +144,12 @@ def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
         del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
-    if graph and model.device.type == "cuda":
-        stages = {name: capture(stage, model.device) for name, stage in stages.items()}
-    measure = lambda stage: seconds(stage, model.device, group_of(model))
+    if decoder.graphs:
+        stages = {name: capture(stage, device) for name, stage in stages.items()}
     with unchecked():  # as in all steps but the first
-        return {name: measure(stages[name]) if name in stages else 0.0 for name in STAGES}
+        times = {name: seconds(stage, device, group_of(decoder.model))
+                 for name, stage in stages.items()}
+    return dict.fromkeys(STAGES, 0.0) | times
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,8 +171,8 @@ def cache_key(model, heads, batch_size, capacity, sampling, beams, graph):
 
 
 def read_times(file):
-    """{cache_key: {DraftPlan: seconds}}; nothing where the file is missing or broken, so that all
-    is measured again."""
+    """{cache_key: {DraftPlan: seconds}}; nothing where the file is None, missing or broken, so that
+    all is measured again."""
     try:
         plan = lambda name: DraftPlan._make(map(int, name.split("+")))
         times = {key: {plan(name): float(value) for name, value in entry.items()}
@@ -191,14 +185,12 @@ def read_times(file):
 
 def write_times(file, key, times):
     name = lambda plan: f"{plan.head_nodes}+{plan.lookup_tokens}"
-    try:
+    with contextlib.suppress(OSError):  # a home that cannot be written to: measured again next time
         file.parent.mkdir(parents=True, exist_ok=True)
         known = {key: {name(plan): value for plan, value in entry.items()}
                  for key, entry in (read_times(file) | {key: times}).items()}
         text = json.dumps(known, indent=1)
         atomic_write(file, lambda tmp: Path(tmp).write_text(text))
-    except OSError:  # a home that cannot be written to: measured again next time
-        pass
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,8 +313,7 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     if beams is not None:
         check_beams(heads, beams)  # below, a tree that is refused is taken for one without room
     key = cache_key(model, heads, batch_size, capacity, sampling, beams, graph)
-    kept = read_times(file).get(key, {}) if file and not fresh else {}
-    times = {} if fresh else kept | MEASURED.get(key, {})
+    times = {} if fresh else read_times(file).get(key, {}) | MEASURED.get(key, {})
     times = group_of(model).broadcast(times)  # all ranks must take the same plans
     known = len(times)
     if file and not known:
@@ -332,8 +323,9 @@ def fit(model, heads, lookup, batch_size, capacity, sampling, beams=None, graph=
     tables = heads.info.get("acceptance") if heads else None
     expected = lambda plan: expected_of_plan(plan, tables, sampling.temperature)
     rate = lambda plan: expected(plan) / times[plan]
-    step = lambda plan: step_time(model, heads, batch_size, plan, sampling, beams, graph, capacity)
-    measure = partial(measure_steps, model, times, step)
+    made = partial(timing_decoder, model, heads, capacity=capacity, batch_size=batch_size,
+                   beams=beams, sampling=sampling, graph=graph)
+    measure = partial(measure_steps, model, times, lambda plan: step_time(made(plan)))
     # no larger tree can win where even the largest would not, with steps as fast as the last one's
     most = expected(DraftPlan(MAX_TREE - 1))
     enough = lambda tried: most / times[tried[-1]] < max(map(rate, tried))
@@ -382,21 +374,20 @@ def measure_steps(model, times, step, plans, enough=lambda tried: False):
     """Adds step(plan), in seconds, to `times` where it is not known: on a CPU the least of ROUNDS.
     -> [the plans] before the first that memory has no room for, and up to where it is `enough`."""
     errors = no_room(group_of(model))
-    tried, new = [], []
+    known = set(times)
+    tried = []
     for plan in plans:
-        if plan not in times:
-            try:
-                times[plan] = step(plan)
-            except errors:
-                break
-            new.append(plan)
+        try:
+            times[plan] = times.get(plan) or step(plan)
+        except errors:
+            break
         tried.append(plan)
         if enough(tried):
             break
-    for _ in range(ROUNDS - 1 if model.device.type == "cpu" else 0):
-        for plan in new:
-            with contextlib.suppress(*errors):  # what else runs may have taken the memory
-                times[plan] = min(times[plan], step(plan))
+    new = [plan for plan in tried if plan not in known]
+    for plan in new * (ROUNDS - 1 if model.device.type == "cpu" else 0):
+        with contextlib.suppress(*errors):  # what else runs may have taken the memory
+            times[plan] = min(times[plan], step(plan))
     return tried
 
 
@@ -407,7 +398,7 @@ def at_most(plan, times):
     return min(more, default=1.0)
 
 
-def explain(engine, heads, output, graph=True):
+def explain(engine, heads, output):
     """The lines of --explain: what each step was selected from, how often, what it found, and where
     its time goes."""
     decoder, policy = engine.decoder, engine.policy
@@ -420,10 +411,10 @@ def explain(engine, heads, output, graph=True):
     lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
-        times = stage_times(decoder.model, decoder.heads, decoder.batch_size, plan,
-                            decoder.sampling, decoder.given_beams, graph)
-        cells = "".join(f"{times[stage] * 1e3:>10.2f}" for stage in STAGES)
-        lines.append(f"{str(plan):<24}{cells}")
+        times = stage_times(timing_decoder(
+            decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
+            beams=decoder.given_beams, sampling=decoder.sampling, graph=bool(decoder.graphs)))
+        lines.append(f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values()))
     return lines
 
 
