@@ -73,8 +73,8 @@ def decode_in_turns(model, given, ways, args, runs=1, **options):
 
 
 def decode_once(model, given, max_new_tokens, policy=None, **options):
-    """The Output, with `peak_gb` of a GPU's memory, of an engine of its own, after a few tokens that
-    compile and load everything. A copy of the policy learns, from the prompts alone."""
+    """The Output of an engine of its own, after a few tokens that compile and load everything, with
+    `peak_gb` of a GPU's memory. A copy of the policy learns, from the prompts alone."""
     def ready_engine():
         engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
         afresh = deepcopy(engine.policy)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from backends import cpu
 from bench import Record
 from bench.decoding import measure_bandwidth
 from bench.steps import size_config
@@ -61,7 +60,8 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
         below = (row - lengths[b]).clamp(0, 63)
         return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
 
-    seen = cpu.tree_mask(lengths, ancestors, math.ceil(S / 8) * 8).visible
+    sequence, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
+    seen = visible(sequence[:, None, None], None, node[:, None], row)  # (B, T, S or a few more)
     mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype)  # (B, 1, T, S or a few more)
     packed_mask = mask.repeat_interleave(Hq // Hkv, 2)[..., :S]
     mask = mask[..., :S]
