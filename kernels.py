@@ -184,6 +184,10 @@ def _tree_attention_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
+    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
+    low = bits.to(tl.int32)
+    high = (bits >> 32).to(tl.int32)
+
     # Full tiles of committed rows: every node sees all of them, so no mask is needed.
     masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
     for start in range(begin, masked_begin, BLOCK_S):
@@ -195,15 +199,13 @@ def _tree_attention_kernel(
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN is NaN.
-    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
-    low = bits.to(tl.int32)
-    high = (bits >> 32).to(tl.int32)
+    # The last committed rows and the tree: a tile or two, not worth a pipeline's start. Rows that no
+    # node sees are not loaded: 0 * NaN is NaN.
     if slopes_ptr is not None:
         tree = tl.arange(0, 64)
         key_bits = tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0)
         depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
-    for start in range(masked_begin, end, BLOCK_S):
+    for start in tl.range(masked_begin, end, BLOCK_S, num_stages=1):
         cache_rows = start + tile_rows
         node = cache_rows - length
         word = tl.where((node < 32)[None, :], low[:, None], high[:, None])
@@ -307,7 +309,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
         if lse is not None:
             _combine_splits_kernel[(B * T * Hq,)](
                 partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
-                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16, num_warps=2)
+                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=min(64, triton.next_power_of_2(splits)),
+                num_warps=4)
     return out
 
 
@@ -868,6 +871,10 @@ def _add_norm_kernel(
     offsets = tl.program_id(0).to(tl.int64) * C + columns
     # [BLOCK_C]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:  # loaded before the sums, which wait for x
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if delta_ptr is not None:
         x += tl.load(delta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -877,9 +884,9 @@ def _add_norm_kernel(
         x = tl.where(mask, x - tl.sum(x, 0) / C, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, 0) / C + eps)
     if weight_ptr is not None:
-        x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x *= weight
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x += bias
     tl.store(normed_ptr + offsets, x.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
@@ -958,6 +965,7 @@ def _rope_cache_kernel(
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
+    row = tl.load(rows_ptr + token)
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
     x = low.to(tl.float32)
@@ -976,7 +984,6 @@ def _rope_cache_kernel(
 
     tl.store(head_ptrs + dims * stride_qd, low, mask=low_mask & is_query)
     tl.store(head_ptrs + (dims + HALF) * stride_qd, high, mask=high_mask & is_query)
-    row = tl.load(rows_ptr + token)
     cached = (head >= Hq) & (row >= 0) & (row < S)
     kv_head = tl.where(is_value, head - Hkv, head) - Hq
     row_ptrs = kv_ptr + is_value.to(tl.int64) * stride_kvside + b * stride_kvb
@@ -1044,7 +1051,7 @@ def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=
 # Bytes: 3 * M * N elements.
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program (block of columns, row m)."""
     m = tl.program_id(0).to(tl.int64)
@@ -1088,7 +1095,7 @@ def glu_reference(x, activation="silu"):
 # Bytes: 5 * M * C elements.
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit
 def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Program (row m, head)."""
     m = tl.program_id(0).to(tl.int64)
