@@ -26,8 +26,7 @@ from clover import MAX_TREE, Tree, check_beams, root_tree
 from kernels import (
     accept_path,
     commit_path,
-    filter_logits,
-    gumbel_argmax,
+    filtered_sample,
     merge_chain,
     ngram_lookup,
     runs_triton,
@@ -209,9 +208,9 @@ class Decoder:
         sequence = self.slots.sequence[:, None].expand(B, T).reshape(-1)
         position = (self.slots.cache.lengths[:, None] + tree.depths + 1).reshape(-1)
         if s.filtered:
-            logits = self.model.head.logits(hidden) / s.temperature  # (B * T, V)
-            logits = filter_logits(logits, s.top_k, s.top_p, s.min_p)
-            target = gumbel_argmax(logits, 1.0, s.seed, sequence, position)
+            logits = self.model.head.logits(hidden)  # (B * T, V)
+            target = filtered_sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed,
+                                     sequence, position)
         else:
             target = self.model.head.sample(hidden, s.temperature, s.seed, sequence, position)
         return target.view(B, T)

@@ -12,7 +12,7 @@
     ngram_lookup        what followed when the text was here before
     merge_chain         adds that to a tree
     accept_path         the walk down the tree
-    nucleus             where top-p sampling cuts
+    filtered_sample     a sample after top-k, top-p and min-p
 
 The first four move the bytes of a step, the others save launches between them. Each has its formula
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
@@ -199,8 +199,8 @@ def _tree_attention_kernel(
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The last committed rows and the tree: a tile or two, not worth a pipeline's start. Rows that no
-    # node sees are not loaded: 0 * NaN is NaN.
+    # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
+    # Rows that no node sees are not loaded: 0 * NaN is NaN.
     if slopes_ptr is not None:
         tree = tl.arange(0, 64)
         key_bits = tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0)
@@ -369,11 +369,18 @@ def _splitmix64(x):
 
 
 @triton.jit
+def _row_key(sequence, position, seed_key):
+    """The 64-bit key of a row's noise, as two uint32."""
+    key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
 def _gumbel_noise(low, high, tokens):
-    """`gumbel` [BLOCK_M, BLOCK_V] for row keys (low, high) and tokens, all uint32."""
-    x = tokens[None, :] ^ low[:, None]
+    """`gumbel` for row keys (low, high) and tokens, all uint32, of shapes that broadcast."""
+    x = tokens ^ low
     x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = x ^ high[:, None]
+    x = x ^ high
     x = (x ^ (x >> 15)) * 0x846CA68B
     x = x ^ (x >> 16)
     uniform = ((x >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -458,9 +465,7 @@ def _project_kernel(
     if sequence_ptr is not None:
         sequence = tl.load(sequence_ptr + m, mask=row_mask, other=0).to(tl.int64)
         position = tl.load(position_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
-        low = key.to(tl.uint32)
-        high = (key >> 32).to(tl.uint32)
+        low, high = _row_key(sequence, position, seed_key)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. Tiles of 32 stay first: as second operand the search for a tile's
@@ -493,7 +498,8 @@ def _project_kernel(
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 scores = scores / temperature
-                scores += _gumbel_noise(low, high, (first_token + token).to(tl.uint32))
+                ids = (first_token + token).to(tl.uint32)
+                scores += _gumbel_noise(low[:, None], high[:, None], ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -1610,76 +1616,235 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 
 
 # --------------------------------------------------------------------------------------------------
-# nucleus: where top-p sampling cuts (arXiv 1904.09751)
+# filtered_sample: a sample after top-k, top-p and min-p
 #
-#   the least logit x of a row with sum of exp(x') over x' > x under top_p * sum of exp(x')
+#   x = logits / temperature. Kept are, in this order: the top_k largest; of these the fewest whose
+#   mass, a sum of exp(x), reaches top_p of theirs (arXiv 1904.09751); of these what has at least
+#   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
+#   argmax(x + gumbel(seed, sequence, position, token)).
 #
-# Bytes: nine passes over M * V float32 logits; a sort moves them about as often, with indices. The
-# cut is found as an integer that orders as the logits do, four bits a pass: the highest of 16
-# candidates with enough mass above it. One program per row: its cut depends on no other row.
+# Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
+# of a row. They give a bound that all kept tokens reach. No token under lse + log((1 - top_p) / V)
+# is in the nucleus: all such tokens together have less than 1 - top_p of the mass. And the k-th
+# largest of the splits' maxima is at most the k-th largest logit. A second pass lists the tokens
+# from the bound on, some hundreds, and one program per row searches that list. It finds a cut as an
+# integer that orders as the logits do, four bits a turn: the highest of 16 candidates with enough
+# mass from it on.
+#
+# The list is in no fixed order. Masses are sums of integers, so they do not depend on it.
 
 
 @triton.jit
-def _order(bits):
-    """int32 that order as the float32 numbers of these bits do; its own inverse."""
+def _order(x):
+    """int32 that order as these float32 numbers do."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["V"])
-def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
-    """Program m: row m."""
-    m = tl.program_id(0).to(tl.int64)
-    logits_ptr += m * V
-    columns = tl.arange(0, BLOCK_V)
+@triton.jit
+def _load_logits(logits_ptr, columns, mask, temperature):
+    """logits / temperature in float32; NaN is -inf."""
+    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf")) / temperature
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _split_masses_kernel(
+    logits_ptr, max_ptr, lse_ptr, temperature, V, splits, BLOCK_V: tl.constexpr,
+):
+    """Program (split, row m): the largest x of a split, and the logarithm of its mass."""
+    m = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(0)
+    columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
     # [BLOCK_V]
-    best = tl.full([BLOCK_V], FINITE_MIN, tl.float32)
-    total = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-        new_best = tl.maximum(best, x)
-        total = total * tl.exp(best - new_best) + tl.exp(x - new_best)
-        best = new_best
-    row_max = tl.max(best, 0)
-    wanted = top_p * tl.sum(total * tl.exp(best - row_max), 0)
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
+    tl.store(max_ptr + m * splits + split, split_max)
+    tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
+
+
+@triton.jit(do_not_specialize=["V", "splits", "top_k"])
+def _filter_bound_kernel(
+    max_ptr, lse_ptr, row_ptr, count_ptr, top_k, log_rest, log_min_p, V, splits,
+    BLOCK_SPLITS: tl.constexpr, BLOCK_J: tl.constexpr,
+):
+    """Program m: a row's largest x, its mass relative to that, and the bound of its list."""
+    m = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_SPLITS)
+    mask = split < splits
+    # [BLOCK_SPLITS]
+    maxima = tl.load(max_ptr + m * splits + split, mask=mask, other=float("-inf"))
+    lse = tl.load(lse_ptr + m * splits + split, mask=mask, other=float("-inf"))
+    row_max = tl.max(maxima, 0)
+    mass = tl.sum(tl.exp(lse - row_max), 0)
+    bound = row_max + log_min_p
+    if log_rest > float("-inf"):
+        bound = tl.maximum(bound, row_max + tl.log(mass) + log_rest - tl.log(V.to(tl.float32)))
+    if top_k > 0:  # mass is that of the top_k alone, and all of them are wanted
+        at_least = tl.zeros([BLOCK_SPLITS], tl.int32)
+        for start in range(0, BLOCK_SPLITS, BLOCK_J):
+            other = start + tl.arange(0, BLOCK_J)
+            others = tl.load(max_ptr + m * splits + other, mask=other < splits, other=float("-inf"))
+            at_least += tl.sum((others[None, :] >= maxima[:, None]).to(tl.int32), 1)
+        bound = tl.max(tl.where(mask & (at_least >= top_k), maxima, float("-inf")), 0)
+    tl.store(row_ptr + 3 * m, row_max)
+    tl.store(row_ptr + 3 * m + 1, mass)
+    tl.store(row_ptr + 3 * m + 2, bound)
+    tl.store(count_ptr + m, 0)
+
+
+@triton.jit
+def _list_tokens_kernel(
+    logits_ptr, row_ptr, count_ptr, list_ptr, temperature, V, BLOCK_V: tl.constexpr,
+):
+    """Program (split, row m): adds a split's tokens from the bound on to the row's list."""
+    m = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    # [BLOCK_V]
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    listed = (x >= tl.load(row_ptr + 3 * m + 2)) & (x > float("-inf"))
+    place = tl.cumsum(listed.to(tl.int32), 0) - 1
+    first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
+    tl.store(list_ptr + m * V + first + place, columns, mask=listed)
+
+
+@triton.jit
+def _mass(x, row_max, COUNT: tl.constexpr):
+    """int64: 1 for each x, or exp(x - row_max) in units of 2^-40."""
+    return tl.full(x.shape, 1, tl.int64) if COUNT else (
+        tl.exp(x - row_max) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def _highest_cut(
+    logits_ptr, list_ptr, count, temperature, row_max, least, wanted,
+    COUNT: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """The highest order at or above which the listed tokens, of those from `least` on, have the
+    wanted mass."""
     cut = tl.full([], -2147483648, tl.int32)
     for digit in range(0, 8):
         # [16], [BLOCK_V, 16]
         candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-        mass = tl.zeros([BLOCK_V, 16], tl.float32)
-        for start in range(0, V, BLOCK_V):
-            x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-            above = _order(x.to(tl.int32, bitcast=True))[:, None] > candidates[None, :]
-            mass += tl.where(above, tl.exp(x - row_max)[:, None], 0.0)
+        mass = tl.zeros([BLOCK_V, 16], tl.int64)
+        for start in range(0, count, BLOCK_V):
+            entry = start + tl.arange(0, BLOCK_V)
+            columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
+            x = _load_logits(logits_ptr, columns, entry < count, temperature)
+            order = _order(x)
+            counted = (order[:, None] >= candidates[None, :]) & (order >= least)[:, None]
+            counted &= (entry < count)[:, None]
+            mass += tl.where(counted, _mass(x, row_max, COUNT)[:, None], 0)
         cut = tl.max(tl.where(tl.sum(mass, 0) >= wanted, candidates, cut), 0)
-    tl.store(cut_ptr + m, _order(cut + 1).to(tl.float32, bitcast=True))
+    return tl.maximum(cut, least)
 
 
-@takes("0 < top_p < 1", logits="M V float32|float64")
-def nucleus(logits, top_p):
-    """The cut of top-p sampling -> [M], of logits' dtype. Tokens of at least this logit are the
-    likeliest of mass top_p, with all that tie with the last. logits: -inf for excluded tokens."""
+@triton.jit(do_not_specialize=["seed_key", "top_k", "V"])
+def _filtered_sample_kernel(
+    logits_ptr, row_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
+    temperature, top_k, top_p, log_min_p, seed_key, V, BLOCK_V: tl.constexpr,
+):
+    """Program m: the cut of a row, then its sample."""
+    m = tl.program_id(0).to(tl.int64)
+    logits_ptr += m * V
+    list_ptr += m * V
+    count = tl.load(count_ptr + m)
+    row_max = tl.load(row_ptr + 3 * m)
+    mass = (tl.load(row_ptr + 3 * m + 1) * 1099511627776.0).to(tl.int64)
+    least = tl.full([], -2147483648, tl.int32)
+    cut = least
+    if top_k > 0:
+        cut = _highest_cut(logits_ptr, list_ptr, count, temperature, row_max, least,
+                           top_k.to(tl.int64), True, BLOCK_V)
+        # [BLOCK_V]
+        kept = tl.zeros([BLOCK_V], tl.int64)
+        for start in range(0, count, BLOCK_V):
+            entry = start + tl.arange(0, BLOCK_V)
+            columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
+            x = _load_logits(logits_ptr, columns, entry < count, temperature)
+            kept += tl.where(_order(x) >= cut, _mass(x, row_max, False), 0)
+        mass = tl.sum(kept, 0)
+    if top_p < 1:
+        wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
+        cut = _highest_cut(logits_ptr, list_ptr, count, temperature, row_max, cut, wanted,
+                           False, BLOCK_V)
+
+    sequence = tl.load(sequence_ptr + m).to(tl.int64)
+    position = tl.load(position_ptr + m).to(tl.int64)
+    low, high = _row_key(sequence, position, seed_key)
+    best = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
+    for start in range(0, count, BLOCK_V):
+        entry = start + tl.arange(0, BLOCK_V)
+        columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
+        x = _load_logits(logits_ptr, columns, entry < count, temperature)
+        kept = (entry < count) & (_order(x) >= cut) & (x >= row_max + log_min_p)
+        score = tl.where(kept, x + _gumbel_noise(low, high, columns.to(tl.uint32)), float("-inf"))
+        better = kept & ((score > best) | ((score == best) & (columns < token)))
+        best = tl.where(better, score, best)
+        token = tl.where(better, columns, token)
+    token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
+    tl.store(tokens_ptr + m, tl.minimum(token, V - 1).to(tl.int64))  # a token where all are NaN
+
+
+@takes("0 < temperature < inf", "0 < top_p <= 1", "0 <= min_p <= 1", "top_k >= 0",
+       logits="M V float32|float64", sequence="M int", position="M int", V="1..2**31-1")
+def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+    """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
+    temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s.
+
+    top_k: 0 keeps all; top_p: 1 does; min_p: 0 does.
+    """
     if not runs_triton(logits):
-        return nucleus_reference(logits, top_p)
+        return filtered_sample_reference(
+            logits, temperature, top_k, top_p, min_p, seed, sequence, position)
     M, V = logits.shape
-    cut = logits.new_empty(M)
+    logits = logits.contiguous()
+    BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
+    splits = triton.cdiv(V, BLOCK_V)
+    BLOCK_SPLITS = triton.next_power_of_2(splits)
+    log_rest = math.log1p(-top_p) - 1e-3 if top_p < 1 else -math.inf  # lower for rounding's sake
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    maxima, lse = logits.new_empty(2, M, splits)
+    row = logits.new_empty(M, 3)
+    count = logits.new_empty(M, dtype=torch.int32)
+    listed = logits.new_empty(M, V, dtype=torch.int32)
+    tokens = logits.new_empty(M, dtype=torch.int64)
+    num_warps = _num_warps(BLOCK_V, 256)
     with torch.cuda.device_of(logits):
-        _nucleus_kernel[(M,)](logits.contiguous(), cut, top_p, V, BLOCK_V=1024, num_warps=16)
-    return cut
+        _split_masses_kernel[(splits, M)](
+            logits, maxima, lse, temperature, V, splits, BLOCK_V=BLOCK_V, num_warps=num_warps)
+        _filter_bound_kernel[(M,)](
+            maxima, lse, row, count, top_k, log_rest, log_min_p, V, splits,
+            BLOCK_SPLITS=BLOCK_SPLITS, BLOCK_J=min(16, BLOCK_SPLITS), num_warps=4)
+        _list_tokens_kernel[(splits, M)](
+            logits, row, count, listed, temperature, V, BLOCK_V=BLOCK_V, num_warps=num_warps)
+        _filtered_sample_kernel[(M,)](
+            logits, row, count, listed, sequence.contiguous(), position.contiguous(), tokens,
+            temperature, top_k, top_p, log_min_p, _seed_key(seed), V, BLOCK_V=1024, num_warps=16)
+    return tokens
 
 
-@nucleus.takes
-def nucleus_reference(logits, top_p):
-    """`nucleus` by torch: of the 1,024 likeliest, and of all where some row needs more."""
+@filtered_sample.takes
+def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+    """`filtered_sample` by torch."""
+    logits = filter_logits(logits / temperature, top_k, top_p, min_p)
+    return gumbel_argmax(logits, 1.0, seed, sequence, position)
+
+
+def nucleus_cut(logits, top_p):
+    """The least logit of each row's nucleus of mass top_p, [M, 1]: tokens of at least this logit
+    are the likeliest of that mass, with all that tie with the last."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
-    for n in (min(1024, V), V):
+    for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
         ranked = logits.topk(n).values
         probs = (ranked - total).exp()
         before = probs.cumsum(dim=-1) - probs
         if n == V or (before[:, -1] >= top_p).all():
             break
     kept = (before < top_p).sum(dim=-1, keepdim=True)
-    return ranked.gather(1, (kept - 1).clamp(min=0))[:, 0]  # where all is NaN, none is kept
+    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -1690,7 +1855,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
-        logits = logits.masked_fill(logits < nucleus(logits, top_p)[:, None], -math.inf)
+        logits = logits.masked_fill(logits < nucleus_cut(logits, top_p), -math.inf)
     if min_p > 0:
         cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
         logits = logits.masked_fill(logits < cut, -math.inf)
