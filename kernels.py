@@ -294,8 +294,10 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
-    at_once = _programs_at_once(blocks, sm_count(q.device))
-    splits = _splits(S, min_split, BLOCK_Q, grid_rows, at_once)
+    at_once = sm_count(q.device) * _programs_per_sm(blocks, q.element_size(), q.device)
+    # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
+    fewest = max(1, min(triton.cdiv(S, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
+    splits = _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = out
     lse = None  # a single split writes the result itself; 128 rows would spill when rounding it
@@ -585,7 +587,7 @@ def project_topk(hidden, weight, k, vocab_ids=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]).
 
-    The weight is read once per 64 hidden states. vocab_ids: only these rows of the weight take
+    The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight take
     part, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
     """
     if not runs_triton(hidden):
@@ -747,6 +749,14 @@ def sm_count(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def _shared_memory(device):
+    """Bytes of shared memory that a GPU's multiprocessor has, of an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return 233472
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def _strides(x):
     """Strides, with 0 for dimensions of size 1, whose stride must not select another kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
@@ -796,17 +806,21 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
                 **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
-def _programs_at_once(blocks, multiprocessors):
-    """How many programs of these launch options run at once. A multiprocessor has 65536 registers:
-    room for 3 programs of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1 of 8 warps.
-    Shared memory has room for as many on data-centre GPUs."""
-    return multiprocessors * (65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255)))
+def _programs_per_sm(blocks, itemsize, device):
+    """How many programs of these attention blocks a multiprocessor runs at once. Its 65536
+    registers have room for 3 programs of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1
+    of 8 warps; its shared memory has room for as many on data-centre GPUs, on others for fewer."""
+    by_registers = 65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255))
+    rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
+    by_memory = _shared_memory(device) // (rows * blocks["BLOCK_D"] * itemsize)
+    return max(min(by_registers, by_memory), 1)
 
 
 @lru_cache
-def _splits(S, min_split, BLOCK_Q, grid_rows, at_once):
+def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """Splits of a cache of S rows, none under min_split rows, for this many tiles of query rows,
-    where `at_once` programs run at a time: the number with the least waves * rows for a full cache.
+    where `at_once` programs run at a time: the number, of `fewest` or more, with the least waves *
+    rows for a full cache.
 
     rows: those of a split, 2 * BLOCK_Q for its partial sums, and min_split for the program's start.
     waves: how often the programs fill the GPU. Latency counts a part of a wave as a whole one,
@@ -815,21 +829,25 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once):
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
-    return min(range(1, triton.cdiv(S, min_split) + 1), key=time)
+    return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
 
 def _project_blocks(M, dtype, aligned, gathered):
     """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are.
 
     A tile of weights is 16 kB, and each program keeps two or three in flight. Loads of gathered
-    rows wait for their indices, so they get one stage more. Exact float32 and loads of single
-    elements need smaller tiles.
+    rows wait for their indices, so they get one stage more. Above 64 rows arithmetic counts: twice
+    as many rows meet a tile of half the weights. Exact float32 and loads of single elements need
+    smaller tiles.
     """
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
+    rows = max(16, triton.next_power_of_2(M))
+    BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, **_max_registers(168))
+    if rows > 64:
+        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3)
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
                 num_stages=(3 if BLOCK_M == 64 else 4) + gathered,
                 **(_max_registers(255) if BLOCK_M < 64 else {}))
@@ -1652,9 +1670,9 @@ def _load_logits(logits_ptr, columns, mask, temperature):
 def _split_masses_kernel(
     logits_ptr, max_ptr, lse_ptr, temperature, V, splits, BLOCK_V: tl.constexpr,
 ):
-    """Program (split, row m): the largest x of a split, and the logarithm of its mass."""
-    m = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(0)
+    """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
+    m = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
     columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
     # [BLOCK_V]
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
@@ -1697,9 +1715,9 @@ def _filter_bound_kernel(
 def _list_tokens_kernel(
     logits_ptr, row_ptr, count_ptr, list_ptr, temperature, V, BLOCK_V: tl.constexpr,
 ):
-    """Program (split, row m): adds a split's tokens from the bound on to the row's list."""
-    m = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     # [BLOCK_V]
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
     listed = (x >= tl.load(row_ptr + 3 * m + 2)) & (x > float("-inf"))
@@ -1812,12 +1830,12 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     tokens = logits.new_empty(M, dtype=torch.int64)
     num_warps = _num_warps(BLOCK_V, 256)
     with torch.cuda.device_of(logits):
-        _split_masses_kernel[(splits, M)](
+        _split_masses_kernel[(M, splits)](
             logits, maxima, lse, temperature, V, splits, BLOCK_V=BLOCK_V, num_warps=num_warps)
         _filter_bound_kernel[(M,)](
             maxima, lse, row, count, top_k, log_rest, log_min_p, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, BLOCK_J=min(16, BLOCK_SPLITS), num_warps=4)
-        _list_tokens_kernel[(splits, M)](
+        _list_tokens_kernel[(M, splits)](
             logits, row, count, listed, temperature, V, BLOCK_V=BLOCK_V, num_warps=num_warps)
         _filtered_sample_kernel[(M,)](
             logits, row, count, listed, sequence.contiguous(), position.contiguous(), tokens,
