@@ -124,6 +124,7 @@ def timing_decoder(model, heads, batch_size, plan, sampling, beams=None, graph=T
     decoder = Decoder(model, heads, batch_size=batch_size, capacity=prefix + 1, plans=(plan,),
                       beams=beams, sampling=sampling, graph=graph)
     decoder.slots.cache.lengths.fill_(prefix)
+    decoder.step(plan)  # compiles it: what is timed is its graph
     return decoder
 
 
@@ -151,7 +152,8 @@ def stage_times(model, heads, batch_size, plan, sampling, beams=None, graph=True
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
         del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
-    if graph and model.device.type == "cuda":
+    if graph and model.device.type == "cuda":  # all ran above, but for the commit
+        stages["commit"]()
         stages = {name: capture(stage, model.device) for name, stage in stages.items()}
     measure = lambda stage: seconds(stage, model.device, group_of(model))
     with unchecked():  # as in all steps but the first
