@@ -287,13 +287,14 @@ def test_accept_equals_a_plain_walk(device):
     (0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (9999, 0.5, 0), (0, 1, 0.3)])
 @pytest.mark.parametrize("V, scale", [(5, 1.0), (300, 0.01), (1500, 5.0)])
 def test_filtered_sample_draws_what_the_reference_draws(V, scale, top_k, top_p, min_p, device):
-    """Bug: a cut one token too high or low, negative logits in the wrong order, a tie cut in two (0.0 and -0.0 are one),
-    excluded tokens that count, a bound that leaves out tokens of the nucleus or of the top k, other noise."""
+    """Bug: a cut one token too high or low, negative logits in the wrong order, a tie cut in two (0.0 and -0.0 are
+    one), excluded tokens that count, a bound that leaves out tokens of the nucleus or of the top k, other noise."""
     logits = normal(4, V) * scale
     logits[1] = logits[1].round()  # many ties
     logits[2, ::2] = -math.inf
     args = 0.7, top_k, top_p, min_p, 7, torch.arange(4), torch.arange(4) * 3
-    got = kernels.filtered_sample(every_second(logits.to(device)), *(x.to(device) if torch.is_tensor(x) else x for x in args))
+    on_device = (x.to(device) if torch.is_tensor(x) else x for x in args)
+    got = kernels.filtered_sample(every_second(logits.to(device)), *on_device)
     assert torch.equal(got.cpu(), kernels.filtered_sample_reference(logits, *args))
 
 
