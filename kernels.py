@@ -1642,14 +1642,15 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   argmax(x + gumbel(seed, sequence, position, token)).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They give a bound that all kept tokens reach. No token under lse + log((1 - top_p) / V)
-# is in the nucleus: all such tokens together have less than 1 - top_p of the mass. And the k-th
-# largest of the splits' maxima is at most the k-th largest logit. A second pass lists the tokens
-# from the bound on, some hundreds, and one program per row searches that list. It finds a cut as an
-# integer that orders as the logits do, four bits a turn: the highest of 16 candidates with enough
-# mass from it on.
+# of a row. They give a bound that all kept tokens reach: no token under lse + log((1 - top_p) / V)
+# is in the nucleus, as all such tokens together have less than 1 - top_p of the mass. A second pass
+# lists the tokens from the bound on, some hundreds, and one program per row searches that list. It
+# finds the nucleus's cut as an integer that orders as the logits do, four bits a turn: the highest
+# of 16 candidates with enough mass from it on.
 #
 # The list is in no fixed order. Masses are sums of integers, so they do not depend on it.
+
+MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
 
 @triton.jit
@@ -1664,6 +1665,16 @@ def _load_logits(logits_ptr, columns, mask, temperature):
     """logits / temperature in float32; NaN is -inf."""
     x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf")) / temperature
     return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
+    """(the largest x of row m, its mass relative to that)"""
+    split = tl.arange(0, BLOCK_SPLITS)
+    offsets = m * splits + split
+    row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
+    lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
+    return row_max, tl.sum(tl.exp(lse - row_max), 0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -1681,111 +1692,69 @@ def _split_masses_kernel(
     tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
 
 
-@triton.jit(do_not_specialize=["V", "splits", "top_k"])
-def _filter_bound_kernel(
-    max_ptr, lse_ptr, row_ptr, count_ptr, top_k, log_rest, log_min_p, V, splits,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_J: tl.constexpr,
-):
-    """Program m: a row's largest x, its mass relative to that, and the bound of its list."""
-    m = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    mask = split < splits
-    # [BLOCK_SPLITS]
-    maxima = tl.load(max_ptr + m * splits + split, mask=mask, other=float("-inf"))
-    lse = tl.load(lse_ptr + m * splits + split, mask=mask, other=float("-inf"))
-    row_max = tl.max(maxima, 0)
-    mass = tl.sum(tl.exp(lse - row_max), 0)
-    bound = row_max + log_min_p
-    if log_rest > float("-inf"):
-        bound = tl.maximum(bound, row_max + tl.log(mass) + log_rest - tl.log(V.to(tl.float32)))
-    if top_k > 0:  # mass is that of the top_k alone, and all of them are wanted
-        at_least = tl.zeros([BLOCK_SPLITS], tl.int32)
-        for start in range(0, BLOCK_SPLITS, BLOCK_J):
-            other = start + tl.arange(0, BLOCK_J)
-            others = tl.load(max_ptr + m * splits + other, mask=other < splits, other=float("-inf"))
-            at_least += tl.sum((others[None, :] >= maxima[:, None]).to(tl.int32), 1)
-        bound = tl.max(tl.where(mask & (at_least >= top_k), maxima, float("-inf")), 0)
-    tl.store(row_ptr + 3 * m, row_max)
-    tl.store(row_ptr + 3 * m + 1, mass)
-    tl.store(row_ptr + 3 * m + 2, bound)
-    tl.store(count_ptr + m, 0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _list_tokens_kernel(
-    logits_ptr, row_ptr, count_ptr, list_ptr, temperature, V, BLOCK_V: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, kth_ptr, count_ptr, list_ptr,
+    temperature, log_rest, log_min_p, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if kth_ptr is not None:  # their mass is wanted, so all of the top_k are listed
+        bound = tl.load(kth_ptr + m) / temperature
+    else:
+        row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+        bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
     # [BLOCK_V]
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
-    listed = (x >= tl.load(row_ptr + 3 * m + 2)) & (x > float("-inf"))
+    listed = (x >= bound) & (x > float("-inf"))
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
     first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
     tl.store(list_ptr + m * V + first + place, columns, mask=listed)
 
 
 @triton.jit
-def _mass(x, row_max, COUNT: tl.constexpr):
-    """int64: 1 for each x, or exp(x - row_max) in units of 2^-40."""
-    return tl.full(x.shape, 1, tl.int64) if COUNT else (
-        tl.exp(x - row_max) * 1099511627776.0).to(tl.int64)
+def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.constexpr):
+    """(which entries of the list there are, their columns, their logits / temperature)"""
+    entry = start + tl.arange(0, BLOCK_V)
+    columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
+    return entry < count, columns, _load_logits(logits_ptr, columns, entry < count, temperature)
 
 
-@triton.jit
-def _highest_cut(
-    logits_ptr, list_ptr, count, temperature, row_max, least, wanted,
-    COUNT: tl.constexpr, BLOCK_V: tl.constexpr,
-):
-    """The highest order at or above which the listed tokens, of those from `least` on, have the
-    wanted mass."""
-    cut = tl.full([], -2147483648, tl.int32)
-    for digit in range(0, 8):
-        # [16], [BLOCK_V, 16]
-        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-        mass = tl.zeros([BLOCK_V, 16], tl.int64)
-        for start in range(0, count, BLOCK_V):
-            entry = start + tl.arange(0, BLOCK_V)
-            columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
-            x = _load_logits(logits_ptr, columns, entry < count, temperature)
-            order = _order(x)
-            counted = (order[:, None] >= candidates[None, :]) & (order >= least)[:, None]
-            counted &= (entry < count)[:, None]
-            mass += tl.where(counted, _mass(x, row_max, COUNT)[:, None], 0)
-        cut = tl.max(tl.where(tl.sum(mass, 0) >= wanted, candidates, cut), 0)
-    return tl.maximum(cut, least)
-
-
-@triton.jit(do_not_specialize=["seed_key", "top_k", "V"])
+@triton.jit(do_not_specialize=["seed_key", "splits"])
 def _filtered_sample_kernel(
-    logits_ptr, row_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
-    temperature, top_k, top_p, log_min_p, seed_key, V, BLOCK_V: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
+    temperature, top_p, log_min_p, seed_key, V, splits,
+    TOP_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program m: the cut of a row, then its sample."""
+    """Program m: the cut of a row's nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
-    row_max = tl.load(row_ptr + 3 * m)
-    mass = (tl.load(row_ptr + 3 * m + 1) * 1099511627776.0).to(tl.int64)
-    least = tl.full([], -2147483648, tl.int32)
-    cut = least
-    if top_k > 0:
-        cut = _highest_cut(logits_ptr, list_ptr, count, temperature, row_max, least,
-                           top_k.to(tl.int64), True, BLOCK_V)
-        # [BLOCK_V]
-        kept = tl.zeros([BLOCK_V], tl.int64)
-        for start in range(0, count, BLOCK_V):
-            entry = start + tl.arange(0, BLOCK_V)
-            columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
-            x = _load_logits(logits_ptr, columns, entry < count, temperature)
-            kept += tl.where(_order(x) >= cut, _mass(x, row_max, False), 0)
-        mass = tl.sum(kept, 0)
+    row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+    cut = tl.full([], -2147483648, tl.int32)
     if top_p < 1:
+        mass = (total * MASS_UNIT).to(tl.int64)
+        if TOP_K:  # the mass of these alone
+            # [BLOCK_V]
+            kept = tl.zeros([BLOCK_V], tl.int64)
+            for start in range(0, count, BLOCK_V):
+                _, _, x = _load_listed(
+                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                kept += (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
+            mass = tl.sum(kept, 0)
         wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-        cut = _highest_cut(logits_ptr, list_ptr, count, temperature, row_max, cut, wanted,
-                           False, BLOCK_V)
+        for digit in range(0, 8):
+            # [16], [BLOCK_V, 16]
+            candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
+            masses = tl.zeros([BLOCK_V, 16], tl.int64)
+            for start in range(0, count, BLOCK_V):
+                _, _, x = _load_listed(
+                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
+                masses += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
+            cut = tl.max(tl.where(tl.sum(masses, 0) >= wanted, candidates, cut), 0)
 
     sequence = tl.load(sequence_ptr + m).to(tl.int64)
     position = tl.load(position_ptr + m).to(tl.int64)
@@ -1793,12 +1762,11 @@ def _filtered_sample_kernel(
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
-        entry = start + tl.arange(0, BLOCK_V)
-        columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
-        x = _load_logits(logits_ptr, columns, entry < count, temperature)
-        kept = (entry < count) & (_order(x) >= cut) & (x >= row_max + log_min_p)
-        score = tl.where(kept, x + _gumbel_noise(low, high, columns.to(tl.uint32)), float("-inf"))
-        better = kept & ((score > best) | ((score == best) & (columns < token)))
+        mask, columns, x = _load_listed(
+            logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+        score = x + _gumbel_noise(low, high, columns.to(tl.uint32))
+        better = (score > best) | ((score == best) & (columns < token))
+        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
     token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
@@ -1806,7 +1774,7 @@ def _filtered_sample_kernel(
 
 
 @takes("0 < temperature < inf", "0 < top_p <= 1", "0 <= min_p <= 1", "top_k >= 0",
-       logits="M V float32|float64", sequence="M int", position="M int", V="1..2**31-1")
+       logits="M V float32|float64", sequence="M int", position="M int")
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
     temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s.
@@ -1818,28 +1786,28 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
     M, V = logits.shape
     logits = logits.contiguous()
+    kth = logits.topk(top_k).values[:, -1].contiguous() if 0 < top_k < V else None
+    # a part in 1,000 lower: the sum of masses is rounded
+    log_rest = math.log1p(-top_p) - math.log(V) - 1e-3 if top_p < 1 else -math.inf
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
     BLOCK_SPLITS = triton.next_power_of_2(splits)
-    log_rest = math.log1p(-top_p) - 1e-3 if top_p < 1 else -math.inf  # lower for rounding's sake
-    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    num_warps = _num_warps(BLOCK_V, 256)
     maxima, lse = logits.new_empty(2, M, splits)
-    row = logits.new_empty(M, 3)
-    count = logits.new_empty(M, dtype=torch.int32)
+    count = torch.zeros(M, dtype=torch.int32, device=logits.device)
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
-    num_warps = _num_warps(BLOCK_V, 256)
     with torch.cuda.device_of(logits):
         _split_masses_kernel[(M, splits)](
             logits, maxima, lse, temperature, V, splits, BLOCK_V=BLOCK_V, num_warps=num_warps)
-        _filter_bound_kernel[(M,)](
-            maxima, lse, row, count, top_k, log_rest, log_min_p, V, splits,
-            BLOCK_SPLITS=BLOCK_SPLITS, BLOCK_J=min(16, BLOCK_SPLITS), num_warps=4)
         _list_tokens_kernel[(M, splits)](
-            logits, row, count, listed, temperature, V, BLOCK_V=BLOCK_V, num_warps=num_warps)
+            logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
+            BLOCK_V=BLOCK_V, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=num_warps)
         _filtered_sample_kernel[(M,)](
-            logits, row, count, listed, sequence.contiguous(), position.contiguous(), tokens,
-            temperature, top_k, top_p, log_min_p, _seed_key(seed), V, BLOCK_V=1024, num_warps=16)
+            logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
+            tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
+            TOP_K=kth is not None, BLOCK_V=1024, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
