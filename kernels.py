@@ -1807,7 +1807,7 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
         _filtered_sample_kernel[(M,)](
             logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
             tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
-            TOP_K=kth is not None, BLOCK_V=1024, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
+            TOP_K=kth is not None, BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
