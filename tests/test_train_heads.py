@@ -352,7 +352,8 @@ def test_processes_do_not_meet_while_they_take_turns(checkpoint, monkeypatch):
     world = SimpleNamespace(size=2, device=torch.device("cpu"), any=bool, one_by_one=turns)
     monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: done.append("mesh"))
     monkeypatch.setattr(parallel, "shard", lambda model, mesh: done.append("shard"))
-    parallel.load_for_training(train_heads.parse(["--model", str(checkpoint), "--device", "cpu", "--shard-base"]), world)
+    args = train_heads.parse(["--model", str(checkpoint), "--device", "cpu", "--shard-base"])
+    parallel.load_for_training(args, world)
     assert done == ["mesh", "turn", "shard"]
 
 
