@@ -192,9 +192,9 @@ class CloverHeads(nn.Module):
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
         if model.blocks[-1].attn.config == base:  # else a process holds only a part of the block
-            last = {name: value.float() for name, value in model.blocks[-1].state_dict().items()}
             for block in self.augment_blocks:
-                block.load_state_dict(last)
+                if not block.attn.qkv.weight.is_meta:  # else its weights are read from a folder
+                    block.load_state_dict(model.blocks[-1].state_dict())
             _ = self.embedding_scale  # now: a traced or captured step cannot read it
         # the token ids to draft among, int32, most frequent first; None: all
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
@@ -360,9 +360,10 @@ class CloverHeads(nn.Module):
             raise InputError(f"{path}: its draft vocabulary of {config.vocabulary} is larger than "
                              f"the model's of {model.config.vocab_size}; train heads for this "
                              "model with train_heads.py")
-        heads = cls(config, model)
+        with torch.device("meta"):  # no memory and no random numbers, which would be overwritten
+            heads = cls(config, model)
         try:
-            heads.load_state_dict(load_file(path / "heads.safetensors"))
+            heads.load_state_dict(load_file(path / "heads.safetensors"), assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' "

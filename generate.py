@@ -26,8 +26,7 @@ from clover import MAX_TREE, Tree, check_beams, root_tree
 from kernels import (
     accept_path,
     commit_path,
-    filter_logits,
-    gumbel_argmax,
+    filtered_sample,
     merge_chain,
     ngram_lookup,
     runs_triton,
@@ -163,6 +162,7 @@ class Decoder:
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.run_first(batch_size)
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
+        self.pool = None       # the memory of all graphs; None: there are none
         self.graphs = {}       # plan -> a function that replays its step
         if model.device.type == "cuda":
             self.prepare_cuda(P, graph)
@@ -209,9 +209,9 @@ class Decoder:
         sequence = self.slots.sequence[:, None].expand(B, T).reshape(-1)
         position = (self.slots.cache.lengths[:, None] + tree.depths + 1).reshape(-1)
         if s.filtered:
-            logits = self.model.head.logits(hidden) / s.temperature  # (B * T, V)
-            logits = filter_logits(logits, s.top_k, s.top_p, s.min_p)
-            target = gumbel_argmax(logits, 1.0, s.seed, sequence, position)
+            logits = self.model.head.logits(hidden)  # (B * T, V)
+            target = filtered_sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed,
+                                     sequence, position)
         else:
             target = self.model.head.sample(hidden, s.temperature, s.seed, sequence, position)
         return target.view(B, T)
@@ -243,21 +243,25 @@ class Decoder:
         lengths += accepted.count
 
     def prepare_cuda(self, P, graph):
-        """Buffers for a step in flight, and the graphs of all plans, in one pool of memory."""
+        """Buffers for a step in flight, and the graphs' pool of memory."""
         self.steps_ahead = 1
         width = 2 * P + 2 + max(plan.lookup_tokens for plan in self.plans)
         pinned = lambda: torch.zeros(self.batch_size * width, dtype=torch.int64, pin_memory=True)
         self.pinned = [pinned(), pinned()]
         self.written = [torch.cuda.Event(), torch.cuda.Event()]
         if graph and runs_triton(self.slots.root):  # the references read values back
-            pool = torch.cuda.graph_pool_handle()
-            for plan in self.plans:
-                self.graphs[plan] = capture(self.body(plan), self.model.device, pool)
+            self.pool = torch.cuda.graph_pool_handle()
 
     def body(self, plan=None):
-        """A function that runs one step of a plan, by default the first -> `Accepted.packed`."""
+        """A function that runs one step of a plan, by default the first -> `Accepted.packed`. A
+        plan's first step runs eagerly, which compiles it; then it is captured, and replayed."""
         plan = plan or self.plans[0]
-        return self.graphs.get(plan) or partial(self.step, plan)
+        step = partial(self.step, plan)
+        if self.pool is None or plan not in self.checked:
+            return step
+        if plan not in self.graphs:
+            self.graphs[plan] = capture(step, self.model.device, self.pool)
+        return self.graphs[plan]
 
     @torch.inference_mode()
     def launch(self, plan):
@@ -328,15 +332,12 @@ class Decoder:
 
 
 def capture(body, device, pool=None):
-    """Records body() in a CUDA graph -> a function that replays it. Graphs of one pool share
-    memory: what one returns must be copied before another runs."""
+    """Records body() in a CUDA graph -> a function that replays it. body() must have run before:
+    its first run compiles and allocates. Graphs of one pool share memory: what one returns must be
+    copied before another runs."""
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles and allocates whatever the first call does
-                body()
-        torch.cuda.current_stream().wait_stream(stream)
+        # else this graph would use the workspace that cuBLAS took from an earlier graph's memory
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = body()

@@ -12,7 +12,7 @@
     ngram_lookup        what followed when the text was here before
     merge_chain         adds that to a tree
     accept_path         the walk down the tree
-    nucleus             where top-p sampling cuts
+    filtered_sample     a sample after top-k, top-p and min-p
 
 The first four move the bytes of a step, the others save launches between them. Each has its formula
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
@@ -184,6 +184,10 @@ def _tree_attention_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
+    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
+    low = bits.to(tl.int32)
+    high = (bits >> 32).to(tl.int32)
+
     # Full tiles of committed rows: every node sees all of them, so no mask is needed.
     masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
     for start in range(begin, masked_begin, BLOCK_S):
@@ -195,15 +199,13 @@ def _tree_attention_kernel(
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The last committed rows and the tree. Rows that no node sees are not loaded: 0 * NaN is NaN.
-    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
-    low = bits.to(tl.int32)
-    high = (bits >> 32).to(tl.int32)
+    # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
+    # Rows that no node sees are not loaded: 0 * NaN is NaN.
     if slopes_ptr is not None:
         tree = tl.arange(0, 64)
         key_bits = tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0)
         depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
-    for start in range(masked_begin, end, BLOCK_S):
+    for start in tl.range(masked_begin, end, BLOCK_S, num_stages=1):
         cache_rows = start + tile_rows
         node = cache_rows - length
         word = tl.where((node < 32)[None, :], low[:, None], high[:, None])
@@ -292,8 +294,10 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
-    at_once = _programs_at_once(blocks, sm_count(q.device))
-    splits = _splits(S, min_split, BLOCK_Q, grid_rows, at_once)
+    at_once = sm_count(q.device) * _programs_per_sm(blocks, q.element_size(), q.device)
+    # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
+    fewest = max(1, min(triton.cdiv(S, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
+    splits = _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = out
     lse = None  # a single split writes the result itself; 128 rows would spill when rounding it
@@ -307,7 +311,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
         if lse is not None:
             _combine_splits_kernel[(B * T * Hq,)](
                 partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
-                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16, num_warps=2)
+                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=min(64, triton.next_power_of_2(splits)),
+                num_warps=4)
     return out
 
 
@@ -366,11 +371,18 @@ def _splitmix64(x):
 
 
 @triton.jit
+def _row_key(sequence, position, seed_key):
+    """The 64-bit key of a row's noise, as two uint32."""
+    key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
 def _gumbel_noise(low, high, tokens):
-    """`gumbel` [BLOCK_M, BLOCK_V] for row keys (low, high) and tokens, all uint32."""
-    x = tokens[None, :] ^ low[:, None]
+    """`gumbel` for row keys (low, high) and tokens, all uint32, of shapes that broadcast."""
+    x = tokens ^ low
     x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = x ^ high[:, None]
+    x = x ^ high
     x = (x ^ (x >> 15)) * 0x846CA68B
     x = x ^ (x >> 16)
     uniform = ((x >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -455,9 +467,7 @@ def _project_kernel(
     if sequence_ptr is not None:
         sequence = tl.load(sequence_ptr + m, mask=row_mask, other=0).to(tl.int64)
         position = tl.load(position_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
-        low = key.to(tl.uint32)
-        high = (key >> 32).to(tl.uint32)
+        low, high = _row_key(sequence, position, seed_key)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. Tiles of 32 stay first: as second operand the search for a tile's
@@ -490,7 +500,8 @@ def _project_kernel(
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 scores = scores / temperature
-                scores += _gumbel_noise(low, high, (first_token + token).to(tl.uint32))
+                ids = (first_token + token).to(tl.uint32)
+                scores += _gumbel_noise(low[:, None], high[:, None], ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -576,7 +587,7 @@ def project_topk(hidden, weight, k, vocab_ids=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]).
 
-    The weight is read once per 64 hidden states. vocab_ids: only these rows of the weight take
+    The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight take
     part, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
     """
     if not runs_triton(hidden):
@@ -738,6 +749,14 @@ def sm_count(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def _shared_memory(device):
+    """Bytes of shared memory that a GPU's multiprocessor has, of an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return 233472
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def _strides(x):
     """Strides, with 0 for dimensions of size 1, whose stride must not select another kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
@@ -786,17 +805,21 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
                 **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
-def _programs_at_once(blocks, multiprocessors):
-    """How many programs of these launch options run at once. A multiprocessor has 65536 registers:
-    room for 3 programs of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1 of 8 warps.
-    Shared memory has room for as many on data-centre GPUs."""
-    return multiprocessors * (65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255)))
+def _programs_per_sm(blocks, itemsize, device):
+    """How many programs of these attention blocks a multiprocessor runs at once. Its 65536
+    registers have room for 3 programs of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1
+    of 8 warps; its shared memory has room for as many on data-centre GPUs, on others for fewer."""
+    by_registers = 65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255))
+    rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
+    by_memory = _shared_memory(device) // (rows * blocks["BLOCK_D"] * itemsize)
+    return max(min(by_registers, by_memory), 1)
 
 
 @lru_cache
-def _splits(S, min_split, BLOCK_Q, grid_rows, at_once):
+def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """Splits of a cache of S rows, none under min_split rows, for this many tiles of query rows,
-    where `at_once` programs run at a time: the number with the least waves * rows for a full cache.
+    where `at_once` programs run at a time: the number, of `fewest` or more, with the least waves *
+    rows for a full cache.
 
     rows: those of a split, 2 * BLOCK_Q for its partial sums, and min_split for the program's start.
     waves: how often the programs fill the GPU. Latency counts a part of a wave as a whole one,
@@ -805,21 +828,25 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once):
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
-    return min(range(1, triton.cdiv(S, min_split) + 1), key=time)
+    return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
 
 def _project_blocks(M, dtype, aligned, gathered):
     """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are.
 
     A tile of weights is 16 kB, and each program keeps two or three in flight. Loads of gathered
-    rows wait for their indices, so they get one stage more. Exact float32 and loads of single
-    elements need smaller tiles.
+    rows wait for their indices, so they get one stage more. Above 64 rows arithmetic counts: twice
+    as many rows meet a tile of half the weights. Exact float32 and loads of single elements need
+    smaller tiles.
     """
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
+    rows = max(16, triton.next_power_of_2(M))
+    BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, **_max_registers(168))
+    if rows > 64:
+        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3)
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
                 num_stages=(3 if BLOCK_M == 64 else 4) + gathered,
                 **(_max_registers(255) if BLOCK_M < 64 else {}))
@@ -867,6 +894,10 @@ def _add_norm_kernel(
     offsets = tl.program_id(0).to(tl.int64) * C + columns
     # [BLOCK_C]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:  # loaded before the sums, which wait for x
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if delta_ptr is not None:
         x += tl.load(delta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -876,9 +907,9 @@ def _add_norm_kernel(
         x = tl.where(mask, x - tl.sum(x, 0) / C, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, 0) / C + eps)
     if weight_ptr is not None:
-        x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x *= weight
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x += bias
     tl.store(normed_ptr + offsets, x.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
@@ -957,6 +988,7 @@ def _rope_cache_kernel(
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
+    row = tl.load(rows_ptr + token)
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
     x = low.to(tl.float32)
@@ -975,7 +1007,6 @@ def _rope_cache_kernel(
 
     tl.store(head_ptrs + dims * stride_qd, low, mask=low_mask & is_query)
     tl.store(head_ptrs + (dims + HALF) * stride_qd, high, mask=high_mask & is_query)
-    row = tl.load(rows_ptr + token)
     cached = (head >= Hq) & (row >= 0) & (row < S)
     kv_head = tl.where(is_value, head - Hkv, head) - Hq
     row_ptrs = kv_ptr + is_value.to(tl.int64) * stride_kvside + b * stride_kvb
@@ -1043,7 +1074,7 @@ def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=
 # Bytes: 3 * M * N elements.
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program (block of columns, row m)."""
     m = tl.program_id(0).to(tl.int64)
@@ -1087,7 +1118,7 @@ def glu_reference(x, activation="silu"):
 # Bytes: 5 * M * C elements.
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit
 def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Program (row m, head)."""
     m = tl.program_id(0).to(tl.int64)
@@ -1602,76 +1633,203 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 
 
 # --------------------------------------------------------------------------------------------------
-# nucleus: where top-p sampling cuts (arXiv 1904.09751)
+# filtered_sample: a sample after top-k, top-p and min-p
 #
-#   the least logit x of a row with sum of exp(x') over x' > x under top_p * sum of exp(x')
+#   x = logits / temperature. Kept are, in this order: the top_k largest; of these the fewest whose
+#   mass, a sum of exp(x), reaches top_p of theirs (arXiv 1904.09751); of these what has at least
+#   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
+#   argmax(x + gumbel(seed, sequence, position, token)).
 #
-# Bytes: nine passes over M * V float32 logits; a sort moves them about as often, with indices. The
-# cut is found as an integer that orders as the logits do, four bits a pass: the highest of 16
-# candidates with enough mass above it. One program per row: its cut depends on no other row.
+# Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
+# of a row. They give a bound that all kept tokens reach: no token under lse + log((1 - top_p) / V)
+# is in the nucleus, as all such tokens together have less than 1 - top_p of the mass. A second pass
+# lists the tokens from the bound on, some hundreds, and one program per row searches that list. It
+# finds the nucleus's cut as an integer that orders as the logits do, four bits a turn: the highest
+# of 16 candidates with enough mass from it on.
+#
+# The list is in no fixed order. Masses are sums of integers, so they do not depend on it.
+
+MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
 
 @triton.jit
-def _order(bits):
-    """int32 that order as the float32 numbers of these bits do; its own inverse."""
+def _order(x):
+    """int32 that order as these float32 numbers do."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["V"])
-def _nucleus_kernel(logits_ptr, cut_ptr, top_p, V, BLOCK_V: tl.constexpr):
-    """Program m: row m."""
+@triton.jit
+def _load_logits(logits_ptr, columns, mask, temperature):
+    """logits / temperature in float32; NaN is -inf."""
+    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf")) / temperature
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
+    """(the largest x of row m, its mass relative to that)"""
+    split = tl.arange(0, BLOCK_SPLITS)
+    offsets = m * splits + split
+    row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
+    lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
+    return row_max, tl.sum(tl.exp(lse - row_max), 0)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _split_masses_kernel(
+    logits_ptr, max_ptr, lse_ptr, temperature, V, splits, BLOCK_V: tl.constexpr,
+):
+    """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
+    m = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    # [BLOCK_V]
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
+    tl.store(max_ptr + m * splits + split, split_max)
+    tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _list_tokens_kernel(
+    logits_ptr, max_ptr, lse_ptr, kth_ptr, count_ptr, list_ptr,
+    temperature, log_rest, log_min_p, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):
+    """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if kth_ptr is not None:  # their mass is wanted, so all of the top_k are listed
+        bound = tl.load(kth_ptr + m) / temperature
+    else:
+        row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+        bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
+    # [BLOCK_V]
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    listed = (x >= bound) & (x > float("-inf"))
+    place = tl.cumsum(listed.to(tl.int32), 0) - 1
+    first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
+    tl.store(list_ptr + m * V + first + place, columns, mask=listed)
+
+
+@triton.jit
+def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.constexpr):
+    """(which entries of the list there are, their columns, their logits / temperature)"""
+    entry = start + tl.arange(0, BLOCK_V)
+    columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
+    return entry < count, columns, _load_logits(logits_ptr, columns, entry < count, temperature)
+
+
+@triton.jit(do_not_specialize=["seed_key", "splits"])
+def _filtered_sample_kernel(
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
+    temperature, top_p, log_min_p, seed_key, V, splits,
+    TOP_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):
+    """Program m: the cut of a row's nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * V
-    columns = tl.arange(0, BLOCK_V)
-    # [BLOCK_V]
-    best = tl.full([BLOCK_V], FINITE_MIN, tl.float32)
-    total = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-        new_best = tl.maximum(best, x)
-        total = total * tl.exp(best - new_best) + tl.exp(x - new_best)
-        best = new_best
-    row_max = tl.max(best, 0)
-    wanted = top_p * tl.sum(total * tl.exp(best - row_max), 0)
+    list_ptr += m * V
+    count = tl.load(count_ptr + m)
+    row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
     cut = tl.full([], -2147483648, tl.int32)
-    for digit in range(0, 8):
-        # [16], [BLOCK_V, 16]
-        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-        mass = tl.zeros([BLOCK_V, 16], tl.float32)
-        for start in range(0, V, BLOCK_V):
-            x = tl.load(logits_ptr + start + columns, mask=start + columns < V, other=float("-inf"))
-            above = _order(x.to(tl.int32, bitcast=True))[:, None] > candidates[None, :]
-            mass += tl.where(above, tl.exp(x - row_max)[:, None], 0.0)
-        cut = tl.max(tl.where(tl.sum(mass, 0) >= wanted, candidates, cut), 0)
-    tl.store(cut_ptr + m, _order(cut + 1).to(tl.float32, bitcast=True))
+    if top_p < 1:
+        mass = (total * MASS_UNIT).to(tl.int64)
+        if TOP_K:  # the mass of these alone
+            # [BLOCK_V]
+            kept = tl.zeros([BLOCK_V], tl.int64)
+            for start in range(0, count, BLOCK_V):
+                _, _, x = _load_listed(
+                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                kept += (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
+            mass = tl.sum(kept, 0)
+        wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
+        for digit in range(0, 8):
+            # [16], [BLOCK_V, 16]
+            candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
+            masses = tl.zeros([BLOCK_V, 16], tl.int64)
+            for start in range(0, count, BLOCK_V):
+                _, _, x = _load_listed(
+                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
+                masses += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
+            cut = tl.max(tl.where(tl.sum(masses, 0) >= wanted, candidates, cut), 0)
+
+    sequence = tl.load(sequence_ptr + m).to(tl.int64)
+    position = tl.load(position_ptr + m).to(tl.int64)
+    low, high = _row_key(sequence, position, seed_key)
+    best = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
+    for start in range(0, count, BLOCK_V):
+        mask, columns, x = _load_listed(
+            logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+        score = x + _gumbel_noise(low, high, columns.to(tl.uint32))
+        better = (score > best) | ((score == best) & (columns < token))
+        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
+        best = tl.where(better, score, best)
+        token = tl.where(better, columns, token)
+    token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
+    tl.store(tokens_ptr + m, tl.minimum(token, V - 1).to(tl.int64))  # a token where all are NaN
 
 
-@takes("0 < top_p < 1", logits="M V float32|float64")
-def nucleus(logits, top_p):
-    """The cut of top-p sampling -> [M], of logits' dtype. Tokens of at least this logit are the
-    likeliest of mass top_p, with all that tie with the last. logits: -inf for excluded tokens."""
+@takes("0 < temperature < inf", "0 < top_p <= 1", "0 <= min_p <= 1", "top_k >= 0",
+       logits="M V float32|float64", sequence="M int", position="M int")
+def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+    """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
+    temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s.
+
+    top_k: 0 keeps all; top_p: 1 does; min_p: 0 does.
+    """
     if not runs_triton(logits):
-        return nucleus_reference(logits, top_p)
+        return filtered_sample_reference(
+            logits, temperature, top_k, top_p, min_p, seed, sequence, position)
     M, V = logits.shape
-    cut = logits.new_empty(M)
+    logits = logits.contiguous()
+    kth = logits.topk(top_k).values[:, -1].contiguous() if 0 < top_k < V else None
+    # a part in 1,000 lower: the sum of masses is rounded
+    log_rest = math.log1p(-top_p) - math.log(V) - 1e-3 if top_p < 1 else -math.inf
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
+    splits = triton.cdiv(V, BLOCK_V)
+    BLOCK_SPLITS = triton.next_power_of_2(splits)
+    num_warps = _num_warps(BLOCK_V, 256)
+    maxima, lse = logits.new_empty(2, M, splits)
+    count = torch.zeros(M, dtype=torch.int32, device=logits.device)
+    listed = logits.new_empty(M, V, dtype=torch.int32)
+    tokens = logits.new_empty(M, dtype=torch.int64)
     with torch.cuda.device_of(logits):
-        _nucleus_kernel[(M,)](logits.contiguous(), cut, top_p, V, BLOCK_V=1024, num_warps=16)
-    return cut
+        _split_masses_kernel[(M, splits)](
+            logits, maxima, lse, temperature, V, splits, BLOCK_V=BLOCK_V, num_warps=num_warps)
+        _list_tokens_kernel[(M, splits)](
+            logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
+            BLOCK_V=BLOCK_V, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=num_warps)
+        _filtered_sample_kernel[(M,)](
+            logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
+            tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
+            TOP_K=kth is not None, BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
+    return tokens
 
 
-@nucleus.takes
-def nucleus_reference(logits, top_p):
-    """`nucleus` by torch: of the 1,024 likeliest, and of all where some row needs more."""
+@filtered_sample.takes
+def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+    """`filtered_sample` by torch."""
+    logits = filter_logits(logits / temperature, top_k, top_p, min_p)
+    return gumbel_argmax(logits, 1.0, seed, sequence, position)
+
+
+def nucleus_cut(logits, top_p):
+    """The least logit of each row's nucleus of mass top_p, [M, 1]: tokens of at least this logit
+    are the likeliest of that mass, with all that tie with the last."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
-    for n in (min(1024, V), V):
+    for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
         ranked = logits.topk(n).values
         probs = (ranked - total).exp()
         before = probs.cumsum(dim=-1) - probs
         if n == V or (before[:, -1] >= top_p).all():
             break
     kept = (before < top_p).sum(dim=-1, keepdim=True)
-    return ranked.gather(1, (kept - 1).clamp(min=0))[:, 0]  # where all is NaN, none is kept
+    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -1682,7 +1840,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
-        logits = logits.masked_fill(logits < nucleus(logits, top_p)[:, None], -math.inf)
+        logits = logits.masked_fill(logits < nucleus_cut(logits, top_p), -math.inf)
     if min_p > 0:
         cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
         logits = logits.masked_fill(logits < cut, -math.inf)

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from kernels import (
     add_norm,
@@ -36,8 +36,9 @@ from kernels import (
 )
 
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-# not cuDNN's attention, which makes a plan for each new length of a prompt
-PREFILL_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# not cuDNN's attention, which makes a plan for each new length of a prompt, and whose gradient with
+# a mask may be NaN (torch 2.13)
+CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class InputError(ValueError):
@@ -147,11 +148,16 @@ class AttentionContext:
             return tree_attention(q, k, v, self.lengths, self.ancestors, slopes=self.slopes)
         if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        prefill = q.is_cuda and self.cache_rows is not None
-        with sdpa_kernel(PREFILL_ATTENTION) if prefill else contextlib.nullcontext():
+        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        G = q.shape[2] // k.shape[1]
+        causal = self.mask is None or isinstance(self.mask, CausalBias)
+        if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
+            # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
+            k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+        with sdpa_kernel(CUDA_ATTENTION) if q.is_cuda else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k[:, :, :self.end], v[:, :, :self.end], attn_mask=self.mask,
-                is_causal=self.mask is None, enable_gqa=q.shape[2] != k.shape[1])
+                q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
+                enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 

@@ -110,7 +110,9 @@ def gumbel(hidden, weight, k, temperature=0.8):
 def median_us(calls):
     """Median microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
     from triton.testing import do_bench
-    replay = capture(lambda: [call() for call in calls], torch.device("cuda"))
+    body = lambda: [call() for call in calls]
+    body()  # compiles
+    replay = capture(body, torch.device("cuda"))
     return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
 
 

@@ -102,6 +102,7 @@ def gathers(decoder):
     body = lambda: [group.all_gather(x) for x in gathered]
     if decoder.model.device.type != "cuda":
         return body
+    body()  # NCCL takes its buffers
     replay = capture(body, decoder.model.device)
     return lambda: (replay(), gathered)[0]  # a graph keeps no tensor
 

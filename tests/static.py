@@ -189,7 +189,7 @@ def all_launches():
     from others in ways that never showed in the registers are left out: see the comments."""
     D = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
     T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of up to 128 query rows
-    M = [8, 32, 64]
+    M = [8, 32, 64, 128]
     mixed = [True, False]
     alibi = dict(present="slopes")
     attention = partial(cases, "tree_attention")
@@ -229,7 +229,9 @@ def all_launches():
     for T, n in ((1, 63), (63, 1), (54, 10)):
         found += cases("merge_chain", T=T, n=n)
     found += cases("accept_path", T=1, max_path=1) + cases("accept_path", T=[16, 64], max_path=5)
-    return signatures(found + cases("nucleus", top_p=0.9))
+    # TOP_K, and splits in one block or in 256
+    return signatures(found + cases("filtered_sample", V=[100, 32000, 128256], temperature=0.8,
+                                    top_k=[0, 50], top_p=0.9, min_p=0.0, seed=0))
 
 
 def compile_launch(target, launch):
@@ -256,6 +258,23 @@ def usage(target, launch):
     found = {name: int(value) for name, value in re.findall(rf"\b{names}:\s*(\d+)", text)}
     registers = found.pop("REG" if "REG" in found else "vgpr_count")
     return dict(registers=registers, spilled=sum(found.values()), shared=compiled.metadata.shared)
+
+
+def early_reads(sass):
+    """The instructions of a kernel for Hopper that name a register of an accumulator whose product
+    may still be in flight: between HGMMA and the wait for all of them."""
+    busy = set()
+    found = []
+    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.M):
+        product = re.search(r"HGMMA\.\d+x(\d+)x\d+\.F32\S* R(\d+)", line)
+        if product:
+            n, first = map(int, product.groups())
+            busy |= set(range(first, first + n // 2))  # 64 x n numbers of 128 threads
+        elif "DEPBAR.LE gsb0, 0x0" in line:
+            busy = set()
+        elif busy & set(map(int, re.findall(r"\bR(\d+)", line))):
+            found.append(line)
+    return found
 
 
 def cuobjdump(cubin, what):

@@ -171,6 +171,12 @@ def test_more_splits_are_combined_than_fit_one_tile(device, monkeypatch):
     check_attention(([600, 699], 1, 1, 1, 16, 700, FP32, None), device)
 
 
+def test_one_long_text_beside_31_short_ones(device):
+    """Bug: the programs of a short text's many splits, or of the long one's, count rows twice or never."""
+    lengths = [2040, *(7 * i % 40 for i in range(31))]
+    check_attention((lengths, 3, 1, 1, 16, 2100, FP32, None), device)
+
+
 def test_alibi_of_a_chain_is_that_of_a_text(device):
     """Bug: bits of the upper word, or the sign, lost on the way to a depth: the last of 64 nodes in a row has depth
     63."""
@@ -270,6 +276,26 @@ def test_a_short_cache_is_cut_into_short_splits():
 
 @plain
 @needs_triton
+def test_a_long_text_is_cut_whatever_the_batch():
+    """Bug: at batch 32 one program reads all 32k rows of the one long text, while the others' are done at once; or
+    the partial sums of a large tree take gigabytes."""
+    assert attention_grid(32, 1, (32, 8), 32768)[1] >= 32
+    assert attention_grid(32, 64, (32, 8), 32768)[1] * 32 * 64 * 32 * 128 * 4 <= 2**29
+
+
+@plain
+@needs_triton
+def test_small_shared_memory_counts(monkeypatch):
+    """Bug: on a GPU with 100 kB of shared memory, twice as many programs as it runs at once are planned for."""
+    blocks = kernels._attention_blocks(64, 128, BF16, True)
+    cpu = torch.device("cpu")
+    large = kernels._programs_per_sm(blocks, 2, cpu)
+    monkeypatch.setattr(kernels, "_shared_memory", lambda device: 102400)
+    assert (large, kernels._programs_per_sm(blocks, 2, cpu)) == (2, 1)
+
+
+@plain
+@needs_triton
 def test_no_batch_is_too_large_for_a_grid():
     """Bug: more than 65535 programs along a grid's second or third axis: CUDA refuses the launch."""
     B, T, Hkv = 70_000, 16, 32
@@ -325,7 +351,8 @@ PROJECTIONS = {
     "k-is-V-is-32": (2, 16, 32, 32, BF16),
     "bfloat16": (17, 96, 997, 5, BF16), "bfloat16-8-rows": (8, 192, 2900, 8, BF16),
     "bfloat16-64-rows": (64, 128, 1100, 3, BF16),
-    "float16": (16, 33, 130, 1, FP16), "float16-two-row-tiles": (65, 64, 300, 4, FP16),
+    "float16": (16, 33, 130, 1, FP16), "float16-128-rows": (65, 64, 300, 4, FP16),
+    "bfloat16-two-row-tiles": (200, 80, 130, 2, BF16),
 }
 
 

@@ -50,7 +50,8 @@ ARGUMENTS = {  # function: what it takes
     "ngram_lookup": dict(history=ints(2, 8), lengths=ints(2), n=3),
     "merge_chain": dict(zip((*NAMES, "chain"), (NODES, NODES, NODES, NODES + 1, longs(2, 4)))),
     "accept_path": dict.fromkeys((*NAMES, "target"), NODES) | dict(active=ints(2), max_path=3),
-    "nucleus": dict(logits=zeros(2, 8), top_p=0.5),
+    "filtered_sample": dict(logits=zeros(2, 8), temperature=1.0, top_k=0, top_p=0.5, min_p=0.0, seed=0,
+                            sequence=longs(2), position=longs(2)),
 }
 REFUSED = {  # function: {what is wrong: (changed arguments, what the message has to name)}
     "tree_attention": {
@@ -208,11 +209,13 @@ REFUSED = {  # function: {what is wrong: (changed arguments, what the message ha
         "a-path-of-0": (dict(max_path=0), "1 <= max_path <= 64"),
         "a-path-of-65": (dict(max_path=65), "1 <= max_path <= 64"),
     },
-    "nucleus": {
+    "filtered_sample": {
         "half-logits": (dict(logits=half(2, 8)), "logits"),
         "logits-of-one-dimension": (dict(logits=zeros(8)), "logits"),
         "none-of-the-mass": (dict(top_p=0.0), "top_p"),
-        "all-of-the-mass": (dict(top_p=1.0), "top_p"),
+        "more-than-the-mass": (dict(top_p=1.1), "top_p"),
+        "greedy": (dict(temperature=0.0), "temperature"),
+        "three-positions": (dict(position=longs(3)), "position"),
     },
 }
 
@@ -245,7 +248,7 @@ def test_the_reference_refuses_wrong_paths(path):
     ("rope_cache", dict(kv=zeros(2, 2, 1, 9, 16).double())), ("rope_cache", dict(rope=None)),
     ("rope_cache", dict(rope=[zeros(2, 3, 1, 16)] * 2, q_weight=zeros(16), k_weight=zeros(16))),
     ("select_candidates", dict(logprobs=zeros(2, 1, 2), tokens=longs(2, 1, 2))), ("glu", dict(x=zeros(2, 8).double())),
-    ("nucleus", dict(logits=zeros(2, 8).double()))])
+    ("filtered_sample", dict(logits=zeros(2, 8).double()))])
 def test_what_is_taken_beside_the_usual(name, changed):
     """Bug: a check stricter than the function: caches of float64, weights of float32, what may be None, lists."""
     getattr(kernels, name)(**ARGUMENTS[name] | changed)

@@ -37,7 +37,7 @@ def sample():
         add_norm=dict(C=4096, present="delta weight"), rope_cache=dict(D=128, present="rope q_weight k_weight"),
         glu=dict(C=22016), cosine_mix=dict(C=1024, n_head=8), ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10),
         select_candidates=dict(w=4, W=4, n=15, K=4, depth=3), best_tree=dict(n=15, K=4, tree_size=16),
-        accept_path=dict(T=16, max_path=5), nucleus=dict(top_p=0.9))
+        accept_path=dict(T=16, max_path=5), filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
     gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
     return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
             *static.launches_of("project_sample", **gathered)[:1],
@@ -108,7 +108,8 @@ def random_launches(generator):
     launches += call("rope_cache", small, present=draw("rope", "rope q_weight k_weight"), D=draw(16, 64, 80, 128, 160))
     launches += call("rope_cache", small, present=draw("", "q_weight k_weight"), D=21)
     launches += call("glu", small, C=22016, activation=draw("silu", "gelu"))
-    launches += call("nucleus", V=draw(100, 151936), top_p=0.9)
+    launches += call("filtered_sample", V=draw(100, 151936), temperature=0.8, top_k=draw(0, 50), top_p=0.9, min_p=0.0,
+                     seed=0)
     launches += call("cosine_mix", small, C=draw(1024, 16384), n_head=draw(1, 8))
     T = draw(1, 16, 64)
     launches += call("accept_path", T=T, max_path=min(T, 5)) + call("ngram_lookup", n=draw(1, 10, 31, 63))
@@ -147,15 +148,26 @@ def test_figures_are_read_from_the_binary():
         "alibi-64-rows": ("tree_attention", dict(T=64, Hq=2, D=128, present="slopes"), "HGMMA"),
         "project-32-rows": ("project_topk", dict(M=32, k=8), "HMMA"),
         "project-64-rows": ("project_topk", dict(M=64, k=8), "HGMMA"),
+        "project-128-rows": ("project_topk", dict(M=128, k=8), "HGMMA"),
         "gathered-rows": ("project_topk", dict(M=8, k=8, present="vocab_ids"), "HGMMA")}.items())])
 def test_hopper_loads_16_bytes_at_a_time(name, given, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes, or the tensor cores are
-    idle."""
+    idle; an accumulator is read while its product is in flight."""
     name, _, values, named = static.launches_of(name, **given)[0]
     compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
     code = static.cuobjdump(compiled.asm["cubin"], "--dump-sass")
     assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", code)) >= 12 and re.search(rf"\b{product}\.", code)
     assert not re.search(r"\b(LDG|LDGSTS)\.E(\.BYPASS)?\.(U8|U16|S16)\b", code)
+    assert not static.early_reads(code)
+
+
+def test_an_accumulator_that_is_read_too_early_is_seen():
+    """Bug: a check that finds nothing."""
+    code = [f"        /*{10 * i:04d}*/    {line} ;\n" for i, line in enumerate([
+        "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR12], R24, gsb0", "FADD R3, R31, R2", "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "FADD R3, R24, R2"])]
+    assert static.early_reads("".join(code)) == ["FADD R3, R31, R2 "]
+    assert static.early_reads(code[0] + "".join(code[2:])) == []
 
 
 def with_runtime_strides(launch):

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,6 +338,23 @@ def run_two(folder, *flags):
 
 def losses_of(out):
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_processes_do_not_meet_while_they_take_turns(checkpoint, monkeypatch):
+    """Bug: the mesh of --shard-base, for which all processes meet, is made while each waits for its turn to load: where
+    there is a GPU, --device cpu hangs."""
+    done = []
+
+    @contextlib.contextmanager
+    def turns():
+        done.append("turn")
+        yield
+    world = SimpleNamespace(size=2, device=torch.device("cpu"), any=bool, one_by_one=turns)
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: done.append("mesh"))
+    monkeypatch.setattr(parallel, "shard", lambda model, mesh: done.append("shard"))
+    args = train_heads.parse(["--model", str(checkpoint), "--device", "cpu", "--shard-base"])
+    parallel.load_for_training(args, world)
+    assert done == ["mesh", "turn", "shard"]
 
 
 def test_two_processes_train_as_one_does_and_may_divide_the_model(forks, checkpoint, texts, tmp_path, monkeypatch,

@@ -119,6 +119,8 @@ def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
     capacity = min(capacity, PREFIX + 1, model.config.block_size)
     decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
+    if decoder.pool is not None:
+        decoder.step(plan)  # compiles it: what is timed is its graph
     return decoder
 
 
@@ -144,7 +146,7 @@ def stage_times(decoder):
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
         del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
-    if decoder.graphs:
+    if decoder.pool is not None:
         stages = {name: capture(stage, device) for name, stage in stages.items()}
     with unchecked():  # as in all steps but the first
         times = {name: seconds(stage, device, group_of(decoder.model))

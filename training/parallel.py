@@ -123,11 +123,13 @@ def load_for_training(args, world):
     given.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     if args.shard_base:
         given.device = "cpu"
+        # here, where no process waits for another: it may make a group, which all make together
+        mesh = init_device_mesh(world.device.type, (world.size,))
     # when sharded, each process loads into the host's memory
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():
         model, encoding = load_model(given)
         torch.manual_seed(args.seed)
         heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
         if args.shard_base:
-            shard(model, init_device_mesh(world.device.type, (world.size,)))
+            shard(model, mesh)
     return heads, encoding

@@ -1,0 +1,375 @@
+"""The engine's CUDA paths without a GPU: the real code on fake CUDA tensors, which have shapes, dtypes and devices but
+no values. Triton's launches are recorded, capture is emulated, and attention takes only what a fused kernel takes.
+
+Mixed devices, wrong dtypes and shapes raise as on a GPU; so does every read of a value, which on a GPU would wait."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import generate as module
+import kernels
+import model as models
+from clover import CloverHeads, preset
+from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
+from model import GPT, GPTConfig
+from tools import tune
+
+needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
+SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
+MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", norm="layer"),
+          "qk-norm-untied": dict(qk_norm=True, tied=False)}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Indexing(TorchFunctionMode):
+    """x[...] by other operations: where torch was built without CUDA, indexing asks for the device.
+    Likewise x.copy_."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world = world
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return self.get(*args)
+        if function is torch.Tensor.__setitem__:
+            return self.set(*args)
+        if function is torch.Tensor.copy_:
+            return self.copy(*args)
+        if function is torch.Tensor.contiguous:
+            return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
+        if function is torch.Tensor.data_ptr:
+            return 0
+        if function is torch.tensor:
+            assert not self.world.capturing, "a tensor from the host's data while capturing"
+            data = np.array(args[0])
+            kind = torch.float32 if data.dtype.kind == "f" else torch.int64
+            return torch.empty(data.shape, **dict(dtype=kind) | (kwargs or {}))
+        return function(*args, **kwargs or {})
+
+    def get(self, x, index):
+        view, tensors = self.view(x, index)
+        return torch.ops.aten.index(view, tensors) if tensors else view
+
+    def set(self, x, index, value):
+        assert isinstance(value, torch.Tensor), "a number from the host, for which the GPU would wait"
+        view, tensors = self.view(x, index)
+        if tensors:
+            torch.ops.aten.index_put_(view, tensors, value)
+        else:
+            self.copy(view, value)
+
+    def copy(self, x, value, non_blocking=False):
+        value.expand(x.shape)  # raises if it does not fit
+        assert not (self.world.capturing and x.device != value.device), "a copy from the host while capturing"
+        return x
+
+    def view(self, x, index):
+        """(the view that numbers, slices and None make, the tensors that index its dimensions)"""
+        index = list(index) if isinstance(index, tuple) else [index]
+        if any(i is Ellipsis for i in index):
+            at = next(n for n, i in enumerate(index) if i is Ellipsis)
+            rest = x.dim() - sum(i is not None for i in index) + 1
+            index[at:at + 1] = [slice(None)] * rest
+        dim, tensors = 0, {}
+        for i in index:
+            if i is None:
+                x = x.unsqueeze(dim)
+            elif isinstance(i, int):
+                x = x.select(dim, i)
+                continue
+            elif isinstance(i, slice):
+                x = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1)
+            else:
+                tensors[dim] = torch.as_tensor(i)
+            dim += 1
+        return x, [tensors.get(d) for d in range(max(tensors) + 1)] if tensors else []
+
+
+class Capture(TorchDispatchMode):
+    """What a graph must not hold: memory of the host's, which a replay would read when it is gone."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        sources = [x.device.type for x in args if isinstance(x, torch.Tensor)]
+        name = operation.overloadpacket.__name__
+        if name in ("lift_fresh", "_to_copy", "copy_") and {"cpu", "cuda"} <= {*sources, result.device.type}:
+            raise RuntimeError(f"{name} from the host while capturing")
+        return result
+
+
+class FakeGraph:
+    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that what Python held is the same."""
+
+    def __init__(self, world):
+        self.world = world
+        self.replays = 0
+
+    @contextlib.contextmanager
+    def capture(self):
+        assert not self.world.capturing and self.world.workspaces_cleared, "a workspace of another graph"
+        self.world.capturing, self.world.workspaces_cleared = True, False
+        with Capture():
+            yield
+        self.world.capturing = False
+        self.world.graphs.append(self)
+        self.held = self.world.held()
+
+    def replay(self):
+        assert self.held == self.world.held(), "a graph replays tensors that the decoder no longer has"
+        self.replays += 1
+
+
+class World:
+    """What the fake GPU has been told."""
+
+    def __init__(self):
+        self.capturing = self.workspaces_cleared = False
+        self.graphs = []
+        self.launches = []
+        self.decoders = []
+
+    def held(self):
+        return [(id(decoder.slots), id(decoder.plain_tree)) for decoder in self.decoders]
+
+    def clear_workspaces(self):
+        self.workspaces_cleared = True
+
+
+class CausalBias:
+    """Stands in for torch's, which cannot be made of fake tensors."""
+
+    def __init__(self, rows, columns):
+        self.shape = rows, columns
+
+
+def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, scale=None):
+    """Shapes of torch's attention, for what a fused kernel takes: flash neither float32 nor a mask, the efficient one
+    no grouped heads."""
+    assert q.is_cuda and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    assert k.shape[1] == q.shape[1] or enable_gqa
+    flash = q.dtype != torch.float32 and (attn_mask is None or isinstance(attn_mask, CausalBias))
+    assert flash or not enable_gqa, "falls to MATH, which holds all scores"
+    if isinstance(attn_mask, CausalBias):
+        assert attn_mask.shape == (q.shape[2], k.shape[2])
+    elif attn_mask is not None:
+        assert attn_mask.is_cuda and attn_mask.dtype in (torch.bool, q.dtype)
+        torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))
+    return torch.empty_like(q)
+
+
+def accepted_lists(accepted):
+    """Takes the place of Accepted.lists: one token of each slot, from memory that the host may read."""
+    assert accepted.packed.device.type == "cpu"
+    B, P = accepted.tokens.shape
+    chain = None if accepted.chain is None else [[1] * accepted.chain.shape[1]] * B
+    return SimpleNamespace(tokens=[[1] * P] * B, path=[[0] * P] * B, count=[1] * B, last=[0] * B, chain=chain)
+
+
+@pytest.fixture
+def world():
+    from triton.runtime.jit import JITFunction
+    world = World()
+    graph = lambda graph, pool=None: graph.capture()
+    cuda = dict(mem_get_info=lambda *_: (2**40, 2**40), empty_cache=lambda: None, synchronize=lambda *_: None,
+                device=lambda *_: contextlib.nullcontext(), device_of=lambda *_: contextlib.nullcontext(),
+                Event=MagicMock, current_stream=MagicMock(), graph_pool_handle=lambda: (0, 0),
+                CUDAGraph=lambda: FakeGraph(world), graph=graph)
+
+    def launch(kernel, *args, grid, warmup, **named):
+        assert all(x.is_cuda for x in args if isinstance(x, torch.Tensor)), kernel.__name__
+        world.launches.append(kernel.__name__)
+
+    made = Decoder.__init__
+
+    def make(decoder, *args, **named):
+        made(decoder, *args, **named)
+        world.decoders.append(decoder)
+
+    with contextlib.ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        for where, name, value in (
+                (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
+                (kernels, "sm_count", lambda _: 132), (kernels, "_seed_key", lambda seed: 7),
+                (kernels, "_shared_memory", lambda _: 233472),
+                (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
+                (models, "CausalBias", CausalBias), (models, "causal_lower_right", CausalBias),
+                (module.Accepted, "lists", accepted_lists), (Decoder, "__init__", make)):
+            stack.enter_context(patch.object(where, name, value, create=True))
+        zeros = torch.zeros
+        pinned = lambda *a, pin_memory=False, **k: zeros(*a, **k)
+        stack.enter_context(patch.object(torch, "zeros", pinned))
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(Indexing(world))
+        yield world
+
+
+def on_cuda(*modules, dtype):
+    """Puts fake CUDA tensors in the place of parameters and buffers."""
+    for owner in modules:
+        for part in owner.modules():
+            for tensors in (part._parameters, part._buffers):
+                for name, value in tensors.items():
+                    if value is not None:
+                        kind = dtype if isinstance(value, torch.nn.Parameter) else value.dtype
+                        fake = torch.empty(value.shape, dtype=kind, device="cuda")
+                        is_parameter = isinstance(value, torch.nn.Parameter)
+                        tensors[name] = torch.nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+        if isinstance(owner, GPT):
+            owner.tie_and_place()
+
+
+MIXED = DraftPlan(), DraftPlan(4), DraftPlan(0, 5), DraftPlan(8, 4)
+
+
+class InTurn(FixedPolicy):
+    """Takes its plans in turn."""
+
+    def __init__(self, plans):
+        self.plans = plans
+        self.steps = 0
+
+    def select(self):
+        self.steps += 1
+        return self.plans[self.steps % len(self.plans)]
+
+
+@pytest.fixture
+def start(request):
+    """A function that makes a model and heads with values, for these read the LM head's scale, then the fake GPU, and
+    puts them there: (world, model, heads)."""
+    def make(name="rope", kind="clover", dtype=torch.bfloat16, **switches):
+        model = GPT(GPTConfig(**SIZES | MODELS[name])).init_weights().requires_grad_(False).eval()
+        heads = CloverHeads(preset(kind, **switches), model).requires_grad_(False).eval() if kind else None
+        world = request.getfixturevalue("world")
+        on_cuda(model, *([heads] if heads else []), dtype=dtype)
+        return world, model, heads
+    return make
+
+
+def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
+    engine = Engine(model, heads, policy=InTurn(plans), batch_size=3, capacity=700, sampling=sampling, graph=graph)
+    prompts = [[1, 2, 3], [4], list(range(40)) * 15, [5, 6], [7] * 30]
+    output = engine.generate(prompts, 9)
+    assert [len(tokens) for tokens in output.tokens] == [9] * 5
+    return engine
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_decodes_on_a_fake_gpu(name, dtype, start):
+    """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention that falls to MATH, a
+    graph captured of what is replaced later."""
+    world, model, heads = start(name, dtype=dtype)
+    decode(model, heads)
+    assert len(world.graphs) == len(MIXED) and all(graph.replays for graph in world.graphs)
+
+
+@needs_triton
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("kind, switches", [("medusa", {}), ("hydra", {}), ("clover2", {}), (None, {}),
+                                            ("clover", dict(vocabulary=20))], ids=str)
+def test_every_kind_of_heads_decodes_on_a_fake_gpu(kind, switches, graph, start):
+    """Bug: as above, in what one kind of heads or a draft vocabulary does."""
+    world, model, heads = start(kind=kind, **switches)
+    plans = MIXED if kind else (DraftPlan(), DraftPlan(0, 5))
+    decode(model, heads, plans, graph=graph)
+    assert len(world.graphs) == (len(plans) if graph else 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("options, kernel", [
+    (dict(), "_project_kernel"), (dict(temperature=0.8), "_project_kernel"),
+    (dict(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1), "_filtered_sample_kernel")], ids=str)
+def test_every_way_to_sample_runs_on_a_fake_gpu(options, kernel, start):
+    """Bug: filters that read a value back, or that run as a dozen operations of torch."""
+    world, model, heads = start()
+    decode(model, heads, sampling=Sampling(**options))
+    assert kernel in world.launches
+
+
+@needs_triton
+def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
+    """Bug: an inference tensor filled outside inference mode, or a stage that cannot be captured by itself."""
+    world, model, heads = start()
+    for plan in MIXED:
+        decoder = tune.timing_decoder(model, heads, plan, batch_size=2)
+        assert tune.step_time(decoder) > 0
+        assert set(tune.stage_times(decoder)) == set(tune.STAGES)
+    assert len(world.graphs) == 4 + 4 + 3 * 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planted defects: the fake GPU has to see them
+
+
+def plant_read(decoder, accepted):
+    accepted.count.sum().item()
+
+
+def plant_host_tensor(decoder, accepted):
+    accepted.count.add_(torch.tensor([1, 1, 1], device="cuda"))
+
+
+def plant_mixed_devices(decoder, accepted):
+    accepted.count.add_(torch.ones(3, dtype=torch.int64))
+
+
+PLANTED = {plant_read: "_local_scalar_dense", plant_host_tensor: "host's data while capturing",
+           plant_mixed_devices: "device"}
+
+
+@needs_triton
+@pytest.mark.parametrize("plant", PLANTED)
+def test_defects_of_a_step_are_seen(plant, start, monkeypatch):
+    """Bug: a fake GPU on which everything runs."""
+    world, model, heads = start()
+    commit = Decoder.commit
+
+    def planted(decoder, plan, hidden, accepted):
+        plant(decoder, accepted)
+        commit(decoder, plan, hidden, accepted)
+    monkeypatch.setattr(Decoder, "commit", planted)
+    with pytest.raises(Exception, match=PLANTED[plant]):
+        decode(model, heads)
+
+
+@needs_triton
+def test_a_graph_of_tensors_that_are_gone_is_seen(start, monkeypatch):
+    """Bug: slots are compacted on a GPU, and the graphs go on with those that were."""
+    world, model, heads = start()
+    compact = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
+    monkeypatch.setattr(Engine, "compact_slots", compact)
+    with pytest.raises(AssertionError, match="no longer has"):
+        decode(model, heads)
+
+
+@needs_triton
+def test_a_graph_with_another_ones_workspace_is_seen(start, monkeypatch):
+    """Bug: cuBLAS keeps a workspace in the memory of a graph that is gone, and a later graph writes to it."""
+    world, model, heads = start()
+    monkeypatch.setattr(world, "clear_workspaces", None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    with pytest.raises(AssertionError, match="workspace of another graph"):
+        decode(model, heads)
+
+
+@needs_triton
+@pytest.mark.parametrize("name, dtype", [("rope", torch.float32), ("alibi", torch.bfloat16)])
+def test_attention_that_falls_to_math_is_seen(name, dtype, start, monkeypatch):
+    """Bug: in float32, or with ALiBi, grouped heads take torch's slowest attention, which holds all scores."""
+    world, model, heads = start(name, dtype=dtype)
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", lambda x, *_, **__: x)
+    with pytest.raises(AssertionError, match="MATH"):
+        decode(model, heads)
