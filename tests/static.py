@@ -230,7 +230,7 @@ def all_launches():
         found += cases("merge_chain", T=T, n=n)
     found += cases("accept_path", T=1, max_path=1) + cases("accept_path", T=[16, 64], max_path=5)
     # TOP_K, and splits in one block or in 256
-    return signatures(found + cases("filtered_sample", V=[100, 32000, 128256], temperature=0.8,
+    return signatures(found + cases("filtered_sample", V=[100, 32000, 128256, 151936], temperature=0.8,
                                     top_k=[0, 50], top_p=0.9, min_p=0.0, seed=0))
 
 

@@ -37,7 +37,8 @@ def sample():
         add_norm=dict(C=4096, present="delta weight"), rope_cache=dict(D=128, present="rope q_weight k_weight"),
         glu=dict(C=22016), cosine_mix=dict(C=1024, n_head=8), ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10),
         select_candidates=dict(w=4, W=4, n=15, K=4, depth=3), best_tree=dict(n=15, K=4, tree_size=16),
-        accept_path=dict(T=16, max_path=5), filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
+        accept_path=dict(T=16, max_path=5),
+        filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
     gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
     return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
             *static.launches_of("project_sample", **gathered)[:1],

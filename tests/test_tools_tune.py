@@ -337,7 +337,7 @@ def test_stages_and_steps_are_timed(plan, toy):
 def test_a_tree_of_one_has_no_draft_to_time(tree_size, draft, toy, monkeypatch):
     """Catches a CUDA graph captured of nothing, for which CUDA warns and which it may not launch."""
     decoder, captured = timing_decoder(toy, random_heads(toy), DraftPlan(tree_size - 1)), []
-    decoder.graphs = dict(step="captured")
+    decoder.pool = 0, 0
     monkeypatch.setattr(tune, "capture", lambda stage, device: captured.append(stage) or stage)
     monkeypatch.setattr(tune, "seconds", lambda body, device, group: 1.0)
     times = stage_times(decoder)
