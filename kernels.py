@@ -311,8 +311,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
         if lse is not None:
             _combine_splits_kernel[(B * T * Hq,)](
                 partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
-                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=min(64, triton.next_power_of_2(splits)),
-                num_warps=4)
+                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64, num_warps=4)
     return out
 
 

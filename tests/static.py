@@ -198,6 +198,7 @@ def all_launches():
     found = attention(T=T, D=[*D, 80, 192]) + attention(T=T, D=D, dtype=FP16)
     # loads of single elements take fewer registers with a mask than without, float32 the same
     found += attention(T=5, D=D, dtype=[FP32, BF16, FP16], aligned=mixed)
+    found += attention(T=2, D=[*D, 80, 192], S=[400, 65536])  # few splits to combine, and many
     found += attention(T=[2, 16], D=128, S=64, present=["", "slopes"])  # one split
     found += attention(T=T, D=D, **alibi)  # float16 takes the same registers
     found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **alibi)
@@ -230,8 +231,9 @@ def all_launches():
         found += cases("merge_chain", T=T, n=n)
     found += cases("accept_path", T=1, max_path=1) + cases("accept_path", T=[16, 64], max_path=5)
     # TOP_K, and splits in one block or in 256
-    return signatures(found + cases("filtered_sample", V=[100, 32000, 128256, 151936], temperature=0.8,
-                                    top_k=[0, 50], top_p=0.9, min_p=0.0, seed=0))
+    found += cases("filtered_sample", V=[100, 32000, 128256, 151936], top_k=[0, 50], top_p=0.9,
+                   min_p=0.0, temperature=0.8, seed=0)
+    return signatures(found)
 
 
 def compile_launch(target, launch):
