@@ -55,12 +55,16 @@ class Table(list):
 class Record(dict):
     """What a command measures, the object of its JSON line. With a path it is also a file, written
     anew after every row: a command that was stopped goes on with what is missing, until `complete`.
-    Raises InputError for a file that holds a run with other settings or on another machine."""
+    Raises InputError for a file that holds a run with other settings or on another machine: a
+    machine with a GPU is the same where gpu, torch and triton are."""
 
     def __init__(self, path=None, **settings):
         super().__init__(settings, machine=machine())
         self.path = path
         kept = read_json(path) if path and Path(path).is_file() else {}
+        same = ("gpu", "torch", "triton") if self["machine"]["gpu"] else ()
+        if kept and same and all(kept["machine"].get(x) == self["machine"][x] for x in same):
+            self["machine"] = kept["machine"]  # another host, or a later commit, goes on with it
         for name, value in json.loads(json.dumps(self)).items() if kept else ():
             if kept.get(name) != value:
                 raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; "

@@ -139,13 +139,16 @@ def check_flags(args):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
-    if args.what == "decode":
-        with tensor_parallel.joined(args, argv) as group:
-            result = (steps if args.random_weights else decoding).bench(args, group)
-    else:
-        result = COMMANDS[args.what][0](args)
+    if args.what != "decode":
+        return show(COMMANDS[args.what][0](args))
+    with tensor_parallel.joined(args, argv) as group:
+        show((steps if args.random_weights else decoding).bench(args, group))  # ranks end here
+
+
+def show(result):
+    """Prints the JSON line of a result, if there is one."""
     if result is not None:
-        print(json.dumps(dict(result) | dict(machine=machine())))
+        print(json.dumps(dict(result) | dict(machine=machine())), flush=True)
 
 
 if __name__ == "__main__":

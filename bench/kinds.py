@@ -29,7 +29,7 @@ KINDS = {  # name: flags of train_heads.py; the others are compared with the fir
 }
 BASES = {  # name: flags of training.base
     "124m": "--n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --n-inner 2048 "
-            "--vocab-size 50304 --block-size 1024 --batch-size 16 --steps 6000 --lr 0.002",
+            "--vocab-size 50304 --block-size 1024 --batch-size 16 --steps 3000 --lr 0.002",
 }
 
 

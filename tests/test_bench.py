@@ -1,5 +1,6 @@
 """bench/: the tables say what a run of `generate` says."""
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,19 @@ from training.data import load_tokens, prompts
 TOY = "a toy", (97, 2, 4, 2, 16, 64, 96), {}  # in the place of a row of SIZES
 MEASURED = dict(accuracy=[0.5] * 4, top_accuracy={n: [0.5] * 4 for n in (1, 2, 4, 8)}, prompts=2, tokens_per_step=1.0,
                 tokens_per_step_interval=[1.0, 1.0], acceptance={"0": [[0.5] * 63] * 4})
+
+
+def test_ranks_print_their_numbers_before_they_end(monkeypatch, capsys):
+    """Bug: `torchrun -m bench decode` without its JSON line, since a rank ends where it leaves its group."""
+    @contextlib.contextmanager
+    def joined(args, argv):
+        yield None
+        raise SystemExit(0)
+    monkeypatch.setattr(bench.tensor_parallel, "joined", joined)
+    monkeypatch.setattr(decoding, "bench", lambda args, group: dict(bench="decode"))
+    with pytest.raises(SystemExit):
+        bench.main(["decode", "--device", "cpu"])
+    assert json.loads(capsys.readouterr().out)["bench"] == "decode"
 
 
 @pytest.fixture(name="run")

@@ -230,6 +230,24 @@ def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folde
     assert "shorten the prompt; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
 
 
+@pytest.mark.parametrize("error", [InputError, torch.OutOfMemoryError])
+def test_a_conversation_without_room_for_its_next_turns_begins(chat_folder, capsys, monkeypatch, error):
+    """Catches a chat that ends where the roomy engine has no room, and a second try while the error is still handled,
+    whose traceback holds the first one's memory."""
+    made, sizes = cli.Session.engine, []
+
+    def engine(session, prompts, max_new_tokens=None, **options):
+        sizes.append(max_new_tokens)
+        if max_new_tokens:
+            raise error("no room")
+        assert sys.exc_info() == (None, None, None)
+        return made(session, prompts, **options)
+    monkeypatch.setattr(cli.Session, "engine", engine)
+    typed(monkeypatch, "hi")
+    cli.generate_main(["--model", str(chat_folder), "--device", "cpu", "--max-new-tokens", "8", "--chat"])
+    assert sizes == [8 + 1024, None] and "tokens per step" in capsys.readouterr().err
+
+
 def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
     flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 10]
     want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "  import")]

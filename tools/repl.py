@@ -7,6 +7,7 @@ from backends import tensor_parallel
 from generate import check_prompts
 from model import InputError
 from tools.printer import print_texts
+from tools.tune import no_room
 
 SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
@@ -38,7 +39,7 @@ def converse(session):
         needed = min(needed, session.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = roomy_engine(session, prompt)
+            engine = roomy_engine(session, prompt, no_room(group))
         output = print_texts(session, engine, [prompt], keep=True)
         print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
               "tokens per second]", file=sys.stderr)
@@ -59,9 +60,9 @@ def read_line():
                          f"{error.start})") from None
 
 
-def roomy_engine(session, prompt):
-    """An engine for a prompt and, where memory has room, for the turns after it."""
-    try:
+def roomy_engine(session, prompt, no_room):
+    """An engine for a prompt and, where memory has room, for the turns after it. no_room: the
+    errors that say that it has none."""
+    with contextlib.suppress(*no_room):
         return session.engine([prompt], session.args.max_new_tokens + SPARE)
-    except InputError:
-        return session.engine([prompt])
+    return session.engine([prompt])  # not while an error is handled: it holds the first's memory

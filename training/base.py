@@ -24,7 +24,7 @@ from tools.cli import Parser, command
 from training import common
 from training.common import Signals, add_flags, add_number, progress, set_learning_rate
 from training.corpus import SPLITS, split_records
-from training.data import load_tokens, step_seed, to_device, window_batch
+from training.data import load_tokens, step_seed, store_tokens, to_device, window_batch
 
 END_OF_TEXT = "<|endoftext|>"
 # their least values
@@ -187,7 +187,8 @@ def main(argv=None):
     else:
         start_folder(out, args)
     encoding = load_encoding(out)
-    tokens, heldout = (load_tokens(args.data, encoding, split) for split in SPLITS)
+    splits, _ = store_tokens(out / "tokens", args.data, encoding)
+    tokens, heldout = (splits[split] for split in SPLITS)
     sizes = {name: getattr(args, name) for name in SIZES}
     run = Run(args, GPTConfig(block_size=args.block_size, **sizes), device, state)
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
