@@ -146,6 +146,7 @@ def _tree_attention_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """Program (sequence, kv head and tile of query rows; split): one split of the tile's keys."""
     q_tiles = tl.cdiv(T * G, BLOCK_Q)
@@ -184,10 +185,6 @@ def _tree_attention_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
-    low = bits.to(tl.int32)
-    high = (bits >> 32).to(tl.int32)
-
     # Full tiles of committed rows: every node sees all of them, so no mask is needed.
     masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
     for start in range(begin, masked_begin, BLOCK_S):
@@ -201,11 +198,14 @@ def _tree_attention_kernel(
 
     # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
     # Rows that no node sees are not loaded: 0 * NaN is NaN.
+    bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
+    low = bits.to(tl.int32)
+    high = (bits >> 32).to(tl.int32)
     if slopes_ptr is not None:
         tree = tl.arange(0, 64)
         key_bits = tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0)
         depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
-    for start in tl.range(masked_begin, end, BLOCK_S, num_stages=1):
+    for start in tl.range(masked_begin, end, BLOCK_S, num_stages=TAIL_STAGES):
         cache_rows = start + tile_rows
         node = cache_rows - length
         word = tl.where((node < 32)[None, :], low[:, None], high[:, None])
@@ -639,18 +639,6 @@ def float_logits(hidden, weight, vocab_ids=None):
     return (weight.float() @ hidden.float().T).T.contiguous()  # on a CPU twice as fast for small M
 
 
-@takes("0 <= temperature < inf", logits="M V real", sequence="M int", position="M int")
-def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first_token=0):
-    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> columns,
-    int64 [M]. logits: -inf for excluded tokens. tokens: the columns' token ids [V], by which the
-    noise is drawn; default: first_token and on."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    if tokens is None:
-        tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
-    return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
-
-
 # --------------------------------------------------------------------------------------------------
 # commit_path
 #
@@ -793,14 +781,14 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     if dtype == torch.float32 or not aligned:
         limit = _max_registers(224) if aligned or BLOCK_D <= 64 else {}
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D,
-                    num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2, **limit)
+                    num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2, TAIL_STAGES=2, **limit)
     largest = 128 if D in (64, 128) else 32 if alibi and BLOCK_D == 256 else 64
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = alibi and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
                 num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 else 8,
-                num_stages=4 if BLOCK_Q <= 32 or halved else 3,
+                num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
                 **_max_registers(168 if BLOCK_Q == 16 else 255))
 
 
@@ -1814,6 +1802,18 @@ def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, se
     """`filtered_sample` by torch."""
     logits = filter_logits(logits / temperature, top_k, top_p, min_p)
     return gumbel_argmax(logits, 1.0, seed, sequence, position)
+
+
+@takes("0 <= temperature < inf", logits="M V real", sequence="M int", position="M int")
+def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first_token=0):
+    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> columns,
+    int64 [M]. logits: -inf for excluded tokens. tokens: the columns' token ids [V], by which the
+    noise is drawn; default: first_token and on."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    if tokens is None:
+        tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
 
 
 def nucleus_cut(logits, top_p):
