@@ -332,9 +332,8 @@ class Decoder:
 
 
 def capture(body, device, pool=None):
-    """Records body() in a CUDA graph -> a function that replays it. body() must have run before:
-    its first run compiles and allocates. Graphs of one pool share memory: what one returns must be
-    copied before another runs."""
+    """Records body(), which has run before, in a CUDA graph -> a function that replays it. Graphs
+    of one pool share memory: what one returns must be copied before another runs."""
     with torch.cuda.device(device):
         # else this graph would use the workspace that cuBLAS took from an earlier graph's memory
         torch._C._cuda_clearCublasWorkspaces()

@@ -36,8 +36,7 @@ from kernels import (
 )
 
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-# not cuDNN's attention, which makes a plan for each new length of a prompt, and whose gradient with
-# a mask may be NaN (torch 2.13)
+# not cuDNN's: it plans anew for each length of a prompt, and its gradient with a mask may be NaN
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -80,8 +79,7 @@ class KVCache:
     are the committed rows."""
 
     def __init__(self, shape, dtype=torch.float32, device="cpu"):
-        # zeros, not empty: rows never written still pass through masked products, where 0 * nan is
-        # nan
+        # zeros: rows never written still pass through masked products, where 0 * nan is nan
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(shape[2], dtype=torch.int32, device=device)
 
