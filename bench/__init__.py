@@ -75,7 +75,7 @@ class Record(dict):
 
     def save(self):
         if self.path:
-            write_file(self.path, (json.dumps(self) + "\n").encode())
+            write_file(self.path, json.dumps(self) + "\n")
 
     def table(self, name, columns):
         """A Table whose rows are kept under this name."""
@@ -95,10 +95,10 @@ class Record(dict):
         return self
 
 
-def write_file(path, content):
-    """Writes bytes. Raises InputError where the folder takes no file."""
+def write_file(path, text):
+    """Raises InputError where the folder takes no file."""
     try:
-        atomic_write(path, lambda tmp: Path(tmp).write_bytes(content))
+        atomic_write(path, lambda tmp: Path(tmp).write_text(text, encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); "
                          "choose another --out") from None

@@ -54,14 +54,14 @@ def settings(args, model):
 
 def decode_in_turns(model, given, ways, args, runs=1, **options):
     """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, or
-    another program with a `generate`}, plain decoding first -> ({name: row of medians and of the
+    what calls another program}, plain decoding first -> ({name: row of medians and of the
     share of texts that are plain decoding's, `identical`}, {name: what each run gave})."""
     outputs = {name: [] for name in ways}
     for name, way in list(ways.items()) * runs:
         if isinstance(way, dict):
             out = decode_once(model, given, args.max_new_tokens, **options, **way)
         else:
-            out = way.generate(given, args.max_new_tokens)
+            out = way(given, args.max_new_tokens)
         outputs[name].append(out)
     plain = next(iter(outputs.values()))
     rows = {}

@@ -206,22 +206,23 @@ def draw_roofline(figure, _):
                "batch size. A line ends where the memory is full.")
 
 
-RUN = "run", "python generate.py --prompt TEXT --json --show-tree"
-PICTURES = {  # name: (what draws it, its record, what writes that)
+RUN = "{run}", "python generate.py --prompt TEXT --json --show-tree"
+PICTURES = {  # name: (what draws it, from which file, what writes that)
     "text.svg": (draw_text, *RUN), "tree.svg": (draw_tree, *RUN),
-    "tokens-per-step.svg": (draw_tokens_per_step, "heads-cpu.json", "python -m bench heads --out"),
-    "batch.svg": (draw_batch, "decode-cpu.json", "python -m bench decode --out"),
+    "tokens-per-step.svg": (draw_tokens_per_step, "{results}/heads-cpu.json",
+                            "python -m bench heads --out"),
+    "batch.svg": (draw_batch, "{results}/decode-cpu.json", "python -m bench decode --out"),
     "roofline.svg": (draw_roofline, None, None)}
 
 
-def render(picture, *given, kind="svg"):
-    """The bytes of what picture(figure, *given) draws."""
+def render(picture, *given):
+    """The SVG that picture(figure, *given) draws."""
     try:
         import matplotlib.figure
     except ImportError:
         raise InputError("drawing needs matplotlib, which is not installed: "
                          "pip install matplotlib") from None
-    file = io.BytesIO()
+    file = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the fonts here do not have
         figure = matplotlib.figure.Figure()
@@ -229,8 +230,8 @@ def render(picture, *given, kind="svg"):
         for words in figure.findobj(matplotlib.text.Text):  # XML forbids some characters
             words.set_text("".join(c if c.isprintable() or c == "\n" else "\ufffd"
                                    for c in words.get_text()))
-        metadata = dict(Title=figure.get_label(), Date=None, Creator=None) if kind == "svg" else {}
-        figure.savefig(file, format=kind, dpi=192, metadata=metadata)
+        figure.savefig(file, format="svg",
+                       metadata=dict(Title=figure.get_label(), Date=None, Creator=None))
     return file.getvalue()
 
 
@@ -238,11 +239,11 @@ def bench(args):
     """`python -m bench draw`: writes the pictures into args.out."""
     make_folder(args.out)
     for name, (picture, source, how) in PICTURES.items():
-        path = Path(args.run if source == "run" else f"{args.results}/{source}")
+        path = source and Path(source.format_map(vars(args)))
         try:
-            if source and not path.is_file():
+            if path and not path.is_file():
                 raise InputError(f"{path} is not here; {how} writes it")
-            content = render(picture, source and read_json(path))
+            content = render(picture, path and read_json(path))
             write_file(Path(args.out) / name, content)
             print(f"{args.out}/{name}: {len(content) / 1000:.1f} kB")
         except InputError as error:

@@ -71,7 +71,7 @@ def run_slice(argvs, out, seconds):
             record = read_json(path) if path.is_file() else {}
             tail = log.read_text(errors="replace").splitlines()[-30:]
             record["error"] = dict(exit_code=code, tail=tail)
-            write_file(path, (json.dumps(record) + "\n").encode())
+            write_file(path, json.dumps(record) + "\n")
         advice = {"complete": "", "failed": f"; see {log}, and delete {path} to run it again"}
         print(f"{name}: {state(path)}{advice.get(state(path), '; the next call goes on with it')}",
               flush=True)

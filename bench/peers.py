@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,13 +41,6 @@ def stored_weights(model):
             for stored, tensor in split_weight(name, value, model.config).items()}
 
 
-def interleaved(rows, head_size):
-    """Rows of a query or key projection [n D, ...], of which the two that are rotated together are
-    half a head apart -> with the two side by side, as llama.cpp expects them of Llama."""
-    shape = -1, 2, head_size // 2, *rows.shape[1:]
-    return rows.view(shape).transpose(1, 2).reshape(rows.shape)
-
-
 def write_gguf(model, path):
     """Writes a llama.cpp file without a tokenizer. Matrices keep their dtype; norms and biases are
     float32, as from llama.cpp's own converter. InputError for other families."""
@@ -61,7 +55,8 @@ def write_gguf(model, path):
         getattr(writer, f"add_{name}")(getattr(c, field))
     for name, value in stored_weights(model).items():
         if c.family == "llama" and ("self_attn.q_proj." in name or "self_attn.k_proj." in name):
-            value = interleaved(value, c.head_size)
+            pairs = value.view(-1, 2, c.head_size // 2, *value.shape[1:]).transpose(1, 2)
+            value = pairs.reshape(value.shape)  # with the two that are rotated together adjacent
         if value.dim() == 1:
             value = value.float()
         raw_dtype = None
@@ -143,15 +138,22 @@ class LlamaCpp:
         return self.step
 
 
+def quiet_transformers():
+    """transformers without its notes, or ImportError."""
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
 class Transformers:
     """transformers' model of the family, with a DynamicCache, as its generate has by default."""
     title = packages = "transformers"
 
     @torch.inference_mode()
     def __init__(self, model, stack):
-        import transformers
+        transformers = quiet_transformers()
         self.version = f"transformers {transformers.__version__}"
-        silence(transformers)
         config = transformers.AutoConfig.for_model(**hf_config(model.config, model.dtype))
         kind = getattr(transformers, config.architectures[0])
         self.model = kind.from_pretrained(None, config=config, state_dict=stored_weights(model),
@@ -171,11 +173,6 @@ class Transformers:
             self.decode(tokens)
             self.cache.crop(-1)
         return step if tree_size == 1 else None
-
-
-def silence(transformers):
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 PROGRAMS = {"llama_cpp": LlamaCpp, "transformers": Transformers}
@@ -199,43 +196,36 @@ def running(model):
         yield made, words
 
 
-class Generate:
-    """transformers' greedy `generate`, one prompt at a time. No text ends early, as with us."""
-
-    def __init__(self, model, **flags):
-        self.model, self.flags = model, flags
-        model.generation_config.eos_token_id = None
-
-    @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens):
-        """What bench.decoding reads of an Output, but for the number of steps."""
-        texts = []
-        start = time.perf_counter()
-        for prompt in prompts:
-            tokens = torch.tensor([prompt], device=self.model.device)
-            out = self.model.generate(tokens, attention_mask=torch.ones_like(tokens),
-                                      pad_token_id=0, do_sample=False,
-                                      max_new_tokens=max_new_tokens, **self.flags)
-            texts.append(out[0, len(prompt):].tolist())
-        seconds = time.perf_counter() - start
-        return SimpleNamespace(tokens=texts, seconds=seconds,
-                               tokens_per_second=sum(map(len, texts)) / seconds)
+@torch.inference_mode()
+def generate(model, prompts, max_new_tokens, **flags):
+    """transformers' greedy `generate`, one prompt at a time -> what bench.decoding reads of an
+    Output, but for the number of steps."""
+    texts = []
+    start = time.perf_counter()
+    for prompt in prompts:
+        tokens = torch.tensor([prompt], device=model.device)
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0,
+                             do_sample=False, max_new_tokens=max_new_tokens, **flags)
+        texts.append(out[0, len(prompt):].tolist())
+    seconds = time.perf_counter() - start
+    return SimpleNamespace(tokens=texts, seconds=seconds,
+                           tokens_per_second=sum(map(len, texts)) / seconds)
 
 
 def generating(model, folder, temperature, batch_size, prompts):
-    """({name: a Generate of the checkpoint, with our dtype and device}, transformers' version, or
+    """({name: `generate` of the checkpoint, with our dtype and device}, transformers' version, or
     why there are none)."""
     if group_of(model).size > 1 or temperature or batch_size != 1:
         return {}, "measured only on one rank, at temperature 0 and batch size 1"
     try:
-        import transformers
+        transformers = quiet_transformers()
     except ImportError:
         return {}, "not installed (pip install transformers)"
-    silence(transformers)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
     theirs = theirs.to(model.device).eval()
-    made = {"transformers": Generate(theirs), "transformers, prompt lookup": Generate(
-        theirs, prompt_lookup_num_tokens=10)}
+    theirs.generation_config.eos_token_id = None  # no text ends early, as with us
+    made = {"transformers": partial(generate, theirs),
+            "transformers, prompt lookup": partial(generate, theirs, prompt_lookup_num_tokens=10)}
     for program in made.values():
-        program.generate(prompts[:1], 8)  # what only the first call does
+        program(prompts[:1], 8)  # what only the first call does
     return made, transformers.__version__

@@ -18,7 +18,7 @@ import torch
 
 from bench import Table
 from bench.decoding import GB
-from bench.steps import SIZES, size_config
+from bench.steps import SIZED, SIZES, size_config
 from clover import PRESETS, Head, preset, read_record
 from hf.families import read_config
 from model import GPT, Block, InputError, read_json
@@ -43,14 +43,12 @@ PER_LAYER, PER_STEP = 10, 17  # launches, by tests/static.py: of a layer, of the
 PER_HEAD, PER_TREE = 14, 10   # of drafting with a head, of the rest that a tree takes
 BYTES = 2        # of a weight
 MOST = 1024      # the largest batch size that is tried
-COLUMNS = {"batch size": "batch_size {}", "tree size": "tree_size {}",
-           "tokens per step": "tokens_per_step {:.2f}", "ms per step": "step_ms {:.2f}",
+COLUMNS = {**SIZED, "tokens per step": "tokens_per_step {:.2f}", "ms per step": "step_ms {:.2f}",
            "tokens per second": "tokens_per_second {:.0f}", "plain, ms per step": "plain_ms {:.2f}",
            "plain, tokens per second": "plain_tokens_per_second {:.0f}",
            "over plain": "speed_up {:.2f}x"}
-CHECKED = {"model": "model {}", "batch size": "batch_size {}", "tree size": "tree_size {}",
-           "predicted, ms": "predicted_ms {:.2f}", "measured, ms": "measured_ms {:.2f}",
-           "measured over predicted": "ratio {:.2f}"}
+CHECKED = {"model": "model {}", **SIZED, "predicted, ms": "predicted_ms {:.2f}",
+           "measured, ms": "step_ms {:.2f}", "measured over predicted": "ratio {:.2f}"}
 
 
 class Prediction:
@@ -187,7 +185,5 @@ def check(args):
         prediction = Prediction(GPUS[args.gpu], sizes(record["model"]), heads, record["prefix"])
         for row in record["steps"]:
             ms = 1e3 * prediction.step(row["batch_size"], row["tree_size"])
-            table.add(dict(model=record["model"], batch_size=row["batch_size"],
-                           tree_size=row["tree_size"], predicted_ms=ms,
-                           measured_ms=row["step_ms"], ratio=row["step_ms"] / ms))
+            table.add(row | dict(model=record["model"], predicted_ms=ms, ratio=row["step_ms"] / ms))
     return dict(bench="roofline-check", on=args.gpu, rows=table)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -195,15 +196,11 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round(monkeypatch):
     order, runs = [], dict(plain=spent(1, 2, 4), other=spent(4, 1, 2))
     runs["other"][2].tokens = [[8] * 12]
 
-    class Program:
-        def __init__(self, name):
-            self.name = name
-
-        def generate(self, given, max_new_tokens):
-            order.append(self.name)
-            return runs[self.name].pop(0)
-    rows, outputs = decoding.decode_in_turns(None, [[1]], dict(plain=Program("plain"), other=Program("other")),
-                                             SimpleNamespace(max_new_tokens=12), runs=3)
+    def program(name, given, max_new_tokens):
+        order.append(name)
+        return runs[name].pop(0)
+    ways = {name: partial(program, name) for name in runs}
+    rows, outputs = decoding.decode_in_turns(None, [[1]], ways, SimpleNamespace(max_new_tokens=12), runs=3)
     assert order == ["plain", "other"] * 3 and [out.seconds for out in outputs["other"]] == [4, 1, 2]
     assert rows["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, peak_gb=None, speed_up=2,
                                  identical=pytest.approx(2 / 3))

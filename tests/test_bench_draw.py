@@ -108,8 +108,8 @@ def test_every_picture_can_be_read_on_both_pages(drawn):
 def test_pictures_keep_their_words_inside():
     """Bug: a caption that runs out of the picture, in matplotlib's own font, which is a wide one."""
     for picture, source, _ in draw.PICTURES.values():
-        path = ROOT / ("docs/img/run.json" if source == "run" else f"bench/results/{source}")
-        figure = axes_of(picture, source and json.loads(path.read_text())).figure
+        path = source and source.format(run=ROOT / "docs/img/run.json", results=ROOT / "bench/results")
+        figure = axes_of(picture, path and json.loads(Path(path).read_text())).figure
         for text in figure.findobj(matplotlib.text.Text):
             inside = text.get_window_extent()
             assert not text.get_text() or inside.x0 >= -1 and inside.x1 <= figure.bbox.x1 + 1, text.get_text()

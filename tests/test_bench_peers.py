@@ -1,6 +1,8 @@
 """bench/peers.py: other programs run the same model, and their times are shown beside ours."""
 
 import contextlib
+import json
+import shutil
 import sys
 
 import pytest
@@ -124,19 +126,20 @@ def test_a_program_that_is_not_installed_is_said_to_be_missing(run, monkeypatch,
     assert set(result["steps"][0]) == {"batch_size", "tree_size", "step_ms", "floor_ms", "share", "stages_ms"}
 
 
-def test_transformers_decodes_a_checkpoint_as_we_do(checkpoint, monkeypatch):
+def test_transformers_decodes_a_checkpoint_as_we_do(checkpoint, tmp_path, monkeypatch):
     """Bug: other texts than ours, the prompt among them, a text that ends early, flags that both programs share; rows
     where transformers cannot be compared."""
     pytest.importorskip("transformers", reason="needs transformers")
     model, given = GPT.from_pretrained(checkpoint, device="cpu"), [[104, 101, 105], [110, 32] * 6]
-    programs, version = peers.generating(model, checkpoint, 0.0, 1, given)
-    assert list(programs) == ["transformers", "transformers, prompt lookup"] and version[0].isdigit()
     want = generate(model, given, 12)
+    folder = shutil.copytree(checkpoint, tmp_path / "ends early")
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=want.tokens[0][3])))
+    programs, version = peers.generating(model, folder, 0.0, 1, given)
+    assert list(programs) == ["transformers", "transformers, prompt lookup"] and version[0].isdigit()
     for program in programs.values():
-        program.model.generation_config.eos_token_id = want.tokens[0][3]  # which Generate sets to none
-        found = peers.Generate(program.model, **program.flags).generate(given, 12)
+        found = program(given, 12)
         assert found.tokens == want.tokens and found.tokens_per_second == pytest.approx(24 / found.seconds)
-    assert [program.flags for program in programs.values()] == [{}, dict(prompt_lookup_num_tokens=10)]
+    assert [program.keywords for program in programs.values()] == [{}, dict(prompt_lookup_num_tokens=10)]
     for temperature, batch_size in ((0.5, 1), (0.0, 2)):
         programs, reason = peers.generating(model, checkpoint, temperature, batch_size, given)
         assert not programs and reason == "measured only on one rank, at temperature 0 and batch size 1"
