@@ -27,7 +27,6 @@ needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", norm="layer"),
           "qk-norm-untied": dict(qk_norm=True, tied=False)}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Indexing(TorchFunctionMode):
@@ -266,8 +265,9 @@ def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, dtype", [
+    ("rope", torch.bfloat16), ("rope", torch.float32), ("alibi", torch.float16), ("alibi", torch.float32),
+    ("learned", torch.bfloat16), ("qk-norm-untied", torch.float16)])
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, start):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention that falls to MATH, a
     graph captured of what is replaced later."""
