@@ -101,6 +101,7 @@ class LlamaCpp:
         self.decode()
 
     def load(self, model):
+        """llama.cpp's own model, None where it does not load."""
         size = sum(p.nbytes for p in model.parameters())
         check_memory("the file of the weights takes", size, free_memory("cpu"), "cpu",
                      "take a smaller size")
