@@ -124,9 +124,8 @@ def step_bytes(model, batch_size):
 
 def open_record(args, group, **settings):
     """The Record of `bench decode`; the first rank keeps it, and all go on from it."""
-    ranks = dict(ranks=group.size) if group.size > 1 else {}
     record = Record(None if group.rank else args.out, temperature=args.temperature, runs=args.runs,
-                    **ranks, **settings)
+                    ranks=group.size, **settings)
     record.update(group.broadcast(dict(record)))
     return record
 

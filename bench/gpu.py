@@ -134,8 +134,6 @@ class Recorder:
             row["outcome"] = report.outcome
         if report.failed:
             row["error"] = report.longreprtext[-2000:]
-
-    def pytest_runtest_logfinish(self):
         self.table.save()
 
     def pytest_keyboard_interrupt(self):

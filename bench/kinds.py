@@ -33,30 +33,27 @@ BASES = {  # name: flags of training.base
 }
 
 
-def heads_steps(folder):
-    """For how many steps the heads of a folder were trained, if they were measured too."""
-    file = folder / "heads.json"
-    record = read_json(file) if file.is_file() else {}
-    return record.get("training", {}).get("steps") if "acceptance" in record else 0
+def steps_done(folder):
+    """For how many steps a base was trained into a folder, or heads, if they were measured too."""
+    state = folder / "train_state.pt"
+    if not state.is_file():
+        return 0
+    if (folder / "heads.json").is_file():
+        record = read_json(folder / "heads.json")
+        return record["training"]["steps"] if "acceptance" in record else 0
+    return torch.load(state, map_location="cpu", weights_only=True, mmap=True)["step"]
 
 
-def base_steps(folder):
-    """The steps of a base that was trained into a folder so far."""
-    file = folder / "train_state.pt"
-    options = dict(map_location="cpu", weights_only=True, mmap=True)
-    return torch.load(file, **options)["step"] if file.is_file() else 0
-
-
-def train(args, name, main, done, flags):
-    """Trains into a folder of --train by main(flags) until done(folder) says so -> the folder."""
+def train(args, name, main, flags):
+    """Trains into a folder of --train by main(flags), where that is not done -> the folder."""
     folder = Path(args.train) / name
     steps = int(flags[flags.index("--steps") + 1])
-    if done(folder) != steps:
+    if steps_done(folder) != steps:
         data = ["--data", *args.data] if args.data else []
         resume = ["--resume"] if (folder / "train_state.pt").is_file() else []
         print(f"\ntraining {name}", flush=True)
         main([*flags, "--out", str(folder), "--device", args.device, *data, *resume])
-        if done(folder) != steps:
+        if steps_done(folder) != steps:
             raise InputError(f"{folder}: training was interrupted; the same command continues it")
     return str(folder)
 
@@ -64,10 +61,10 @@ def train(args, name, main, done, flags):
 def train_kinds(args):
     """The folders of args.kinds, trained; args.model becomes that of --base, trained too."""
     if args.base:
-        args.model = train(args, args.base, base.main, base_steps, BASES[args.base].split())
+        args.model = train(args, args.base, base.main, BASES[args.base].split())
     flags = ["--model", args.model, "--steps", str(args.steps), "--draft-vocabulary", "0"]
     flags += ["--dtype", args.dtype] if args.dtype else []
-    return [train(args, name, train_heads.main, heads_steps, KINDS[name].split() + flags)
+    return [train(args, name, train_heads.main, KINDS[name].split() + flags)
             for name in args.kinds]
 
 

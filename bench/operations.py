@@ -148,15 +148,11 @@ def timed_row(label, bandwidth, size, inputs, ours, rivals):
 # -------------------------------------------------------------------------------------------------
 # What is timed: (bytes that must be moved, inputs, ours, {name: rival})
 
-def head_sizes(model):
-    c = size_config(model)
-    return c.n_head, c.n_kv_head, c.head_size
-
-
 def attention_case(args, device, heads, batch, prefix, T):
     from torch.nn.attention.flex_attention import flex_attention
     torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
-    Hq, Hkv, D = head_sizes(heads)
+    c = size_config(heads)
+    Hq, Hkv, D = c.n_head, c.n_kv_head, c.head_size
     size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
     inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size))
     flex = None if args.no_flex else torch.compile(flex_attention, dynamic=False)
@@ -175,8 +171,8 @@ def projection_case(args, device, model, C, V, M, operation):
 
 
 def commit_case(args, device, heads, batch):
-    _, Hkv, D = head_sizes(heads)
-    L = size_config(heads).n_layer
+    c = size_config(heads)
+    L, Hkv, D = c.n_layer, c.n_kv_head, c.head_size
     lengths = torch.full((batch,), 100, device=device, dtype=torch.int32)
     path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(batch, 1)
     count = torch.full((batch,), 5, device=device)

@@ -7,7 +7,6 @@ drafts nor chooses a token, so it is a little less than a step of ours.
 """
 
 import contextlib
-import shutil
 import tempfile
 import time
 from functools import partial
@@ -73,7 +72,7 @@ def write_gguf(model, path):
 
 class LlamaCpp:
     """llama.cpp on as many threads as torch. Its cache is float16 by default. InputError where
-    memory or disk have no room for the file of the weights, which it maps, or it does not load."""
+    memory has no room for the file of the weights, which it maps, or it does not load."""
     title = "llama.cpp"
     packages = "llama-cpp-python gguf"
 
@@ -102,14 +101,11 @@ class LlamaCpp:
         self.decode()
 
     def load(self, model):
+        """llama.cpp's own model, None where it does not load."""
         size = sum(p.nbytes for p in model.parameters())
         check_memory("the file of the weights takes", size, free_memory("cpu"), "cpu",
                      "take a smaller size")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            free = shutil.disk_usage(folder).free
-            if size > free:
-                raise InputError(f"the file of the weights takes {size / 1e9:.1f} GB, free are "
-                                 f"{free / 1e9:.1f}; set TMPDIR to another folder")
             path = str(Path(folder) / "model.gguf")  # mapped: it outlives its name
             write_gguf(model, path)
             return self.lib.llama_model_load_from_file(path.encode(),

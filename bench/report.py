@@ -12,7 +12,7 @@ from bench import cell, peers
 from bench.decoding import DECODING, TEXTS, tree_columns
 from bench.kinds import accuracy_table, decoding_columns
 from bench.operations import OPERATIONS
-from bench.steps import LAUNCHES, STEPS
+from bench.steps import GATHERS, LAUNCHES, STEPS
 from model import InputError, read_json
 
 TARGETS = "cuda:80", "cuda:90", "cuda:100", "hip:gfx942"  # for which tests/static.py compiles
@@ -67,8 +67,8 @@ def test_tables(record):
 FORMS = {
     "decode": decode_tables, "heads": heads_tables, "tests": test_tables,
     "decode-random": lambda record: [(
-        f"Steps of {record['model']} with random weights", STEPS | peers.COLUMNS | LAUNCHES,
-        record["steps"])],
+        f"Steps of {record['model']} with random weights",
+        STEPS | GATHERS | peers.COLUMNS | LAUNCHES, record["steps"])],
     "kernels": lambda record: [(
         f"{name}, us; {record['copy_gb_per_s']:.0f} GB/s copied", operation.columns,
         record.get(name, [])) for name, operation in OPERATIONS.items()],

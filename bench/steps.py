@@ -67,9 +67,8 @@ def random_model(name, device, dtype, group=None):
 
 
 def random_heads(model, vocabulary=None):
-    """Untrained Clover heads, which draft among this many first ids of the vocabulary; 0: among
-    all; None: among FEW_TOKENS where there are twice as many. InputError for more than there are.
-    """
+    """Untrained Clover heads, which draft among this many ids, the first; 0: among all; None: among
+    FEW_TOKENS where there are twice as many. InputError for more than there are."""
     if vocabulary is None:
         vocabulary = FEW_TOKENS if model.config.vocab_size >= 2 * FEW_TOKENS else 0
     with model.device:

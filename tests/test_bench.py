@@ -322,10 +322,10 @@ def test_heads_trains_a_base_of_its_own_first(run, flags, tmp_path, monkeypatch)
              "--steps", "2", "--tree-sizes", "4", "--temperatures", "0"]
     with pytest.raises(InputError, match="out/tiny: training was interrupted"):
         run(*flags)
-    assert kinds.base_steps(tmp_path / "out" / "tiny") == 2 and not (tmp_path / "out" / "medusa").exists()
+    assert kinds.steps_done(tmp_path / "out" / "tiny") == 2 and not (tmp_path / "out" / "medusa").exists()
     monkeypatch.setattr(base, "set_learning_rate", set_learning_rate)
     _, result = run(*flags)
-    assert result["model"] == result["base"] == "tiny" and kinds.base_steps(tmp_path / "out" / "tiny") == 4
+    assert result["model"] == result["base"] == "tiny" and kinds.steps_done(tmp_path / "out" / "tiny") == 4
     assert [row["heads"] for row in result["decoding"]] == ["medusa", "lookup", "medusa + lookup"]
     monkeypatch.setattr(base, "main", lambda flags: pytest.fail("trained again"))
     run(*flags)
