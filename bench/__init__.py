@@ -62,9 +62,10 @@ class Record(dict):
         super().__init__(settings, machine=machine())
         self.path = path
         kept = read_json(path) if path and Path(path).is_file() else {}
-        same = ("gpu", "torch", "triton") if self["machine"]["gpu"] else ()
-        if kept and same and all(kept["machine"].get(x) == self["machine"][x] for x in same):
-            self["machine"] = kept["machine"]  # another host, or a later commit, goes on with it
+        before = kept.get("machine", {})
+        if before.get("gpu") and all(before[x] == self["machine"][x]
+                                     for x in ("gpu", "torch", "triton")):
+            self["machine"] = before  # another host, or a later commit, goes on with it
         for name, value in json.loads(json.dumps(self)).items() if kept else ():
             if kept.get(name) != value:
                 raise InputError(f"{path} holds a run with {name} {kept.get(name)}, not {value}; "

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench as bench_package
 import train_heads
 from bench import Table, decoding, kinds, steps
 from bench import __main__ as bench
@@ -303,6 +304,21 @@ def test_nothing_of_a_complete_file_is_measured_again(run, flags, folders, monke
     for setting in (["--text", "rename"], ["--heads", "none"]):
         with pytest.raises(InputError, match="decode.json holds a run with"):
             run(*decode, *setting)
+
+
+def test_a_gpus_record_goes_on_on_another_host(tmp_path, monkeypatch):
+    """Bug: a run that a second lent machine cannot finish, since its host has another number of cores; one that goes on
+    with another GPU, or another CPU."""
+    file = tmp_path / "a.json"
+    machine = lambda **changed: dict(cpu="a", cores=2, gpu="H200", torch="2", triton="3", commit="x") | changed
+    for first, second, same in (({}, dict(cores=16, commit="y", cpu="b"), True), ({}, dict(gpu="A100"), False),
+                                ({}, dict(torch="3"), False), (dict(gpu=None), dict(gpu=None, cpu="b"), False)):
+        file.unlink(missing_ok=True)
+        monkeypatch.setattr(bench_package, "machine", lambda: machine(**first))
+        bench_package.Record(file, bench="a")
+        monkeypatch.setattr(bench_package, "machine", lambda: machine(**second))
+        with contextlib.nullcontext() if same else pytest.raises(InputError, match="holds a run with machine"):
+            assert bench_package.Record(file, bench="a")["machine"] == machine(**first)
 
 
 def test_heads_trains_a_base_of_its_own_first(run, flags, tmp_path, monkeypatch):
