@@ -415,7 +415,7 @@ def explain(engine, heads, output):
     for plan in dict.fromkeys((DraftPlan(), most)):
         times = stage_times(timing_decoder(
             decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
-            beams=decoder.given_beams, sampling=decoder.sampling, graph=bool(decoder.graphs)))
+            beams=decoder.given_beams, sampling=decoder.sampling, graph=decoder.pool is not None))
         lines.append(f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values()))
     return lines
 
