@@ -207,9 +207,9 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """x [..., C] -> [..., C]"""
-        return self.add(x, None)[0]
+        return self.add_and_norm(x, None)[0]
 
-    def add(self, hidden, residual):
+    def add_and_norm(self, hidden, residual):
         """(the norm of hidden + residual, that sum), each [..., C]; residual None: hidden alone."""
         if residual is None:
             return add_norm(hidden, None, self.weight, self.bias, self.eps)
@@ -283,9 +283,9 @@ class Attention(nn.Module):
     def forward(self, x, rope, context, kv=None):
         """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and
         values are written."""
-        return self.proj(self.attend(self.qkv(x), rope, context, kv))
+        return self.proj(self.core(self.qkv(x), rope, context, kv))
 
-    def attend(self, qkv, rope, context, kv=None):
+    def core(self, qkv, rope, context, kv=None):
         """All between the two products: qkv [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]."""
         c = self.config
         B, T, _ = qkv.shape
@@ -341,9 +341,9 @@ class Block(nn.Module):
         """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is the sum
         of the two, or hidden alone where residual is None. A sum is one operation with the norm
         that follows it."""
-        hidden, residual = self.attn_norm.add(hidden, residual)
+        hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
         hidden = self.attn(hidden, rope, context, kv)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
+        hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
         return self.mlp(hidden), residual
 
 

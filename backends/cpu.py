@@ -209,10 +209,10 @@ class PackedBlock(Block):
         B, T = context.cache_rows.shape
         rows = max(stream.shape[1], -(-attn.proj.min_rows // B))  # of each sequence
         stream = pad_rows(stream, rows)
-        qkv = attn.qkv.product(self.attn_norm.add(stream, None)[0])
-        attended = attn.attend(qkv if rows == T else qkv[:, :T], rope, context, kv)
+        qkv = attn.qkv.product(self.attn_norm(stream))
+        attended = attn.core(qkv if rows == T else qkv[:, :T], rope, context, kv)
         stream = attn.proj.product(pad_rows(attended, rows), residual=stream)
-        normed = self.mlp_norm.add(stream, None)[0]
+        normed = self.mlp_norm(stream)
         activation = mlp.config.activation
         if mlp.config.gated:
             x = glu(mlp.up.product(normed), activation)
