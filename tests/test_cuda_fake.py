@@ -310,6 +310,17 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     assert len(world.graphs) == 4 + 4 + 3 * 5
 
 
+@needs_triton
+def test_attention_of_whole_sequences_is_not_cudnns(start, monkeypatch):
+    """Bug: training takes cuDNN's attention, whose gradient with a mask may be NaN."""
+    world, model, heads = start(kind=None)
+    allowed = []
+    monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64, device="cuda"))
+    assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Planted defects: the fake GPU has to see them
 
