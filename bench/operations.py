@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 import kernels
 from bench import Record
@@ -49,8 +50,8 @@ def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1):
 def attention_rivals(q, k, v, lengths, ancestors, flex=None):
     """{name: the same attention by other means}, for inputs of these shapes and trees.
 
-    sdpa: with enable_gqa. sdpa packed: a group's query heads as rows. flex: FlexAttention, if the
-    function is given. Masks are made beforehand, in the form that needs no conversion in the call:
+    sdpa: with enable_gqa; its `backend` is the one that torch takes. sdpa packed: a group's query
+    heads as rows. flex: FlexAttention, if the function is given. Masks are made beforehand, in the form that needs no conversion in the call:
     added to the scores, with rows of a multiple of 16 bytes; a block mask for FlexAttention."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
@@ -79,6 +80,9 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
         return flex(q.transpose(1, 2), k[:, :, :S], v[:, :, :S], block_mask=block_mask,
                     enable_gqa=True).transpose(1, 2)
 
+    chosen = torch._fused_sdp_choice(q.transpose(1, 2), k[:, :, :S], v[:, :, :S], mask,
+                                     enable_gqa=True)
+    sdpa.backend = SDPBackend(chosen).name
     if not flex:
         return {"sdpa": sdpa, "sdpa packed": packed}
     from torch.nn.attention.flex_attention import create_block_mask
@@ -133,7 +137,8 @@ def timed_row(label, bandwidth, size, inputs, ours, rivals):
     fastest. A rival that cannot run, or whose result differs, gives the reason instead."""
     timed = lambda function: median_us([partial(function, *x) for x in inputs])
     us = timed(ours)
-    found = {}
+    found = {f"{name} backend": rival.backend for name, rival in rivals.items()
+             if hasattr(rival, "backend")}
     for name, rival in rivals.items():
         try:
             apart = difference(rival(*inputs[0]), ours(*inputs[0]))  # bfloat16: even logits round
