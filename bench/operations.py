@@ -51,8 +51,9 @@ def attention_rivals(q, k, v, lengths, ancestors, flex=None):
     """{name: the same attention by other means}, for inputs of these shapes and trees.
 
     sdpa: with enable_gqa; its `backend` is the one that torch takes. sdpa packed: a group's query
-    heads as rows. flex: FlexAttention, if the function is given. Masks are made beforehand, in the form that needs no conversion in the call:
-    added to the scores, with rows of a multiple of 16 bytes; a block mask for FlexAttention."""
+    heads as rows. flex: FlexAttention, if the function is given. Masks are made beforehand, in the
+    form that needs no conversion in the call: added to the scores, with rows of a multiple of 16
+    bytes; a block mask for FlexAttention."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     S = int(lengths.max()) + T
