@@ -31,7 +31,6 @@ from model import (
     token_positions,
 )
 
-MAX_TREE = 64  # nodes, root included: a node's ancestors are the bits of one int64
 MAX_BEAMS = 32  # which project_topk gives at most
 MAX_DRAFT = 32  # heads, and augmenting layers: far more than help, and few enough to build
 MAX_AUGMENT = 64

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from clover import MAX_TREE, Tree, check_beams, root_tree
+from clover import Tree, check_beams, root_tree
 from kernels import (
     accept_path,
     commit_path,
@@ -32,7 +32,7 @@ from kernels import (
     runs_triton,
     unchecked,
 )
-from model import InputError, KVCache, check, needs_folders
+from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
 DEFAULT_BATCH = 8    # slots, where no batch size is given
@@ -177,8 +177,9 @@ class Decoder:
     def step(self, plan):
         with unchecked(plan in self.checked):  # fixed shapes are checked in the first step alone
             tree, chain = self.draft(plan)     # tokens, parents, depths, ancestors: [B, T]
-            hidden = self.verify(tree)         # [B, T, C]; keys and values go to rows lengths..
-            target = self.sample(tree, hidden)                 # [B, T]: the model's own next tokens
+            positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
+            hidden, normed = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
+            target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
             accepted = self.accept(plan, tree, target, chain)  # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
         self.checked.add(plan)
@@ -196,24 +197,25 @@ class Decoder:
             tree = Tree(*merge_chain(*tree, chain))
         return tree, chain if plan.head_nodes else None
 
-    def verify(self, tree):
-        positions = self.slots.cache.lengths[:, None] + tree.depths
-        # nodes past the context's end are never emitted, but a learned position must exist for them
-        positions = positions.clamp(max=self.model.config.block_size - 1)
-        return self.model(tree.tokens, positions, self.slots.cache, tree.ancestors)
+    def verify(self, tree, positions):
+        """-> (hidden, its final norm)"""
+        if self.model.config.positions == "learned":
+            # nodes past the context's end are never emitted, but have no position of their own
+            positions = positions.clamp(max=self.model.config.block_size - 1)
+        return self.model.forward_and_norm(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
-    def sample(self, tree, hidden):
-        B, T, C = hidden.shape
+    def sample(self, normed, positions):
+        B, T, C = normed.shape
         s = self.sampling
-        hidden = self.model.norm(hidden).view(B * T, C)
+        normed = normed.view(B * T, C)
         sequence = self.slots.sequence[:, None].expand(B, T).reshape(-1)
-        position = (self.slots.cache.lengths[:, None] + tree.depths + 1).reshape(-1)
+        position = (positions + 1).view(-1)
         if s.filtered:
-            logits = self.model.head.logits(hidden)  # (B * T, V)
+            logits = self.model.head.logits(normed)  # (B * T, V)
             target = filtered_sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed,
                                      sequence, position)
         else:
-            target = self.model.head.sample(hidden, s.temperature, s.seed, sequence, position)
+            target = self.model.head.sample(normed, s.temperature, s.seed, sequence, position)
         return target.view(B, T)
 
     def accept(self, plan, tree, target, chain=None):

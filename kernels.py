@@ -943,21 +943,21 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 #   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
 #   (x, y) -> (x cos - y sin, y cos + x sin) for the halves x and y of each query and key head:
 #   RoPE, arXiv 2104.09864
-#   keys and values of token t of sequence b -> cache row rows[b, t]
+#   keys and values of token t of sequence b -> cache row lengths[b] + t
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its token's angles, with a gradient. rope: (cos, sin),
-    each [B, T, 1, D] of x's dtype, sin with a minus in the first half."""
-    cos, sin = rope
+    """Rotates each head of x [B, T, H, D] by its token's angles, with a gradient. rope [B, T, 2, D]
+    of x's dtype: cos and sin, sin with a minus in the first half."""
+    cos, sin = rope.split(1, dim=2)  # (B, T, 1, D)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 @triton.jit(do_not_specialize=["T", "S", "Hq", "Hkv"])
 def _rope_cache_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, rows_ptr,
+    qkv_ptr, rope_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, lengths_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd,
     eps, T, S, Hq, Hkv, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -975,7 +975,7 @@ def _rope_cache_kernel(
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
-    row = tl.load(rows_ptr + token)
+    row = tl.load(lengths_ptr + b).to(tl.int64) + t
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
     x = low.to(tl.float32)
@@ -985,9 +985,10 @@ def _rope_cache_kernel(
         weight_ptrs = tl.where(is_query, q_weight_ptr + dims, k_weight_ptr + dims)
         x *= scale * tl.load(weight_ptrs, mask=low_mask, other=0.0).to(tl.float32)
         y *= scale * tl.load(weight_ptrs + HALF, mask=high_mask, other=0.0).to(tl.float32)
-    if cos_ptr is not None:
-        cos = tl.load(cos_ptr + token * D + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + token * D + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    if rope_ptr is not None:
+        cos_ptrs = rope_ptr + 2 * token * D + dims
+        cos = tl.load(cos_ptrs, mask=dims < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(cos_ptrs + D + HALF, mask=dims < HALF, other=0.0).to(tl.float32)
         x, y = x * cos - y * sin, y * cos + x * sin
     low = tl.where(is_value, low, x.to(low.dtype))
     high = tl.where(is_value, high, y.to(low.dtype))
@@ -1003,34 +1004,34 @@ def _rope_cache_kernel(
 
 
 @takes("H > 2 * Hkv", "rope is None or D % 2 == 0", "(q_weight is None) == (k_weight is None)",
-       qkv="B T H D real", kv="2 B Hkv S D real|float64", rope="B T 1 D real, B T 1 D real?",
-       rows="B T int64 consecutive", q_weight="D real?", k_weight="D real?")
-def rope_cache(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
+       qkv="B T H D real", kv="2 B Hkv S D real|float64", rope="B T 2 D real?",
+       lengths="B int 0..S-T", q_weight="D real?", k_weight="D real?")
+def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
     queries [B, T, Hq, D], a view of qkv.
 
     qkv: H = Hq + 2 Hkv query, key and value heads, in this order; its queries are overwritten.
-    rope: (cos, sin) as `rotate` takes them, None for no rotation. kv: one layer of a cache; float64
-    beside another dtype is for the reference alone. rows: the tokens' rows in it, 0..S - 1.
-    q_weight, k_weight: RMSNorm of each query and key head before the rotation, with `eps`.
+    rope: as `rotate` takes it, None for no rotation. kv: one layer of a cache; float64 beside
+    another dtype is for the reference alone. lengths: token t of sequence b goes to its row
+    lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before the rotation, with
+    `eps`.
     """
     if not runs_triton(kv, qkv):
-        return rope_cache_reference(qkv, rope, kv, rows, q_weight, k_weight, eps)
+        return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
     B, T, H, D = qkv.shape
     Hkv, S = kv.shape[2:4]
-    tables = *(rope or (None, None)), q_weight, k_weight
-    tables = (x if x is None else x.contiguous() for x in tables)
+    tables = (x if x is None else x.contiguous() for x in (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
     BLOCK_H = min(triton.next_power_of_2(H), 16, 1024 // BLOCK_D)
     with torch.cuda.device_of(qkv):
         _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
-            qkv, *tables, kv, rows.contiguous(), *_strides(qkv), *_strides(kv),
+            qkv, *tables, kv, lengths.contiguous(), *_strides(qkv), *_strides(kv),
             eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
 
 
 @rope_cache.takes
-def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=1e-5):
+def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """`rope_cache` by torch."""
     B, T, H, D = qkv.shape
     Hkv = kv.shape[2]
@@ -1041,12 +1042,13 @@ def rope_cache_reference(qkv, rope, kv, rows, q_weight=None, k_weight=None, eps=
         queries.copy_(F.rms_norm(queries, (D,), q_weight, eps))
         new[:, :, 0] = F.rms_norm(new[:, :, 0], (D,), k_weight, eps)
     if rope is not None:
-        cos, sin = rope
+        cos, sin = rope.split(1, dim=2)
         swapped = rotated.roll(D // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
     if B == 1 and kv.is_cpu:  # a copy of a block takes half the time of index_put, and casts
-        kv[:, 0].narrow(2, int(rows[0, 0]), T).copy_(new[0].permute(1, 2, 0, 3))
+        kv[:, 0].narrow(2, int(lengths[0]), T).copy_(new[0].permute(1, 2, 0, 3))
     else:
+        rows = lengths[:, None] + _column(T, kv.device).T
         kv.permute(1, 3, 0, 2, 4)[_column(B, kv.device), rows] = new.to(kv.dtype)
     return queries
 
@@ -1854,7 +1856,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 #                              float is one dtype throughout a call: float32, float16 or bfloat16;
 #                              real may be float64 too; int is int32 or int64
 #   slopes="Hq float32?"       or None
-#   rope="B D real, B D real"  a tuple of tensors
+#   pair="B D real, B int32"   a tuple of tensors
 #   lengths="B int32 0..S-T"   and the range of its values, looked at on a CPU only, since to read
 #                              them would stall a GPU; the kernels never leave their tensors
 #   T="1..64", k="1..32"       the range of a size, or of an argument that is an int
@@ -1863,8 +1865,6 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 DTYPES = dict(float=FLOATS, real=(*FLOATS, torch.float64), int=(torch.int32, torch.int64))
 DTYPES |= {name: (getattr(torch, name),) for name in ("int32", "int64", "float32", "float64")}
-PROPERTIES = dict(contiguous=torch.Tensor.is_contiguous,
-                  consecutive=lambda x: not x.is_cpu or (x.diff() == 1).all())  # as lengths above
 
 
 _checking = ContextVar("checking", default=True)
@@ -1927,8 +1927,8 @@ def _check_tensor(name, x, part, scope):
         device = scope.get("device", "any device")
         _check(False, f"{name} [{shape}], not empty, of {kinds} on {device}", x)
     for word in words:
-        if word in PROPERTIES:
-            _check(PROPERTIES[word](x), f"{word} {name}", x, x.stride())
+        if word == "contiguous":
+            _check(x.is_contiguous(), f"contiguous {name}", x, x.stride())
         elif x.is_cpu:
             low, high = _bounds(word, scope)
             least, most = x.aminmax()

@@ -35,6 +35,7 @@ from kernels import (
     tree_attention,
 )
 
+MAX_TREE = 64  # T: the ancestors of a node are the bits of an int64
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # not cuDNN's: it plans anew for each length of a prompt, and its gradient with a mask may be NaN
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -95,12 +96,10 @@ class AttentionContext:
     """Where the T tokens of one forward pass are, and what each of them sees. All layers share one,
     made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
 
-    def __init__(self, mask=None, end=None, cache_rows=None, lengths=None, ancestors=None,
-                 slopes=None):
+    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None):
         self.mask = mask              # as torch's attention takes it; None: causal
         self.end = end                # the rows of keys and values that count
-        self.cache_rows = cache_rows  # int64 [B, T]: where the tokens' own go; None: no cache
-        self.lengths = lengths
+        self.lengths = lengths        # int [B]: the rows before the tokens' own; None: no cache
         self.ancestors = ancestors
         self.slopes = slopes
 
@@ -129,15 +128,13 @@ class AttentionContext:
             mask = causal_mask(positions, end)
         elif end > T:
             mask = causal_lower_right(T, end)  # the one mask that flash attention takes
-        return cls(mask, end, positions, slopes=slopes)
+        return cls(mask, end, positions[:, 0], slopes=slopes)
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
         """Tree nodes at cache rows lengths.. on; ancestors int64 [B, T] as in
         `kernels.tree_attention`."""
-        nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
-        return cls(cache_rows=cache.lengths[:, None] + nodes, lengths=cache.lengths,
-                   ancestors=ancestors, slopes=slopes)
+        return cls(lengths=cache.lengths, ancestors=ancestors, slopes=slopes)
 
     def attend(self, q, k, v):
         """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
@@ -258,15 +255,15 @@ def yarn_frequencies(plain, scaling, D, theta):
     return plain * torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), stretch)
 
 
-def rope_table(positions, frequencies, scale, dtype):
-    """cos and signed sin, each [B, T, 1, D], for `kernels.rotate` (RoPE, arXiv 2104.09864, halves
-    layout). frequencies [D]: (-f, f) for those of the pairs f, so that sin comes out as (-sin,
-    sin) and cos is the same."""
-    angles = positions[:, :, None, None] * frequencies  # (B, T, 1, D)
-    cos, sin = angles.cos(), angles.sin()
-    if scale != 1:
-        cos, sin = cos * scale, sin * scale
-    return cos.to(dtype), sin.to(dtype)
+def rope_table(config, dtype, device):
+    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (RoPE, arXiv
+    2104.09864, halves layout). Trees may reach past the context's end."""
+    with torch.device("cpu"):
+        frequencies, scale = rope_frequencies(config)
+    positions = torch.arange(config.block_size + MAX_TREE, device=device)
+    angles = positions[:, None] * frequencies.to(device)  # (positions, D/2)
+    cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
+    return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
 
 class Attention(nn.Module):
@@ -294,7 +291,7 @@ class Attention(nn.Module):
             q, k, v = self.rotated(qkv, rope)
         else:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if c.qk_norm else ()
-            q = rope_cache(qkv, rope, kv, context.cache_rows, *norms)
+            q = rope_cache(qkv, rope, kv, context.lengths, *norms)
             k, v = kv
         return context.attend(q, k, v).reshape(B, T, c.n_head * c.head_size)
 
@@ -412,17 +409,14 @@ class GPT(nn.Module):
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
-        if c.positions == "rope":
-            with torch.device("cpu"):
-                frequencies, self.rope_scale = rope_frequencies(c)
-                frequencies = torch.cat((-frequencies, frequencies))  # (D,), see rope_table
-            self.register_buffer("frequencies", frequencies.to(self.device), persistent=False)
+        rotations = rope_table(c, self.dtype, self.device) if c.positions == "rope" else None
+        self.register_buffer("rotations", rotations, persistent=False)
         slopes = alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
 
     def _apply(self, fn, *args, **kwargs):
         super()._apply(fn, *args, **kwargs)
-        self.tie_and_place()  # the tables stay in float32
+        self.tie_and_place()  # the tables are made in float32
         return self
 
     @torch.no_grad()
@@ -467,8 +461,8 @@ class GPT(nn.Module):
         return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
 
     def rope(self, positions):
-        if self.config.positions == "rope":
-            return rope_table(positions, self.frequencies, self.rope_scale, self.dtype)
+        """positions [B, T] -> [B, T, 2, D], see `rope_table`; None where nothing is rotated."""
+        return None if self.rotations is None else self.rotations[positions]
 
     def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
                           slopes=None):
@@ -487,14 +481,24 @@ class GPT(nn.Module):
         `AttentionContext.causal`. With one, the keys and values of the tokens are written to it,
         and its `lengths` stay as they are. positions int64 [B, T]; ancestors: of tree nodes. end:
         one past the last position, which saves reading it from a GPU."""
+        hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
+        return hidden if residual is None else residual + hidden.to(residual.dtype)
+
+    def forward_and_norm(self, tokens, positions, cache, ancestors):
+        """As `forward` -> (hidden, its final norm), each [B, T, C], in one operation less."""
+        hidden, residual = self.run(tokens, positions, cache, ancestors)
+        normed, hidden = self.norm.add_and_norm(hidden, residual)
+        return hidden, normed
+
+    def run(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
+        """As `forward`, but gives (hidden, residual) as `Block` does."""
         if positions is None:
             positions = token_positions(tokens, documents)
         hidden = self.embed(tokens)  # (B, T, C)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         context = self.attention_context(positions, cache, ancestors, end, documents, self.slopes)
-        hidden, residual = run_blocks(self.blocks, hidden, self.rope(positions), context, cache)
-        return hidden if residual is None else residual + hidden.to(residual.dtype)
+        return run_blocks(self.blocks, hidden, self.rope(positions), context, cache)
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

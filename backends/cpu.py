@@ -206,7 +206,7 @@ class PackedBlock(Block):
         if kv is None or not isinstance(attn.proj, PackedLinear) or attn.proj.packed() is None:
             return super().forward(hidden, residual, rope, context, kv)
         stream = hidden if residual is None else residual + hidden
-        B, T = context.cache_rows.shape
+        B, T = context.shape
         rows = max(stream.shape[1], -(-attn.proj.min_rows // B))  # of each sequence
         stream = pad_rows(stream, rows)
         qkv = attn.qkv.product(self.attn_norm(stream))
@@ -330,6 +330,7 @@ def new_cache(model, batch, capacity, blocks=None):
 class CPUContext(AttentionContext):
     """In half precision attention adds in float64, see `cached_attention`."""
     unseen = None  # of a tree's: as `tree_mask` gives it
+    shape = None   # (B, T) of the tokens, without rows that pad them
 
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
@@ -339,18 +340,21 @@ class CPUContext(AttentionContext):
             mask = alibi_mask(positions, end, slopes.to(sum_dtype(cache)))
         elif B > 1 or end > T:
             mask = causal_mask(positions, end)
-        return cls(mask, end, positions, slopes=slopes)
+        context = cls(mask, end, positions[:, 0], slopes=slopes)
+        context.shape = B, T
+        return context
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
         context = super().tree(ancestors, cache, slopes)
+        context.shape = ancestors.shape
         context.end = int(cache.lengths.max()) + ancestors.shape[1]
         context.mask, context.unseen = tree_mask(cache.lengths, ancestors, context.end, slopes,
                                                  sum_dtype(cache))
         return context
 
     def attend(self, q, k, v):
-        if self.cache_rows is None:
+        if self.lengths is None:
             return super().attend(q, k, v)
         k, v = k[:, :, :self.end], v[:, :, :self.end]
         if self.unseen is not None:

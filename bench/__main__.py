@@ -14,8 +14,7 @@ from pathlib import Path
 
 from backends import tensor_parallel
 from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, steps
-from clover import MAX_TREE
-from model import InputError
+from model import MAX_TREE, InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
 from tools.tune import PREFIX
 from training.common import add_data_flag, add_number

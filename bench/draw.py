@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bench import hardware, make_folder, roofline, write_file
 from bench.steps import SIZES
-from clover import MAX_DRAFT, MAX_TREE
-from model import InputError, read_json
+from clover import MAX_DRAFT
+from model import MAX_TREE, InputError, read_json
 from tools.cli import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.tune import PREFIX

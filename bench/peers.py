@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import torch
 
 from backends.tensor_parallel import group_of
-from clover import MAX_TREE
 from hf.families import hf_config, split_weight
-from model import InputError, check_memory, free_memory
+from model import MAX_TREE, InputError, check_memory, free_memory
 from tools.tune import PREFIX
 
 COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from backends.tensor_parallel import Group, group_of
-from clover import MAX_TREE, check_beams
+from clover import check_beams
 from generate import DEFAULT_TREE, Decoder, DraftPlan, FixedPolicy, capture, prepare
 from kernels import unchecked
-from model import InputError, atomic_write
+from model import MAX_TREE, InputError, atomic_write
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -137,11 +137,12 @@ def stage_times(decoder):
     plan, = decoder.plans
     device = decoder.model.device
     tree, chain = decoder.draft(plan)
-    hidden = decoder.verify(tree)
-    target = decoder.sample(tree, hidden)
+    positions = decoder.slots.cache.lengths[:, None] + tree.depths
+    hidden, normed = decoder.verify(tree, positions)
+    target = decoder.sample(normed, positions)
     accepted = decoder.accept(plan, tree, target, chain)
-    stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree),
-                  sample=lambda: decoder.sample(tree, hidden),
+    stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree, positions),
+                  sample=lambda: decoder.sample(normed, positions),
                   accept=lambda: decoder.accept(plan, tree, target, chain),
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
