@@ -161,6 +161,7 @@ class Decoder:
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.run_first(batch_size)
+        self.has_read = False  # a prompt: then its shapes are not checked any more
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.pool = None       # the memory of all graphs; None: there are none
         self.graphs = {}       # plan -> a function that replays its step
@@ -178,7 +179,7 @@ class Decoder:
         with unchecked(plan in self.checked):  # fixed shapes are checked in the first step alone
             tree, chain = self.draft(plan)     # tokens, parents, depths, ancestors: [B, T]
             positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
-            hidden, normed = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
+            normed, hidden = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
             target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
             accepted = self.accept(plan, tree, target, chain)  # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
@@ -198,11 +199,11 @@ class Decoder:
         return tree, chain if plan.head_nodes else None
 
     def verify(self, tree, positions):
-        """-> (hidden, its final norm)"""
+        """-> (the final norm of hidden, hidden)"""
         if self.model.config.positions == "learned":
             # nodes past the context's end are never emitted, but have no position of their own
             positions = positions.clamp(max=self.model.config.block_size - 1)
-        return self.model.forward_and_norm(tree.tokens, positions, self.slots.cache, tree.ancestors)
+        return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
         B, T, C = normed.shape
@@ -284,34 +285,39 @@ class Decoder:
             return read(pinned)
         return wait
 
-    def prefill(self, slot, prompt, start, index):
+    def prefill(self, slot, prompts, start, index):
         """Reads the next chunk of a prompt, from token `start`, into a slot -> where it ends; after
-        the last chunk the slot runs, as the text of this index.
+        the last chunk the slot runs, as the text of this index. Several prompts that fit in one
+        chunk are read at once, into the slots and as the texts from these on.
 
-        The prompt's last token is not read here: it is the root of the first step, which is then
-        like any other. Steps between two chunks write their trees where the next chunk goes."""
+        A prompt's last token is not read here: it is the root of the first step, which is then like
+        any other. Steps between two chunks write their trees where the next chunk goes."""
         slots = self.slots
-        end = min(start + PREFILL_CHUNK, len(prompt) - 1)
-        tokens = torch.tensor([prompt[start:end + 1]])
-        if self.model.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.model.device, non_blocking=True)
-        if start == 0:
-            slots.cache.lengths[slot].zero_()
-            if self.heads:
-                slots.state[slot].zero_()
+        n = len(prompts)
+        longest = max(map(len, prompts)) - 1
+        end = min(start + PREFILL_CHUNK, longest)
+        tokens, last = chunk_tensors(prompts, start, end, self.model.device)
+        rows = slice(slot, slot + n)
         if end > start:
-            hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot), start)
-            if self.heads:
-                positions = torch.arange(start, end, device=tokens.device)[None]
-                cache = slots.heads_cache.slots(slot)
-                states = self.heads.augment(hidden, tokens[:, 1:], positions, cache, end=end)
-                slots.state[slot] = states[0, -1]
+            with unchecked(self.has_read):
+                hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot, n), start)
+                if self.heads:
+                    positions = torch.arange(start, end, device=tokens.device).expand(n, -1)
+                    cache = slots.heads_cache.slots(slot, n)
+                    states = self.heads.augment(hidden, tokens[:, 1:], positions, cache, end=end)
+                    # a prompt of one token has no state yet: beside longer ones it gets any
+                    at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
+                    slots.state[rows] = states.gather(1, at)[:, 0]
+            self.has_read = True
+        elif self.heads:
+            slots.state[rows].zero_()
         if slots.history is not None:
-            slots.history[slot, start:end + 1] = tokens[0]
-        slots.root[slot] = tokens[0, -1]
-        if end == len(prompt) - 1:
-            slots.sequence[slot].fill_(index)  # on a GPU, [slot] = index would wait for it
-            slots.active[slot].fill_(1)
+            slots.history[rows, start:end + 1] = tokens
+        slots.root[rows] = tokens.gather(1, last - start)[:, 0]
+        slots.cache.lengths[rows] = last[:, 0]
+        if end == longest:
+            slots.sequence[rows] = torch.arange(index, index + n, device=tokens.device)
+            slots.active[rows].fill_(1)  # on a GPU, [rows] = 1 would wait for it
         return end
 
     def release(self, slot):
@@ -331,6 +337,19 @@ class Decoder:
         self.slots = self.buffers.first(n)
         self.checked = set()
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
+
+
+def chunk_tensors(prompts, start, end, device):
+    """Tokens start, ..., end of prompts, padded [n, end + 1 - start], and where each prompt's last
+    of these is [n, 1]. The host does not wait for the copy to a GPU."""
+    rows = []
+    for prompt in prompts:
+        padding = [0] * (end + 1 - len(prompt))
+        rows.append([*prompt[start:end + 1], *padding, min(end, len(prompt) - 1)])
+    rows = torch.tensor(rows)
+    if device.type == "cuda":
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    return rows.split((end + 1 - start, 1), dim=1)
 
 
 def capture(body, device, pool=None):
@@ -454,7 +473,7 @@ class Engine:
     def run(self, sequences, emit):
         self.waiting = deque(sequences)
         self.free = deque(range(self.decoder.batch_size))
-        self.filling = None       # (slot, sequence, where the next chunk of its prompt starts)
+        self.filling = None       # (slot, sequences, where the next chunk of their prompts starts)
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, function that waits, `running`)
         while self.waiting or self.filling or self.running:
@@ -470,16 +489,30 @@ class Engine:
         """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
         budget = PREFILL_CHUNK
         while budget > 0 and (self.filling or (self.waiting and self.free)):
-            if not self.filling:
-                sequence = self.waiting.popleft()
-                self.filling = self.free.popleft(), sequence, self.reusable_prefix(sequence.prompt)
-            slot, sequence, start = self.filling
-            end = self.decoder.prefill(slot, sequence.prompt, start, sequence.index)
-            budget -= max(end - start, 1)
-            self.filling = slot, sequence, end
-            if end == len(sequence.prompt) - 1:
-                self.running[slot] = sequence
+            slot, sequences, start = self.filling or self.next_prompts()
+            prompts = [s.prompt for s in sequences]
+            end = self.decoder.prefill(slot, prompts, start, sequences[0].index)
+            budget -= max(end - start, 1) * len(prompts)
+            self.filling = slot, sequences, end
+            if end == max(map(len, prompts)) - 1:
+                self.running |= dict(enumerate(sequences, slot))
                 self.filling = None
+
+    def next_prompts(self):
+        """(slot, sequences, where they start): the next prompt that waits, and on a GPU, which
+        takes as long for one short prompt as for many, those after it that fit in one chunk with
+        it and in the free slots after its own."""
+        slot = self.free.popleft()
+        sequences = [self.waiting.popleft()]
+        longest = len(sequences[0].prompt)
+        while self.decoder.steps_ahead and self.waiting and self.free:
+            longest = max(longest, len(self.waiting[0].prompt))
+            n = len(sequences) + 1
+            if n * (longest - 1) > PREFILL_CHUNK or self.free[0] != slot + n - 1:
+                break
+            self.free.popleft()
+            sequences.append(self.waiting.popleft())
+        return slot, sequences, self.reusable_prefix(sequences[0].prompt)
 
     def retire(self, emit):
         """Reads the oldest step in flight and frees the slots of the texts that end with it."""

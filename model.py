@@ -124,10 +124,9 @@ class AttentionContext:
         mask = None
         if slopes is not None:
             mask = alibi_mask(positions, end, slopes)
-        elif B > 1:
-            mask = causal_mask(positions, end)
-        elif end > T:
-            mask = causal_lower_right(T, end)  # the one mask that flash attention takes
+        elif end > T:  # else none: it is causal
+            # for one sequence the one mask that flash attention takes
+            mask = causal_mask(positions, end) if B > 1 else causal_lower_right(T, end)
         return cls(mask, end, positions[:, 0], slopes=slopes)
 
     @classmethod
@@ -149,10 +148,9 @@ class AttentionContext:
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-        with sdpa_kernel(CUDA_ATTENTION) if q.is_cuda else contextlib.nullcontext():
-            y = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
-                enable_gqa=q.shape[2] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
+            enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 
@@ -258,8 +256,7 @@ def yarn_frequencies(plain, scaling, D, theta):
 def rope_table(config, dtype, device):
     """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (RoPE, arXiv
     2104.09864, halves layout). Trees may reach past the context's end."""
-    with torch.device("cpu"):
-        frequencies, scale = rope_frequencies(config)
+    frequencies, scale = rope_frequencies(config)
     positions = torch.arange(config.block_size + MAX_TREE, device=device)
     angles = positions[:, None] * frequencies.to(device)  # (positions, D/2)
     cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
@@ -347,9 +344,10 @@ class Block(nn.Module):
 def run_blocks(blocks, hidden, rope, context, cache=None):
     """hidden [B, T, C] through the blocks -> (hidden, residual) as `Block` gives them."""
     residual = None
-    for layer, block in enumerate(blocks):
-        kv = None if cache is None else cache.kv[layer]
-        hidden, residual = block(hidden, residual, rope, context, kv)
+    with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
+        for layer, block in enumerate(blocks):
+            kv = None if cache is None else cache.kv[layer]
+            hidden, residual = block(hidden, residual, rope, context, kv)
     return hidden, residual
 
 
@@ -484,11 +482,9 @@ class GPT(nn.Module):
         hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
-    def forward_and_norm(self, tokens, positions, cache, ancestors):
-        """As `forward` -> (hidden, its final norm), each [B, T, C], in one operation less."""
-        hidden, residual = self.run(tokens, positions, cache, ancestors)
-        normed, hidden = self.norm.add_and_norm(hidden, residual)
-        return hidden, normed
+    def norm_and_hidden(self, tokens, positions, cache, ancestors):
+        """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
+        return self.norm.add_and_norm(*self.run(tokens, positions, cache, ancestors))
 
     def run(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """As `forward`, but gives (hidden, residual) as `Block` does."""
@@ -506,10 +502,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
-        """Appends tokens [1, T] to a one-sequence cache of `start` rows -> hidden [1, T, C]. Long
-        prompts come in chunks: the scores take T x (start + T) numbers per head."""
+        """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
+        Long prompts come in chunks: the scores take T x (start + T) numbers per head."""
         end = start + tokens.shape[1]
-        hidden = self(tokens, torch.arange(start, end, device=tokens.device)[None], cache, end=end)
+        hidden = self(tokens, start + token_positions(tokens), cache, end=end)
         cache.lengths.fill_(end)
         return hidden
 

@@ -268,12 +268,16 @@ def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
 @pytest.mark.parametrize("name, dtype", [
     ("rope", torch.bfloat16), ("rope", torch.float32), ("alibi", torch.float16), ("alibi", torch.float32),
     ("learned", torch.bfloat16), ("qk-norm-untied", torch.float16)])
-def test_every_model_decodes_on_a_fake_gpu(name, dtype, start):
+def test_every_model_decodes_on_a_fake_gpu(name, dtype, start, monkeypatch):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention that falls to MATH, a
     graph captured of what is replaced later."""
     world, model, heads = start(name, dtype=dtype)
+    read = []
+    prefill = GPT.prefill
+    monkeypatch.setattr(GPT, "prefill", lambda *args: read.append(tuple(args[1].shape)) or prefill(*args))
     decode(model, heads)
     assert len(world.graphs) == len(MIXED) and all(graph.replays for graph in world.graphs)
+    assert read[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts at once, one long one in chunks
 
 
 @needs_triton

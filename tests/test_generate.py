@@ -52,6 +52,22 @@ def plain(toy):
     return {way: generate(toy, PROMPTS, 24, **options).tokens for way, options in WAYS.items()}
 
 
+@pytest.mark.parametrize("batch, passes", [(8, [(5, 89), (3, 17)]), (3, [(3, 29)])])
+@pytest.mark.parametrize("name", [None, "clover", "clover2"])
+def test_short_prompts_are_read_at_once(toy, plain, name, batch, passes, monkeypatch):
+    """As a GPU does, which waits for launches. Catches a prompt that sees another's padding, or starts from another's
+    state, and a pass for each prompt."""
+    heads = random_heads(toy, name) if name else None
+    engine = new_engine(toy, heads, tree_size=5, lookup=True, batch_size=batch, capacity=150)
+    engine.decoder.steps_ahead = 1  # as on a GPU, where slots stay where they are
+    shapes = []
+    prefill = GPT.prefill
+    count = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
+    monkeypatch.setattr(GPT, "prefill", count)
+    assert engine.generate(PROMPTS, 24).tokens == plain["greedy"]
+    assert shapes[:len(passes)] == passes
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):

@@ -296,7 +296,7 @@ def test_what_other_plans_would_have_found_is_what_they_find():
         """(tokens, path, chain) as `Engine.retire` has them; the state stays as it is."""
         tree, chain = decoder.draft(plan)
         positions = decoder.slots.cache.lengths[:, None] + tree.depths
-        target = decoder.sample(decoder.verify(tree, positions)[1], positions)
+        target = decoder.sample(decoder.verify(tree, positions)[0], positions)
         found = decoder.accept(plan, tree, target, chain).lists()
         count = found.count[0]
         return found.tokens[0][:count], found.path[0][:count], found.chain and found.chain[0]

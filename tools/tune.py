@@ -138,7 +138,7 @@ def stage_times(decoder):
     device = decoder.model.device
     tree, chain = decoder.draft(plan)
     positions = decoder.slots.cache.lengths[:, None] + tree.depths
-    hidden, normed = decoder.verify(tree, positions)
+    normed, hidden = decoder.verify(tree, positions)
     target = decoder.sample(normed, positions)
     accepted = decoder.accept(plan, tree, target, chain)
     stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree, positions),
