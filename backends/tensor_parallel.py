@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gumbel
+from kernels import gumbel, runs_triton, takes, tl, triton
 from model import Block, InputError, LMHead, free_memory, pick_device
 
 # what torchrun sets
@@ -70,11 +70,7 @@ class Group:
         """The sum over the ranks, plus a bias, in float32 or more and in the order of their
         numbers. So all get the same bits, and a row's do not depend on the other rows, as those of
         an all-reduce may."""
-        first, *terms = self.all_gather(x)
-        total = first.to(torch.promote_types(x.dtype, torch.float32))
-        for term in terms if bias is None else [*terms, bias]:
-            total = total + term
-        return total.to(x.dtype)
+        return sum_ranks(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
 
     def shard_config(self, config):
         """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
@@ -243,6 +239,55 @@ class VocabParallelHead(nn.Module):
     def sum_of_squares(self):
         """As `LMHead.sum_of_squares`."""
         return self.group.sum(self.local.sum_of_squares())
+
+
+# --------------------------------------------------------------------------------------------------
+# sum_ranks
+#
+#   out[i] = parts[0, i] + parts[1, i] + ... + bias[i % C], in float32 or more, then rounded
+#
+# Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
+
+@triton.jit
+def _sum_ranks_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Program i: BLOCK sums."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    # [BLOCK]
+    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
+    for rank in tl.static_range(1, N):
+        total += tl.load(parts_ptr + rank * n + offsets, mask=mask).to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + offsets % C, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@takes("bias is None or n % C == 0", parts="N n real", bias="C real?")
+def sum_ranks(parts, bias=None):
+    """The sums over the ranks of what each of them has, plus a bias for each run of C numbers ->
+    [n]. The order is fixed, so a number does not depend on those beside it."""
+    if not runs_triton(parts, bias):
+        return sum_ranks_reference(parts, bias)
+    N, n = parts.shape
+    parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
+    out = parts.new_empty(n)
+    BLOCK = 1024
+    with torch.cuda.device_of(parts):
+        _sum_ranks_kernel[(triton.cdiv(n, BLOCK),)](
+            parts, bias, out, n, 1 if bias is None else len(bias), N=N, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+@sum_ranks.takes
+def sum_ranks_reference(parts, bias=None):
+    """`sum_ranks` by torch; it has gradients."""
+    first, *terms = parts
+    total = first.to(torch.promote_types(parts.dtype, torch.float32))
+    for term in terms:
+        total = total + term
+    if bias is not None:
+        total = (total.view(-1, len(bias)) + bias).flatten()
+    return total.to(parts.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

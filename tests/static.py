@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
+from backends import tensor_parallel
 from bench import Record, Table
 from bench.report import STATIC, TARGETS
 from clover import CloverHeads
@@ -34,6 +35,7 @@ from generate import Decoder, fixed_plan
 from model import GPT, InputError
 from tools.cli import DEMO, Parser, command
 
+FILES = kernels, tensor_parallel
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT32 = torch.int32
 DTYPES = {"int": torch.int64, "int32": INT32, "int64": torch.int64, "float32": FP32}
@@ -62,8 +64,14 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
+          patch.object(tensor_parallel, "runs_triton", lambda *_: True),
           patch.object(kernels, "sm_count", lambda _: multiprocessors)):
         yield launches
+
+
+def find(name):
+    """A function or kernel of the files that have some."""
+    return next(vars(file)[name] for file in FILES if name in vars(file))
 
 
 def short_name(kernel):
@@ -134,7 +142,7 @@ def signature(name, args, named):
     """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
-    parameters = getattr(kernels, name).params
+    parameters = find(name).params
     values = [*args, *(named[parameter.name] for parameter in parameters[len(args):])]
     found = [("constexpr", None) if parameter.is_constexpr else native_specialize_impl(
         BaseBackend, value, False, not parameter.do_not_specialize, True)
@@ -155,7 +163,7 @@ def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132,
     """The launches of one of the kernels' functions, with tensors as its `takes` declares them.
     given: sizes, dtypes of tensors of ints, and other arguments. aligned: whether the caches' and
     weights' last stride is 1. present: the tensors that are given, of those that may be None."""
-    function = getattr(kernels, name)
+    function = find(name)
     scope = SIZES | given
     arguments = {}
     for argument, spec in inspect.getclosurevars(function.takes).nonlocals["specs"].items():
@@ -218,6 +226,7 @@ def all_launches():
     found += cases("rope_cache", D=21, present=["", "q_weight k_weight"], **both)
     found += cases("rope_cache", D=[16, 64, 80, 128, 256],
                    present=["rope", "rope q_weight k_weight"], **both)
+    found += cases("sum_ranks", N=[2, 8], C=4096, n=16 * 4096, present=["", "bias"], **both)
     found += cases("glu", C=2 * 11008, activation=["silu", "gelu"], **both)
     found += cases("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
     draft = partial(cases, "select_candidates")
@@ -243,7 +252,7 @@ def compile_launch(target, launch):
     from triton.compiler import ASTSource
     name, kinds, constants, multiples, options = launch
     backend, arch = target.split(":")
-    kernel = getattr(kernels, name)
+    kernel = find(name)
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)),
                        {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
@@ -298,7 +307,7 @@ def compile_all(pairs):
 def shape_class(launch):
     """CLASS of a signature: launches with equal ones share a row of the table."""
     name, kinds, constants, _, options = launch
-    parameters = getattr(kernels, name).arg_names
+    parameters = find(name).arg_names
     options = dict(options)
     constants = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))

@@ -22,6 +22,8 @@ from clover import CloverHeads, preset
 from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
 from model import GPT, GPTConfig
 from tools import tune
+from train_heads import Run
+from training import loss
 
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
@@ -31,7 +33,7 @@ MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(position
 
 class Indexing(TorchFunctionMode):
     """x[...] by other operations: where torch was built without CUDA, indexing asks for the device.
-    Likewise x.copy_."""
+    Likewise x.copy_ and ~x."""
 
     def __init__(self, world):
         super().__init__()
@@ -48,6 +50,8 @@ class Indexing(TorchFunctionMode):
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         if function is torch.Tensor.data_ptr:
             return 0
+        if function is torch.Tensor.__invert__:
+            return torch.bitwise_not(*args)
         if function is torch.tensor:
             assert not self.world.capturing, "a tensor from the host's data while capturing"
             data = np.array(args[0])
@@ -325,6 +329,49 @@ def test_attention_of_whole_sequences_is_not_cudnns(start, monkeypatch):
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 
+class Dtypes(TorchDispatchMode):
+    """What the operations under autocast came to: {name: the dtypes of their tensors}."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = {x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        self.seen.setdefault(operation.overloadpacket.__name__, set()).update(found)
+        return operation(*args, **kwargs or {})
+
+
+def losses(heads, **flags):
+    """Train_heads' losses of a batch of fake windows, under CUDA's autocast and its list of operations."""
+    args = dict(steps=10, on_policy_steps=0, smooth_l1=0.1, objective="distill")
+    with (patch.object(torch.cuda, "is_available", lambda: True),
+          patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
+        run = SimpleNamespace(args=SimpleNamespace(**args | flags), heads=heads, wrapped=heads, step=0,
+                              world=SimpleNamespace(size=1, sum=lambda x: x),
+                              autocast=torch.autocast("cuda", torch.bfloat16))
+        ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
+        return Run.losses(run, ids, ids.bool(), ids)
+
+
+@needs_triton
+@pytest.mark.parametrize("flags", [{}, dict(objective="data", on_policy_steps=10)], ids=["distill", "data, on policy"])
+@pytest.mark.parametrize("name, kind", [("rope", "clover"), ("alibi", "clover2"), ("learned", "hydra"),
+                                        ("qk-norm-untied", "medusa")])
+def test_losses_of_training_on_a_fake_gpu(name, kind, flags, start, monkeypatch):
+    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16. Only the forward pass:
+    torch without CUDA has no stream on which to note a gradient."""
+    world, model, heads = start(name, kind, torch.float32)
+    # by torch's composite one, as float32 under autocast is bfloat16 only inside
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
+    with torch.no_grad(), Dtypes() as dtypes:
+        total, accuracies = losses(heads, **flags)
+    assert total.shape == accuracies.shape == (heads.config.n_draft,)
+    assert total.dtype == torch.float32 and total.is_cuda
+    products = dtypes.seen.get("mm", set()) | dtypes.seen.get("addmm", set())
+    assert products == {torch.bfloat16}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Planted defects: the fake GPU has to see them
 
@@ -358,6 +405,17 @@ def test_defects_of_a_step_are_seen(plant, start, monkeypatch):
     monkeypatch.setattr(Decoder, "commit", planted)
     with pytest.raises(Exception, match=PLANTED[plant]):
         decode(model, heads)
+
+
+@needs_triton
+def test_a_mask_of_training_on_the_cpu_is_seen(start, monkeypatch):
+    """Bug: a fake GPU on which every loss can be computed."""
+    world, model, heads = start(dtype=torch.float32)
+    masks = loss.guess_masks
+    monkeypatch.setattr("train_heads.guess_masks",
+                        lambda tokens, K, *_: torch.ones_like(masks(tokens, K), device="cpu"))
+    with torch.no_grad(), pytest.raises(Exception, match="device"):
+        losses(heads)
 
 
 @needs_triton
