@@ -249,11 +249,11 @@ class VocabParallelHead(nn.Module):
 # Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
 
 @triton.jit
-def _sum_ranks_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Program i: BLOCK sums."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _sum_ranks_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Program i: BLOCK_I sums."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = offsets < n
-    # [BLOCK]
+    # [BLOCK_I]
     total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
     for rank in tl.static_range(1, N):
         total += tl.load(parts_ptr + rank * n + offsets, mask=mask).to(tl.float32)
@@ -271,10 +271,10 @@ def sum_ranks(parts, bias=None):
     N, n = parts.shape
     parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
     out = parts.new_empty(n)
-    BLOCK = 1024
+    BLOCK_I = 1024
     with torch.cuda.device_of(parts):
-        _sum_ranks_kernel[(triton.cdiv(n, BLOCK),)](
-            parts, bias, out, n, 1 if bias is None else len(bias), N=N, BLOCK=BLOCK, num_warps=4)
+        _sum_ranks_kernel[(triton.cdiv(n, BLOCK_I),)](
+            parts, bias, out, n, 1 if bias is None else len(bias), N=N, BLOCK_I=BLOCK_I, num_warps=4)
     return out
 
 
