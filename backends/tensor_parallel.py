@@ -271,10 +271,10 @@ def sum_ranks(parts, bias=None):
     N, n = parts.shape
     parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
     out = parts.new_empty(n)
-    BLOCK_I = 1024
+    C = 1 if bias is None else len(bias)
     with torch.cuda.device_of(parts):
-        _sum_ranks_kernel[(triton.cdiv(n, BLOCK_I),)](
-            parts, bias, out, n, 1 if bias is None else len(bias), N=N, BLOCK_I=BLOCK_I, num_warps=4)
+        _sum_ranks_kernel[(triton.cdiv(n, 1024),)](
+            parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
     return out
 
 

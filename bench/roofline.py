@@ -39,8 +39,8 @@ GPUS = {  # by the vendors' datasheets and architecture whitepapers; SXM where n
     "3090": GPU(0.936, 71, 24), "4090": GPU(1.008, 165, 24), "5090": GPU(1.792, 209, 32),
     "mi300x": GPU(5.3, 1307, 192),
 }
-PER_LAYER, PER_STEP = 10, 17  # launches, by tests/static.py: of a layer, of the rest of a step,
-PER_HEAD, PER_TREE = 14, 10   # of drafting with a head, of the rest that a tree takes
+PER_LAYER, PER_STEP = 10, 10  # launches, by tests/static.py: of a layer, of the rest of a step,
+PER_HEAD, PER_TREE = 14, 6    # of drafting with a head, of the rest that a tree takes
 BYTES = 2        # of a weight
 MOST = 1024      # the largest batch size that is tried
 COLUMNS = {**SIZED, "tokens per step": "tokens_per_step {:.2f}", "ms per step": "step_ms {:.2f}",

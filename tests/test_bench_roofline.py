@@ -68,7 +68,7 @@ def test_a_step_is_the_sum_that_is_written_down():
     weights = 3 * layer + lm_head + K * (head + lm_head) + augment
     cache = B * 2 * 2 * 16 * (3 * (100 + T) + 100 + K + 1)
     assert step(SLOW)(B, T) * 1e9 == pytest.approx(2 * (weights + cache), rel=1e-6)
-    assert step(DULL)(B, T) * 1e6 == pytest.approx(3 * (3 * 10 + 17 + 4 * 14 + 10 + 10), rel=1e-3)
+    assert step(DULL)(B, T) * 1e6 == pytest.approx(3 * (3 * 10 + 10 + 4 * 14 + 10 + 6), rel=1e-3)
     chain = step(WEAK, chain=True)(1, 6) - step(WEAK, chain=True)(1, 5)  # a head, a row of each layer, one of the block
     more = layer * 3 + lm_head + head + lm_head + augment + 2 * 8 * 16 * (3 * (6 * 106 - 5 * 105) + 6 * 106 - 5 * 105)
     assert chain * 1e9 == pytest.approx(2 * more, rel=1e-6)
