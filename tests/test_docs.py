@@ -110,7 +110,7 @@ def test_the_readme_is_short_and_quotes_the_code_as_it_is():
         assert int(lines.replace(",", "")) == pytest.approx(len((ROOT / file).read_text().splitlines()), rel=0.1), file
     step = re.search(r"def step\(self, plan\):\n.*?```", text, re.S)[0].splitlines()[:-1]
     code = [" ".join(line.split()) for line in loop.splitlines()]
-    assert len(step) == 7 and all(" ".join(line.split()) in code for line in step)
+    assert len(step) == 8 and all(" ".join(line.split()) in code for line in step)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
