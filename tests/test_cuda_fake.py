@@ -358,13 +358,13 @@ def losses(heads, **flags):
 @pytest.mark.parametrize("flags", [{}, dict(objective="data", on_policy_steps=10)], ids=["distill", "data, on policy"])
 @pytest.mark.parametrize("name, kind", [("rope", "clover"), ("alibi", "clover2"), ("learned", "hydra"),
                                         ("qk-norm-untied", "medusa")])
-def test_losses_of_training_on_a_fake_gpu(name, kind, flags, start, monkeypatch):
+def test_losses_of_training_on_a_fake_gpu(name, kind, flags, start):
     """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16. Only the forward pass:
     torch without CUDA has no stream on which to note a gradient."""
     world, model, heads = start(name, kind, torch.float32)
-    # by torch's composite one, as float32 under autocast is bfloat16 only inside
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
-    with torch.no_grad(), Dtypes() as dtypes:
+    # autocast changes its float32 to bfloat16, of which the fake one knows nothing
+    attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
+    with torch.no_grad(), attention, Dtypes() as dtypes:
         total, accuracies = losses(heads, **flags)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
     assert total.dtype == torch.float32 and total.is_cuda
