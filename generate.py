@@ -56,17 +56,22 @@ class DraftPlan(NamedTuple):
 
 class FixedPolicy:
     """Takes one plan in all steps. Every policy has what this one has: `plans` to select among,
-    `select` and `update`. `tools.tune.AdaptivePolicy` has several plans."""
+    and what follows. `tools.policy.AdaptivePolicy` has several plans."""
+    drops_heads = False  # whether heads need not read any more in this call
 
     def __init__(self, plan):
         self.plans = (plan,)
+
+    def start(self, may_drop_heads):
+        """A call begins."""
 
     def select(self):
         """The plan of the next step."""
         return self.plans[0]
 
-    def update(self, plan, found):
-        """What a step found in its sequences: [(tokens, path, lookup's chain or None)]."""
+    def update(self, plan, found, seconds=None):
+        """What a step found in its sequences: [(tokens, path, lookup's chain or None)], and how
+        long it took."""
 
 
 class Accepted(NamedTuple):
@@ -251,7 +256,8 @@ class Decoder:
         width = 2 * P + 2 + max(plan.lookup_tokens for plan in self.plans)
         pinned = lambda: torch.zeros(self.batch_size * width, dtype=torch.int64, pin_memory=True)
         self.pinned = [pinned(), pinned()]
-        self.written = [torch.cuda.Event(), torch.cuda.Event()]
+        event = lambda: torch.cuda.Event(enable_timing=True)
+        self.events = [(event(), event()), (event(), event())]  # before and after a step
         if graph and runs_triton(self.slots.root):  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
 
@@ -268,21 +274,29 @@ class Decoder:
 
     @torch.inference_mode()
     def launch(self, plan):
-        """Starts one step -> a function that waits for it and returns `Accepted.lists`."""
-        result = self.body(plan)()
-        read = lambda packed: Accepted.views(packed, self.max_path(plan)).lists()
+        """Starts one step -> a function that waits for it and returns (`Accepted.lists`, seconds,
+        None for a plan's first steps, which compile and capture it)."""
+        usual = plan in self.checked and (self.pool is None or plan in self.graphs)
+        P = self.max_path(plan)
+        read = lambda packed: Accepted.views(packed, P).lists()
+        started = time.perf_counter()
         if self.model.device.type != "cuda":
-            accepted = read(result)
-            return lambda: accepted
-        pinned, written = self.pinned[0][:result.numel()].view(result.shape), self.written[0]
+            accepted = read(self.body(plan)())
+            seconds = time.perf_counter() - started
+            return lambda: (accepted, seconds if usual else None)
+        begun, written = self.events[0]
+        stream = torch.cuda.current_stream(self.model.device)
+        begun.record(stream)
+        result = self.body(plan)()
+        pinned = self.pinned[0][:result.numel()].view(result.shape)
         pinned.copy_(result, non_blocking=True)
-        written.record(torch.cuda.current_stream(self.model.device))
+        written.record(stream)
         self.pinned.reverse()
-        self.written.reverse()
+        self.events.reverse()
 
         def wait():
             written.synchronize()
-            return read(pinned)
+            return read(pinned), begun.elapsed_time(written) / 1e3 if usual else None
         return wait
 
     def prefill(self, slot, prompts, start, index):
@@ -319,6 +333,16 @@ class Decoder:
             slots.sequence[rows] = torch.arange(index, index + n, device=tokens.device)
             slots.active[rows].fill_(1)  # on a GPU, [rows] = 1 would wait for it
         return end
+
+    def set_heads(self, heads):
+        """Lets these heads read from now on, or none. What was captured is captured anew."""
+        if heads is not self.heads:
+            if self.graphs:
+                torch.cuda.synchronize(self.model.device)  # a step may be in flight
+            self.heads = heads
+            self.graphs.clear()
+            if heads:  # else steps do less than those that ran
+                self.checked.clear()
 
     def release(self, slot):
         """Makes a slot idle. It still runs, since shapes are fixed, on an empty sequence."""
@@ -415,8 +439,8 @@ class Engine:
 
     def __init__(self, model, heads=None, *, policy=None, **options):
         self.policy = policy or FixedPolicy(DraftPlan())
-        heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
-        self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
+        self.heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
+        self.decoder = Decoder(model, self.heads, plans=self.policy.plans, **options)
         self.kept_text = []  # with one slot: what a call with keep=True left in the caches
 
     @torch.inference_mode()
@@ -443,6 +467,9 @@ class Engine:
             if on_step:
                 on_step(sequence.index, tokens, path, plan)
 
+        self.policy.start(may_drop_heads=not keep)
+        decoder.set_heads(self.heads)
+        threads = torch.get_num_threads()  # which the policy may change
         started = time.perf_counter()
         try:
             self.run(sequences, emit)
@@ -450,6 +477,7 @@ class Engine:
             raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - started
+            torch.set_num_threads(threads)
             output.ended = [s.ended for s in sequences]
             text = [*prompts[0], *output.tokens[0]]
             self.kept_text = text if keep and output.tokens[0] else []
@@ -480,6 +508,8 @@ class Engine:
             self.admit()
             self.compact_slots()
             if self.running:
+                if self.policy.drops_heads:
+                    self.decoder.set_heads(None)
                 plan = self.policy.select()
                 self.in_flight.append((plan, self.decoder.launch(plan), dict(self.running)))
             if len(self.in_flight) > self.decoder.steps_ahead:
@@ -517,7 +547,8 @@ class Engine:
     def retire(self, emit):
         """Reads the oldest step in flight and frees the slots of the texts that end with it."""
         plan, wait, started_with = self.in_flight.popleft()
-        accepted, found = wait(), []
+        accepted, seconds = wait()
+        found = []
         for slot, sequence in started_with.items():
             if self.running.get(slot) is not sequence:
                 continue  # the text ended a step earlier, when this step was already in flight
@@ -529,7 +560,7 @@ class Engine:
                 del self.running[slot]
                 self.decoder.release(slot)
                 self.free.append(slot)
-        self.policy.update(plan, found)
+        self.policy.update(plan, found, seconds)
 
     def compact_slots(self):
         """With no prompt left to admit, runs only the slots that are busy, moved to the front: a
@@ -685,22 +716,22 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
-            batch_size=None, graph=True, policy=None, times_file=None, fresh=False, **sampling):
+            batch_size=None, graph=True, policy=None, threads=None, times_file=None, **sampling):
     """The Engine that `generate` runs, with the same arguments. policy: what selects each step's
-    plan, default as tree_size says. times_file, fresh: see `tools.tune.fit`."""
+    plan, default as tree_size says. threads, times_file: see `tools.tune.fit`."""
     sampling = Sampling(**sampling)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     check_prompts(model, prompts)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     adapts = tree_size is None and (lookup or (heads and heads.info.get("acceptance")))
-    if policy is None and adapts:
+    if tree_size is None and not adapts:
+        tree_size = DEFAULT_TREE if heads else 1
+    if policy is None and (adapts or times_file):
         with needs_folders(", or give a tree_size"):
             from tools.tune import fit
-        policy = fit(model, heads, lookup, batch_size, capacity, sampling, beams, graph, times_file,
-                     fresh)
-    if tree_size is None:
-        tree_size = DEFAULT_TREE if heads else 1
+        policy = fit(model, heads, lookup, batch_size, sampling, tree_size=tree_size, beams=beams,
+                     threads=threads, file=times_file)
     policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
     return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
                   beams=beams, sampling=sampling, graph=graph)

@@ -170,11 +170,19 @@ def packed_linear(x, packed, bias=None, activation=None, residual=None):
     return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[activation])
 
 
-@lru_cache
 def check_rows(n, size):
     """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for
     another m, with as many threads as there are now. A text could then depend on what is decoded
     beside it."""
+    if not product_bits(n, size, torch.get_num_threads())[0]:
+        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts "
+             "may differ where the model's best two tokens nearly tie")
+
+
+@lru_cache
+def product_bits(n, size, threads):
+    """(whether such a product's rows have the same bits for any m, a hash of these bits), with this
+    number of threads, which is torch's own."""
     random = lambda seed: torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed))
     x, w = random(0).bfloat16(), random(1).bfloat16()
     # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
@@ -185,9 +193,26 @@ def check_rows(n, size):
         together = packed_linear(x, packed)
         same = all(torch.equal(packed_linear(x[:m], packed), together[:m])
                    for m in (FEWEST_ROWS, 5, 16, 64))
-    if not same:
-        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts "
-             "may differ where the model's best two tokens nearly tie")
+    return same, hash(together.view(torch.int16).numpy().tobytes())
+
+
+def same_bits(model, counts):
+    """Those numbers of threads by which a model's bfloat16 products have the bits that they have by
+    torch's own number, for any number of rows. All, for other dtypes."""
+    if model.dtype != torch.bfloat16 or not packs(model.dtype):
+        return counts
+    shapes = {(min(layer.weight.shape[0], 4096), layer.weight.shape[1])
+              for layer in model.modules() if isinstance(layer, nn.Linear)}
+    usual = torch.get_num_threads()
+    found = {}
+    try:
+        for threads in (usual, *counts):
+            torch.set_num_threads(threads)
+            found[threads] = [product_bits(*shape, threads) for shape in sorted(shapes)]
+    finally:
+        torch.set_num_threads(usual)
+    exact = lambda n: found[n] == found[usual] and all(same for same, _ in found[n])
+    return [n for n in counts if n == usual or exact(n)]
 
 
 class PackedResBlock(ResBlock):

@@ -143,6 +143,12 @@ def group_of(model):
     return getattr(model, "group", Group())
 
 
+def no_room(group):
+    """The errors that say that memory has no room. Ranks do not run out of it alike: where that
+    was not foreseen, all end."""
+    return (InputError,) if group.size > 1 else (InputError, torch.OutOfMemoryError)
+
+
 class RowParallelLinear(nn.Module):
     """A linear layer of which each rank holds the columns for its part of the inputs: the ranks'
     results are added."""

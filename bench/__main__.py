@@ -16,7 +16,7 @@ from backends import tensor_parallel
 from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, steps
 from model import MAX_TREE, InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
-from tools.tune import PREFIX
+from tools.timing import PREFIX
 from training.common import add_data_flag, add_number
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]

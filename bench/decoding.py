@@ -17,7 +17,8 @@ from clover import CloverHeads
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, Sampling, prepare
 from hf.chat import load_chat_template
 from tools.cli import load_model
-from tools.tune import PREFIX, copy_bandwidth, fit
+from tools.timing import PREFIX, copy_bandwidth, step_time, timing_decoder
+from tools.tune import fit
 from training.data import load_tokens, prompts
 
 GB = 1e9
@@ -159,33 +160,34 @@ def text_prompts(heldout, encoding, n, args):
     return [renaming(piece, encoding) for piece in pieces] if args.text == "rename" else pieces
 
 
-def ways_to_draft(heads, fitted):
-    """({what drafts: options of `prepare`}, {what drafts: seconds per step, where known}).
+def ways_to_draft(heads, fitted, timed):
+    """({what drafts: options of `prepare`}, {what drafts: seconds per step}).
 
     heads: {name: heads}, the last of which, or None, draft beside lookup: each plan of their policy
     is a way, and the policy itself. The others draft alone, with their best tree of more than one
-    node. fitted(heads, lookup) -> an AdaptivePolicy."""
+    node. fitted(heads, lookup) -> an AdaptivePolicy; timed(heads, plan) -> seconds."""
     *others, (_, last) = heads.items()
     policy = fitted(last, True)
     plain, *plans = policy.plans
-    drafters = [("plain", None, plain, policy)]
+    drafters = [("plain", None, plain)]
     for name, kind in others:
         found = fitted(kind, False)
         drafting = (plan for plan in found.plans if plan.head_nodes)
-        plan = max(drafting, key=found.rate, default=DraftPlan(DEFAULT_TREE - 1))
-        drafters.append((f"{name} {plan.head_nodes}", kind, plan, found))  # as in str(plan)
-    drafters += [(str(plan), last, plan, policy) for plan in plans]
-    ways = {name: dict(heads=kind, policy=FixedPolicy(plan)) for name, kind, plan, _ in drafters}
-    times = {name: found.seconds.get(plan) for name, _, plan, found in drafters}
+        plan = max(drafting, key=found.rates.get, default=DraftPlan(DEFAULT_TREE - 1))
+        drafters.append((f"{name} {plan.head_nodes}", kind, plan))  # as in str(plan)
+    drafters += [(str(plan), last, plan) for plan in plans]
+    ways = {name: dict(heads=kind, policy=FixedPolicy(plan)) for name, kind, plan in drafters}
+    times = {name: timed(kind if plan.head_nodes else None, plan) for name, kind, plan in drafters}
     return ways | {"auto": dict(heads=last, policy=policy)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
     """Adds the rows of one batch size, of all `ways_to_draft` and transformers. floor: seconds."""
     capacity = min(max(map(len, given)) + args.max_new_tokens, model.config.block_size)
-    fitted = partial(fit, model, batch_size=batch_size, capacity=capacity,
-                     sampling=Sampling(args.temperature))
-    ways, times = ways_to_draft(heads, fitted)
+    options = dict(batch_size=batch_size, sampling=Sampling(args.temperature))
+    fitted = partial(fit, model, **options)
+    timed = lambda heads, plan: step_time(timing_decoder(model, heads, plan, capacity, **options))
+    ways, times = ways_to_draft(heads, fitted, timed)
     others, words = peers.generating(model, args.model, args.temperature, batch_size, given)
     rows, outputs = decode_in_turns(model, given, ways | others, args, args.runs,
                                     batch_size=batch_size, temperature=args.temperature)

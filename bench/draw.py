@@ -17,7 +17,7 @@ from clover import MAX_DRAFT
 from model import MAX_TREE, InputError, read_json
 from tools.cli import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
-from tools.tune import PREFIX
+from tools.timing import PREFIX
 
 WIDTH = 760  # of a picture, in pixels, of which 96 are an inch
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"

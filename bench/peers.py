@@ -18,7 +18,7 @@ import torch
 from backends.tensor_parallel import group_of
 from hf.families import hf_config, split_weight
 from model import MAX_TREE, InputError, check_memory, free_memory
-from tools.tune import PREFIX
+from tools.timing import PREFIX
 
 COLUMNS = {"llama.cpp, ms": "llama_cpp_ms {:.2f}", "ours over llama.cpp": "llama_cpp_ratio {:.2f}x",
            "transformers, ms": "transformers_ms {:.2f}",

@@ -22,7 +22,8 @@ from bench.steps import SIZED, SIZES, size_config
 from clover import PRESETS, Head, preset, read_record
 from hf.families import read_config
 from model import GPT, Block, InputError, read_json
-from tools.tune import PREFIX, expected_tokens
+from tools.timing import PREFIX
+from tools.tune import expected_tokens
 
 
 class GPU(NamedTuple):

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import torch
 
 from backends import cpu
-from backends.tensor_parallel import Group, group_of
+from backends.tensor_parallel import Group, group_of, no_room
 from bench import Table, peers
 from bench.decoding import GB, measure_bandwidth, open_record, parameter_bytes, step_bytes
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
 from model import GPT, GPTConfig, check_memory, free_memory, pick_device
-from tools.tune import PREFIX, STAGES, no_room, seconds, stage_times, step_time, timing_decoder
+from tools.timing import PREFIX, STAGES, seconds, stage_times, step_time, timing_decoder
 
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 QWEN = dict(tied=True, qkv_bias=True, family="qwen2")

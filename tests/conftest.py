@@ -42,7 +42,7 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 def seeded(tmp_path, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # step times stay out of the user's own
-    tune.MEASURED.clear()
+    tune.KNOWN.clear()
 
 
 @pytest.fixture(scope="session")

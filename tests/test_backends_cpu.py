@@ -212,17 +212,34 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
 def test_products_that_depend_on_the_number_of_rows_are_told_of(monkeypatch, capsys):
     """Catches a check that sees no difference, or one where there is none."""
     models.warn.cache_clear()
-    cpu.check_rows.cache_clear()
+    cpu.product_bits.cache_clear()
     cpu.check_rows(96, 1001)
     assert not capsys.readouterr().err
 
     def reordered(x, packed, call=cpu.packed_linear):
         return call(x, packed) if len(x) > 5 else call(x * 1.01, packed)
     monkeypatch.setattr(cpu, "packed_linear", reordered)
-    cpu.check_rows.cache_clear()
+    cpu.product_bits.cache_clear()
     cpu.check_rows(96, 1001)
     assert "1001 by 96 depend on the number of rows" in capsys.readouterr().err
-    cpu.check_rows.cache_clear()
+    cpu.product_bits.cache_clear()
+
+
+@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+def test_numbers_of_threads_that_change_bits_are_left_out(monkeypatch):
+    """Catches a text that depends on the number of threads, and a number of threads that is not put back."""
+    model, usual = toy_model().bfloat16(), torch.get_num_threads()
+    cpu.product_bits.cache_clear()
+    assert cpu.same_bits(model, [1, usual]) == [1, usual]
+    cpu.product_bits.cache_clear()
+
+    def reordered(x, packed, call=cpu.packed_linear):
+        return call(x, packed) * (1.01 if torch.get_num_threads() == 1 else 1)
+    monkeypatch.setattr(cpu, "packed_linear", reordered)
+    if usual > 1:
+        assert cpu.same_bits(model, [1, usual]) == [usual] and cpu.same_bits(model.float(), [1, usual]) == [1, usual]
+    assert torch.get_num_threads() == usual
+    cpu.product_bits.cache_clear()
 
 
 def test_layers_become_what_they_were_where_a_model_leaves_the_cpu():

@@ -40,9 +40,8 @@ def folder(checkpoint, tmp_path_factory):
 STARTER = """
 import json, os, socket, sys
 from backends import tensor_parallel
-from tools import cli, tune
+from tools import cli
 link = socket.socket(fileno=int(sys.argv[1]))
-tune.ROUNDS = 1
 while (message := socket.recv_fds(link, 2**16, 3))[0]:
     asked, streams = json.loads(message[0]), message[1]
     if isinstance(asked, int):

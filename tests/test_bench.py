@@ -22,8 +22,9 @@ from generate import DraftPlan, FixedPolicy, Sampling, capture, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
-from tools import tune
-from tools.tune import PREFIX, STAGES, AdaptivePolicy, timing_decoder
+from tools import timing, tune
+from tools.policy import AdaptivePolicy, StepTimes
+from tools.timing import PREFIX, STAGES, timing_decoder
 from training import base
 from training.data import load_tokens, prompts
 
@@ -48,7 +49,7 @@ def test_ranks_print_their_numbers_before_they_end(monkeypatch, capsys):
 @pytest.fixture(name="run")
 def run_fixture(capsys, monkeypatch):
     """Runs a command line: (its printed lines, the object of its last line). What is timed runs once."""
-    for module in (steps, tune):
+    for module in (steps, timing):
         monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
     monkeypatch.setattr(decoding, "copy_bandwidth", lambda device: 1e10)
     monkeypatch.setitem(steps.SIZES, "7b", TOY)
@@ -72,7 +73,7 @@ def flags(checkpoint, tmp_path):
 @pytest.fixture
 def folders(checkpoint, tmp_path, monkeypatch):
     """Folders of Medusa and Clover heads, for which a step takes as long as this says, by its tree."""
-    monkeypatch.setattr(tune, "step_time", lambda decoder: 1 + decoder.plans[0].tree_size / 100)
+    monkeypatch.setattr(decoding, "step_time", lambda decoder: 1 + decoder.plans[0].tree_size / 100)
     monkeypatch.setattr(tune, "TREE_SIZES", (1, 2, 4))
     monkeypatch.setattr(tune, "CHAINS", (3,))
     model, table = GPT.from_pretrained(checkpoint, device="cpu"), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
@@ -126,7 +127,7 @@ def test_ablations_differ_from_clover_in_one_switch():
     assert len(set(map(str, config.values()))) == 7 and config["hydra"] == PRESETS["hydra"]
 
 
-OURS = ["plain", "medusa 1", "heads 1", "lookup 3", "heads 1 + lookup 3", "auto"]
+OURS = ["plain", "medusa 1", "heads 1", "heads 3", "lookup 3", "heads 1 + lookup 3", "auto"]
 
 
 def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatch):
@@ -137,14 +138,14 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
                         "--tree-sizes", "1", "2", "3")
     rows = result["decoding"]
     assert [(row["batch_size"], row["drafted_by"]) for row in rows] == [(b, name) for b in (1, 4) for name in OURS]
-    assert [row["tree_size"] for row in rows] == [1, 2, 2, 4, 5, 5] * 2
+    assert [row["tree_size"] for row in rows] == [1, 2, 2, 4, 4, 5, 5] * 2
     for row in rows:
         assert row["identical"] == 1.0 and row["tokens_per_second"] > 0 and row["floor_ms"] > 0
         assert row.get("step_ms") == (None if row["drafted_by"] == "auto" else 1000 + 10 * row["tree_size"])
         assert row["drafted_by"] != "plain" or row["speed_up"] == row["tokens_per_step"] == 1
         assert any(line.startswith(f"| {row['batch_size']} | {row['drafted_by']} | {row['tree_size']} |")
                    for line in lines)
-    assert set(rows[5]["plans"]) <= {*OURS} - {"medusa 1", "auto"} and sum(rows[5]["plans"].values()) <= 3 * 12
+    assert set(rows[6]["plans"]) <= {*OURS} - {"medusa 1", "auto"} and sum(rows[6]["plans"].values()) <= 3 * 12
     sizes = {name: list(column) for name, column in result["trees"].items()}
     assert sizes == {name: ["1", "2", "3"] for name in ("medusa", "clover", "lookup")} | {"clover + lookup": ["1", "3"]}
     assert all(column["1"] == 1.0 for column in result["trees"].values())
@@ -207,9 +208,13 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round(monkeypatch):
                                  identical=pytest.approx(2 / 3))
 
 
+def new_policy(seconds, expected):
+    return AdaptivePolicy(StepTimes(lambda plan, batch: seconds[plan], expected, {1: 0.0}), dict(expected))
+
+
 def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
     """Bug: auto beside other heads that were faster, beside a plan that is not the best, or a ratio of medians."""
-    policy = AdaptivePolicy({DraftPlan(): 1.0, DraftPlan(0, 3): 1.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 1.0})
+    policy = new_policy({DraftPlan(): 1.0, DraftPlan(0, 3): 1.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 1.0})
     ways = {name: {} for name in ("plain", "medusa 1", "lookup 3")} | dict(auto=dict(policy=policy))
     runs = {"plain": spent(8, 8, 8), "medusa 1": spent(1, 1, 1), "lookup 3": spent(4, 2, 6), "auto": spent(2, 8, 3)}
     rows = {name: dict(tokens_per_second=decoding.median_run(done).tokens_per_second) for name, done in runs.items()}
@@ -224,12 +229,12 @@ def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
 
 def test_every_run_of_auto_starts_afresh(toy):
     """Bug: a run that knows what an earlier run learnt, from other runs of the same prompts or from warming up."""
-    policy = AdaptivePolicy({DraftPlan(): 1.0, DraftPlan(0, 3): 2.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 3.0})
+    policy = new_policy({DraftPlan(): 1.0, DraftPlan(0, 3): 2.0}, {DraftPlan(): 1.0, DraftPlan(0, 3): 3.0})
     ways = dict(plain=dict(policy=FixedPolicy(DraftPlan())), auto=dict(policy=policy))
     args, given = SimpleNamespace(max_new_tokens=40), [[5, 9, 2], [7, 1]]
     rows, outputs = decoding.decode_in_turns(toy, given, ways, args, runs=2, temperature=1.0, batch_size=2)
     first, second = outputs["auto"]
-    assert first.plans == second.plans and len(first.plans) == 2 and next(iter(first.plans)).lookup_tokens
+    assert first.tokens == second.tokens and {*first.plans} == {*second.plans} == {*policy.plans}
     assert policy.step == 0 and policy.tokens == policy.expected and rows["auto"]["identical"] == 1.0
 
 
@@ -300,7 +305,7 @@ def test_nothing_of_a_complete_file_is_measured_again(run, flags, folders, monke
     lines, again = run(*decode)
     assert (again, run(*heads)[1]) == before
     names = [row["drafted_by"] for row in again["decoding"]]
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| 1 | ")] == names and names[:6] == OURS
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| 1 | ")] == names and names[:7] == OURS
     for setting in (["--text", "rename"], ["--heads", "none"]):
         with pytest.raises(InputError, match="decode.json holds a run with"):
             run(*decode, *setting)

@@ -15,7 +15,7 @@ from conftest import toy_model
 from generate import generate
 from model import GPT, InputError
 from test_bench import TOY, run_fixture  # noqa: F401
-from tools.tune import PREFIX
+from tools.timing import PREFIX
 
 TIMES = "decode", "--random-weights", "7b"
 SHAPES = {"llama": dict(), "untied": dict(tied=False), "qwen2": dict(family="qwen2", qkv_bias=True)}

@@ -13,7 +13,7 @@ from generate import DraftPlan
 from model import GPT, GPTConfig, InputError
 from static import step_launches
 from tools.cli import DEMO
-from tools.tune import PREFIX
+from tools.timing import PREFIX
 
 CONFIG = GPTConfig(vocab_size=1000, n_layer=3, n_head=8, n_kv_head=2, head_size=16, n_embd=128, n_inner=256)
 SLOW = roofline.GPU(bandwidth=1e-3, peak=1e9, memory=1.0, launch=0.0)   # bytes are all that counts

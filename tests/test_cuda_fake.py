@@ -21,7 +21,7 @@ import model as models
 from clover import CloverHeads, preset
 from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
 from model import GPT, GPTConfig
-from tools import tune
+from tools import timing
 from train_heads import Run
 from training import loss
 
@@ -312,9 +312,9 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     """Bug: an inference tensor filled outside inference mode, or a stage that cannot be captured by itself."""
     world, model, heads = start()
     for plan in MIXED:
-        decoder = tune.timing_decoder(model, heads, plan, batch_size=2)
-        assert tune.step_time(decoder) > 0
-        assert set(tune.stage_times(decoder)) == set(tune.STAGES)
+        decoder = timing.timing_decoder(model, heads, plan, batch_size=2)
+        assert timing.step_time(decoder) > 0
+        assert set(timing.stage_times(decoder)) == set(timing.STAGES)
     assert len(world.graphs) == 4 + 4 + 3 * 5
 
 

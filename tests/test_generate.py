@@ -183,7 +183,7 @@ def test_lookup_in_prompts_of_all_kinds(vocab_size, prompt, chain, monkeypatch):
         assert chains[0] == chain[:10]
 
 
-class InTurns:
+class InTurns(FixedPolicy):
     """The policy of each plan in turn."""
 
     def __init__(self, *plans):
@@ -193,7 +193,7 @@ class InTurns:
         self.selected += 1
         return self.plans[self.selected // 2 % len(self.plans)]  # each twice, so that some follow themselves
 
-    def update(self, plan, found):
+    def update(self, plan, found, seconds=None):
         self.told[plan] += len(found)
 
 
@@ -410,7 +410,9 @@ def test_starts_and_ends_of_texts_wait_for_nothing(toy, name):
 def test_a_step_can_be_launched_outside_of_inference_mode(toy):
     """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
     made = new_engine(toy, random_heads(toy), batch_size=2, capacity=60, tree_size=9)
-    assert len(made.decoder.launch(*made.decoder.plans)().count) == 2
+    first, taken = made.decoder.launch(*made.decoder.plans)()
+    assert len(first.count) == 2 and taken is None  # with the checks of a first step
+    assert made.decoder.launch(*made.decoder.plans)()[1] > 0
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

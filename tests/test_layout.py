@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
-    "kernels.py": 1985, "model.py": 640, "clover.py": 440, "generate.py": 715, "train_heads.py": 330, "backends": 910,
-    "hf": 1225, "tools": 1095, "training": 1495, "bench": 2105, "tests": 10310, "without tests": 10920}
+    "kernels.py": 1985, "model.py": 640, "clover.py": 440, "generate.py": 750, "train_heads.py": 330, "backends": 940,
+    "hf": 1225, "tools": 1300, "training": 1495, "bench": 2105, "tests": 10520, "without tests": 11190}
 ABOVE_THE_RULE = 720  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else

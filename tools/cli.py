@@ -16,12 +16,12 @@ from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
-from model import InputError, pick_device
+from model import InputError, check, pick_device
 from tools.compare import against_plain
 from tools.drafts import Drafts
 from tools.printer import print_texts, statistics
 from tools.repl import converse
-from tools.tune import explain, times_file
+from tools.tune import explain, keep_times, times_file
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -115,11 +115,12 @@ def answer(session):
     if not args.prompt:
         return converse(session)
     prompts = [session.encode([dict(role="user", content=text)]) for text in session.texts]
-    engine = session.engine(prompts, fresh=args.explain)
+    engine = session.engine(prompts)
     if args.compare:  # what is compiled or loaded comes before what is timed
         engine.generate(prompts[:1], min(4, args.max_new_tokens))
     trees = Drafts(engine, session) if args.show_tree else None
     output = print_texts(session, engine, prompts, trees)
+    keep_times(engine)
     finished = None not in output.ended
     result = session.report(output)
     say = (lambda text: None) if args.json else print
@@ -148,6 +149,8 @@ def parse(argv):
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     check_draft_flags(parser, args)
+    if args.threads is not None:
+        check("--threads", args.threads, 1, os.cpu_count(), whole=True)
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
     for name in ("compare", "json", "explain", "show_tree"):
@@ -186,23 +189,25 @@ def add_decoding_flags(parser):
     add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
         "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
         "else lookup")
-    add("--tree-size", type=tree_size, default="auto", metavar="N|auto", help="nodes per step, "
-        "root included; 1 is plain decoding; auto measures what is fastest here, and takes it step "
-        "by step")
+    add("--tree-size", type=number_or_auto, default="auto", metavar="N|auto", help="nodes per "
+        "step, root included; 1 is plain decoding; auto finds out what is fastest, step by "
+        "step")
     add("--beams", type=int, help="paths kept while drafting; default: about the square root of "
         "the heads' nodes")
+    add("--threads", type=number_or_auto, default="auto", metavar="N|auto", help="of a CPU; auto "
+        "takes as many as are quickest, one for a small model")
     add("--batch-size", type=int, help="prompts decoded together; default: up to 8")
     add("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA "
         "graph")
-    add("--explain", action="store_true", help="measure again; say what drafted, why, and where "
-        "time goes")
+    add("--explain", action="store_true", help="say what drafted, on how many threads, why, and "
+        "where time goes")
     add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
         "was accepted; with --json those of all steps. Runs without a graph")
     add("--compare", action="store_true", help="also decode plainly and compare speed and text")
     add("--json", action="store_true", help="print one json object instead of text")
 
 
-def tree_size(text):
+def number_or_auto(text):
     return None if text == "auto" else int(text)
 
 
@@ -306,7 +311,8 @@ class Session:
         args = self.args
         flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
                      beams=args.beams, batch_size=args.batch_size,
-                     graph=not (args.no_graph or args.show_tree), times_file=times_file())
+                     graph=not (args.no_graph or args.show_tree), threads=args.threads,
+                     times_file=times_file())
         return prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
                        **flags | options, **self.sampling)
 

@@ -4,10 +4,11 @@ import contextlib
 import sys
 
 from backends import tensor_parallel
+from backends.tensor_parallel import no_room
 from generate import check_prompts
 from model import InputError
 from tools.printer import print_texts
-from tools.tune import no_room
+from tools.tune import keep_times
 
 SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
@@ -41,6 +42,7 @@ def converse(session):
             engine = None  # frees its memory for the next one
             engine = roomy_engine(session, prompt, no_room(group))
         output = print_texts(session, engine, [prompt], keep=True)
+        keep_times(engine)
         print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
               "tokens per second]", file=sys.stderr)
         if tensor_parallel.stopping.is_set():  # on ranks, Ctrl-C ends more than a reply

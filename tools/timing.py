@@ -1,0 +1,87 @@
+"""How long a body, a step or its stages take."""
+
+import math
+import time
+
+import torch
+
+from backends.tensor_parallel import Group, group_of
+from generate import Decoder, capture
+from kernels import unchecked
+
+STAGES = ("draft", "verify", "sample", "accept", "commit")
+PREFIX = 256  # tokens in the cache while a step is timed
+
+
+def seconds(body, device, group=None):
+    """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on
+    CUDA the mean of calls back to back, the fastest of some rounds. Takes about a tenth of a
+    second, or three rounds of what is slower. group: the ranks that run body() together; the
+    result is rank 0's."""
+    group = group or Group()
+    calls = 10 if device.type == "cuda" else 1
+
+    def once():
+        start = time.perf_counter()
+        for _ in range(calls):
+            body()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) / calls
+    body()
+    times = [once() for _ in range(3)]
+    more = math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3
+    more = group.broadcast(more)  # all ranks must take as many
+    return group.broadcast(min(times + [once() for _ in range(more)]))
+
+
+def copy_bandwidth(device):
+    """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source = torch.ones(size, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
+
+
+@torch.inference_mode()
+def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
+    """A `Decoder` of one plan that can step forever: its slots are idle, with PREFIX tokens in the
+    cache, or fewer where `capacity`, the most that a sequence will have, is less. options: the
+    Decoder's."""
+    capacity = min(capacity, PREFIX + 1, model.config.block_size)
+    decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
+    decoder.slots.cache.lengths.fill_(capacity - 1)
+    if decoder.pool is not None:
+        decoder.step(plan)  # compiles it: what is timed is its graph
+    return decoder
+
+
+@torch.inference_mode()
+def step_time(decoder):
+    """Seconds of one step of a `timing_decoder`."""
+    return seconds(decoder.body(), decoder.model.device, group_of(decoder.model))
+
+
+@torch.inference_mode()
+def stage_times(decoder):
+    """{stage: seconds} of one step of a `timing_decoder`, each stage timed by itself; as a CUDA
+    graph of its own, if the decoder has one. The draft of a tree of one is 0."""
+    plan, = decoder.plans
+    device = decoder.model.device
+    tree, chain = decoder.draft(plan)
+    positions = decoder.slots.cache.lengths[:, None] + tree.depths
+    normed, hidden = decoder.verify(tree, positions)
+    target = decoder.sample(normed, positions)
+    accepted = decoder.accept(plan, tree, target, chain)
+    stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree, positions),
+                  sample=lambda: decoder.sample(normed, positions),
+                  accept=lambda: decoder.accept(plan, tree, target, chain),
+                  commit=lambda: decoder.commit(plan, hidden, accepted))
+    if plan.tree_size == 1:
+        del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
+    if decoder.pool is not None:
+        stages = {name: capture(stage, device) for name, stage in stages.items()}
+    with unchecked():  # as in all steps but the first
+        times = {name: seconds(stage, device, group_of(decoder.model))
+                 for name, stage in stages.items()}
+    return dict.fromkeys(STAGES, 0.0) | times
