@@ -84,7 +84,7 @@ class StepTimes:
                 gain = part.variance / total
                 part.mean += gain * error
                 part.variance *= 1 - gain
-        else:  # it counts for nothing, but the next one like it for the machine's speed
+        else:  # it counts for nothing; another one like it will, for the machine's speed
             speed.variance += error ** 2
         speed.variance += DRIFT
         for other, estimate in self.plans.items():
@@ -186,8 +186,11 @@ class AdaptivePolicy:
             stale = self.step - self.shown[plan] >= STALE
             if plan != self.best and (unsure or stale):
                 yield (plan, self.best_threads), unsure and variance > 0.9 * UNKNOWN
+        best = self.times.speeds[self.best_threads].mean
         for n, speed in self.times.speeds.items():
-            if n != self.best_threads and speed.variance > UNKNOWN / 2 and self.step >= STALE:
+            unsure = speed.mean - best < 2 * math.sqrt(speed.variance)
+            stale = self.step >= STALE and speed.variance > UNKNOWN / 2
+            if n != self.best_threads and unsure and stale:
                 yield (self.best, n), speed.variance > 0.9 * UNKNOWN
 
     def update(self, plan, found, seconds=None):
