@@ -70,27 +70,25 @@ class FixedPolicy:
         return self.plans[0]
 
     def update(self, plan, found, seconds=None):
-        """What a step found in its sequences: [(tokens, path, lookup's chain or None)], and how
-        long it took."""
+        """What a step found, [(sequence, tokens, path)], and how long it took."""
 
 
 class Accepted(NamedTuple):
     """What one step accepted: views of one tensor, `packed`, which is all that the host reads."""
-    packed: torch.Tensor        # int64 [B, 2 P + 2 + n]
-    tokens: torch.Tensor        # [B, P]: accepted guesses, then the bonus token, the next root
-    path: torch.Tensor          # [B, P]: the accepted nodes, root first
-    count: torch.Tensor         # [B]: how many there are
-    last: torch.Tensor          # [B]: the index of the last
-    chain: torch.Tensor | None  # [B, n]: lookup's, where heads drafted too
+    packed: torch.Tensor  # int64 [B, 2 P + 2]
+    tokens: torch.Tensor  # [B, P]: accepted guesses, then the bonus token, the next root
+    path: torch.Tensor    # [B, P]: the accepted nodes, root first
+    count: torch.Tensor   # [B]: how many there are
+    last: torch.Tensor    # [B]: the index of the last
 
     @classmethod
     def views(cls, packed, P):
-        tokens, path, ends, chain = packed.split((P, P, 2, packed.shape[1] - 2 * P - 2), dim=1)
-        return cls(packed, tokens, path, *ends.unbind(1), chain if chain.shape[1] else None)
+        tokens, path, ends = packed.split((P, P, 2), dim=1)
+        return cls(packed, tokens, path, *ends.unbind(1))
 
     def lists(self):
         """The views as lists, on the host."""
-        return Accepted(None, *(None if x is None else x.tolist() for x in self[1:]))
+        return Accepted(None, *(x.tolist() for x in self[1:]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,6 +164,7 @@ class Decoder:
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.run_first(batch_size)
+        self.checked = set()   # plans whose step has run
         self.has_read = False  # a prompt: then its shapes are not checked any more
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.pool = None       # the memory of all graphs; None: there are none
@@ -182,18 +181,17 @@ class Decoder:
 
     def step(self, plan):
         with unchecked(plan in self.checked):  # fixed shapes are checked in the first step alone
-            tree, chain = self.draft(plan)     # tokens, parents, depths, ancestors: [B, T]
+            tree = self.draft(plan)            # tokens, parents, depths, ancestors: [B, T]
             positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
             normed, hidden = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
             target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
-            accepted = self.accept(plan, tree, target, chain)  # tokens, path [B, P], count [B]
+            accepted = self.accept(plan, tree, target)         # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
         self.checked.add(plan)
         return accepted.packed
 
     def draft(self, plan):
-        """-> (the tree, lookup's chain [B, n] where both drafted)"""
-        tree, chain, slots = self.plain_tree, None, self.slots
+        tree, slots = self.plain_tree, self.slots
         if plan.head_nodes:
             size = plan.head_nodes + 1
             beams = self.given_beams or self.heads.default_beams(size)
@@ -201,7 +199,7 @@ class Decoder:
         if plan.lookup_tokens:
             chain = ngram_lookup(slots.history, slots.cache.lengths, plan.lookup_tokens)
             tree = Tree(*merge_chain(*tree, chain))
-        return tree, chain if plan.head_nodes else None
+        return tree
 
     def verify(self, tree, positions):
         """-> (the final norm of hidden, hidden)"""
@@ -224,10 +222,9 @@ class Decoder:
             target = self.model.head.sample(normed, s.temperature, s.seed, sequence, position)
         return target.view(B, T)
 
-    def accept(self, plan, tree, target, chain=None):
+    def accept(self, plan, tree, target):
         P = self.max_path(plan)
-        packed = accept_path(*tree, target, self.slots.active, P)
-        return Accepted.views(packed if chain is None else torch.cat((packed, chain), dim=1), P)
+        return Accepted.views(accept_path(*tree, target, self.slots.active, P), P)
 
     def commit(self, plan, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
@@ -253,8 +250,8 @@ class Decoder:
     def prepare_cuda(self, P, graph):
         """Buffers for a step in flight, and the graphs' pool of memory."""
         self.steps_ahead = 1
-        width = 2 * P + 2 + max(plan.lookup_tokens for plan in self.plans)
-        pinned = lambda: torch.zeros(self.batch_size * width, dtype=torch.int64, pin_memory=True)
+        size = self.batch_size * (2 * P + 2)
+        pinned = lambda: torch.zeros(size, dtype=torch.int64, pin_memory=True)
         self.pinned = [pinned(), pinned()]
         event = lambda: torch.cuda.Event(enable_timing=True)
         self.events = [(event(), event()), (event(), event())]  # before and after a step
@@ -359,7 +356,6 @@ class Decoder:
     def run_first(self, n):
         """Steps run the first n slots alone from now on: `slots` are views of the buffers."""
         self.slots = self.buffers.first(n)
-        self.checked = set()
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
 
@@ -554,7 +550,7 @@ class Engine:
                 continue  # the text ended a step earlier, when this step was already in flight
             count = accepted.count[slot]
             tokens, path = accepted.tokens[slot][:count], accepted.path[slot][:count]
-            found.append((tokens, path, accepted.chain and accepted.chain[slot]))
+            found.append((sequence, tokens, path))
             emit(sequence, tokens, path, plan)
             if sequence.ended:
                 del self.running[slot]
@@ -701,7 +697,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
     lookup      drafts from the text itself, too
     tree_size   nodes T verified per step, root included; 1: plain decoding; None: each step takes
-                what brings most tokens per second, by step times that are measured first
+                what brings most tokens per second
     beams       W, default about the square root of the heads' nodes
     stop        token ids and, with an `encoding` to read them by, texts that end a sequence
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
@@ -727,14 +723,18 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     adapts = tree_size is None and (lookup or (heads and heads.info.get("acceptance")))
     if tree_size is None and not adapts:
         tree_size = DEFAULT_TREE if heads else 1
-    if policy is None and (adapts or times_file):
+    fitted = policy is None and (adapts or times_file)
+    if fitted:
         with needs_folders(", or give a tree_size"):
-            from tools.tune import fit
+            from tools.tune import fit, probe
         policy = fit(model, heads, lookup, batch_size, sampling, tree_size=tree_size, beams=beams,
                      threads=threads, file=times_file)
     policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
-    return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
-                  beams=beams, sampling=sampling, graph=graph)
+    engine = Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
+                    beams=beams, sampling=sampling, graph=graph)
+    if fitted:
+        probe(engine)
+    return engine
 
 
 if __name__ == "__main__":

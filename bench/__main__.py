@@ -13,7 +13,18 @@ import sys
 from pathlib import Path
 
 from backends import tensor_parallel
-from bench import decoding, draw, gpu, kinds, machine, operations, report, roofline, steps
+from bench import (
+    decoding,
+    draw,
+    gpu,
+    kinds,
+    machine,
+    operations,
+    policies,
+    report,
+    roofline,
+    steps,
+)
 from model import MAX_TREE, InputError
 from tools.cli import DEMO, Parser, add_model_flags, command
 from tools.timing import PREFIX
@@ -68,6 +79,9 @@ COMMANDS = {  # name: (what runs it, help, {flag: default})
                DECODING | dict(
                    prompts=16, batch_sizes=SIZES, tree_sizes=SIZES, runs=None, text="heldout",
                    temperature=0.0, random_weights=None, draft_vocabulary=None)),
+    "policy": (policies.bench, "how well auto selects, replayed in seconds from recorded texts and "
+               "times", DECODING | dict(prompts=32, batch_sizes=[1, 8, 32], text="heldout",
+                                        temperatures=[0.0, 0.8, 1.0])),
     "kernels": (operations.bench, "kernels against the memory's bandwidth and other code", dict(
         operations=list(operations.OPERATIONS), heads=["8b", "70b"], no_flex=False,
         batch_sizes=[1, 8, 32], prefixes=[512, 8192, 32768], tree_sizes=[1, 8, 16, 64],
@@ -87,7 +101,7 @@ def parse(argv):
     parser = Parser("Measures decoding, draft heads and kernels.", prog="python -m bench")
     what = parser.add_subparsers(dest="what", required=True)
     parsers = {name: what.add_parser(name, help=words) for name, (_, words, _) in COMMANDS.items()}
-    for name in ("heads", "decode"):
+    for name in ("heads", "decode", "policy"):
         add_model_flags(parsers[name])
         add_data_flag(parsers[name])
     parsers["tests"].add_argument("files", nargs="*", default=["tests"], help="for pytest")

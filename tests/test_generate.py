@@ -5,6 +5,7 @@ import random
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,16 +222,16 @@ def test_plain_decoding_emits_one_token_per_step(toy):
     assert out.tokens_per_step == 1.0 and out.step_lengths == {1: 80} and out.tokens_per_second > 0
 
 @torch.inference_mode()
-def test_arguments_are_checked_in_the_first_step_of_each_shape(toy, monkeypatch):
-    """Catches checks that stay off when fewer slots run, or stay on."""
-    engine, checking = new_engine(toy, batch_size=3, capacity=20), []
+def test_arguments_are_checked_in_the_first_step_of_each_plan(toy, monkeypatch):
+    """Catches checks that stay on, also when fewer slots run, or stay off for another plan."""
+    plans = DraftPlan(), DraftPlan(0, 3)
+    engine, checking = Engine(toy, batch_size=3, capacity=20, policy=SimpleNamespace(plans=plans)), []
     draft = engine.decoder.draft
     monkeypatch.setattr(engine.decoder, "draft", lambda plan: checking.append(kernels._checking.get()) or draft(plan))
-    for n in (3, 3, 2, 2):
-        if n < len(engine.decoder.slots.root):
-            engine.decoder.run_first(n)
-        engine.decoder.body()()
-    assert checking == [True, False, True, False] and kernels._checking.get()
+    for plan, n in zip((*plans, *plans), (3, 3, 2, 2)):
+        engine.decoder.run_first(n)
+        engine.decoder.body(plan)()
+    assert checking == [True, True, False, False] and kernels._checking.get()
 
 
 
@@ -368,7 +369,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(monkeypatch, name, look
     made = new_engine(toy, heads, batch_size=3, capacity=60, tree_size=9, lookup=lookup, sampling=Sampling(**options))
     made.decoder.slots.active.fill_(1)
     P = made.decoder.max_path(*made.decoder.plans)
-    step, width = made.decoder.body(), 2 * P + 2 + (4 if name and lookup else 0)
+    step = made.decoder.body()
     step()
     buffers = ["root", "sequence", "active"] + ["state"] * bool(name) + ["history"] * lookup
     addresses = lambda: [getattr(made.decoder.slots, buffer).data_ptr() for buffer in buffers] + [
@@ -377,7 +378,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_tensors(monkeypatch, name, look
     with NoReadBack():
         result = step()
     assert addresses() == before
-    assert (made.decoder.slots.cache.lengths > lengths).all() and result.shape == (3, width)
+    assert (made.decoder.slots.cache.lengths > lengths).all() and result.shape == (3, 2 * P + 2)
 
 
 def test_nothing_read_back_is_more_than_a_word():

@@ -25,12 +25,12 @@ class Drafts:
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
-        (tree, chain), slots = self.draft(plan), self.decoder.slots
+        tree, slots = self.draft(plan), self.decoder.slots
         columns = slots.sequence, slots.active, *tree
         for index, active, *nodes in zip(*(column.tolist() for column in columns)):
             if active:
                 self.pending[index].append(Tree(*nodes))
-        return tree, chain
+        return tree
 
     def show(self, index, tokens, path, plan):
         """Adds a sequence's step, of which an engine's `on_step` tells, to `steps`. The last

@@ -68,14 +68,14 @@ def stage_times(decoder):
     graph of its own, if the decoder has one. The draft of a tree of one is 0."""
     plan, = decoder.plans
     device = decoder.model.device
-    tree, chain = decoder.draft(plan)
+    tree = decoder.draft(plan)
     positions = decoder.slots.cache.lengths[:, None] + tree.depths
     normed, hidden = decoder.verify(tree, positions)
     target = decoder.sample(normed, positions)
-    accepted = decoder.accept(plan, tree, target, chain)
+    accepted = decoder.accept(plan, tree, target)
     stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree, positions),
                   sample=lambda: decoder.sample(normed, positions),
-                  accept=lambda: decoder.accept(plan, tree, target, chain),
+                  accept=lambda: decoder.accept(plan, tree, target),
                   commit=lambda: decoder.commit(plan, hidden, accepted))
     if plan.tree_size == 1:
         del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph

@@ -2,7 +2,8 @@
 
 How many tokens the heads find is known from training: they carry a table of how often the n-th
 likeliest node of a tree is accepted, by depth. How many lookup finds depends on the text. What a
-step takes is estimated from sizes alone, and learnt from then on; a file keeps it."""
+step takes is measured at once, where it takes little, or estimated from sizes, and learnt from then
+on; a file keeps it."""
 
 import contextlib
 import hashlib
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import platform
-from copy import copy
+import time
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -23,21 +24,20 @@ from backends.tensor_parallel import group_of
 from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
-from tools.policy import UNKNOWN, AdaptivePolicy, Estimate, StepTimes
+from tools.found import TokensFound
+from tools.policy import GUESSED, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10)  # tokens of lookup
-# expected of lookup until more is known: how likely a token is right if those before it are
-HOPE = 0.4
 # what a product takes for each row after the first, as a share of the first's: of the records of
 # bench/results on a CPU, of datasheets on a GPU
 ROW = {"cpu": 0.025, "cuda": 0.004}
 LOOKUP = 0.1    # of lookup's own operations, as a share of plain decoding
 SMALL = 5e7     # bytes of weights that a CPU reads no quicker with more threads, at a guess
 GAIN = 0.8      # the power of the number of threads by which a large model is quicker
+PROBE = 0.5     # seconds that measuring times may take at the start
 KEPT = 200      # entries of the file
-FADED = 0.01    # what the variance of a time gains between two runs
 KNOWN = {}      # key -> StepTimes, of this process
 
 
@@ -72,21 +72,18 @@ def expected_tokens(tables, tree_size, temperature):
     return float(np.interp(temperature, *zip(*found)))
 
 
-def expected_of_plan(plan, tables, temperature):
-    """Tokens per step of a plan, until more is known."""
-    tree_size = plan.head_nodes + 1
-    by_heads = expected_tokens(tables, tree_size, temperature) if tables else min(tree_size, 2)
-    return by_heads + sum(HOPE**i for i in range(1, plan.lookup_tokens + 1))
-
-
 # --------------------------------------------------------------------------------------------------
-# What a step takes, at a guess
+# What a step takes
 
 class StepCost:
-    """Calling it with a plan and a batch size gives what a step takes, in units of one that decodes
-    one token plainly: the weights that it reads, and ROW of that for each row after the first."""
+    """Calling it gives what a step of a plan takes: as it was measured, else at a guess from sizes
+    alone, in units of a step that decodes one token plainly: the weights that it reads, and ROW of
+    that for each row after the first."""
 
-    def __init__(self, model, heads, beams):
+    def __init__(self, model, heads, beams, batch_size):
+        self.batch_size = batch_size
+        self.measured = {}    # plan -> (seconds with one sequence, with batch_size)
+        self.reading = None   # the same of the heads' reading
         count = lambda part: sum(p.numel() for p in part.parameters())
         self.row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
         lm_head = model.head.weight.numel() if hasattr(model.head, "weight") else count(model.head)
@@ -101,22 +98,41 @@ class StepCost:
             self.beams = beams
             self.max_beams = heads.max_beams
 
+    def __call__(self, plan, batch, reads=True):
+        """reads: whether heads read, as they always do where they draft."""
+        known = next(iter(self.measured), None)
+        unit = self.measured[known][1] / self.guess(known, self.batch_size) if known else 1.0
+        share = (batch - 1) / max(self.batch_size - 1, 1)
+        between = lambda one, all: one + share * (all - one)
+        if plan in self.measured:
+            total = between(*self.measured[plan])
+        else:
+            total = unit * self.guess(plan, batch)
+        if reads or plan.head_nodes:
+            return total
+        reading = between(*self.reading) if self.reading else unit * self.guess_reading(batch)
+        return max(total - reading, total / 2)
+
+    def product(self, weights, rows):
+        return weights / self.model * (1 + self.row * (rows - 1))
+
+    def guess_reading(self, batch):
+        return self.product(self.augment, batch * (1 + self.n_draft)) if self.n_draft else 0.0
+
     @lru_cache
-    def __call__(self, plan, batch):
-        product = lambda weights, rows: weights * (1 + self.row * (rows - 1))
-        total = product(self.model, batch * plan.tree_size)
-        if self.n_draft:  # the heads read
-            total += product(self.augment, batch * (1 + self.n_draft))
+    def guess(self, plan, batch):
+        total = self.product(self.model, batch * plan.tree_size) + self.guess_reading(batch)
         for depth in range(min(self.n_draft, plan.head_nodes)):
             beams = self.beams or min(math.isqrt(plan.head_nodes) + 1, self.max_beams)
-            total += product(self.head, batch * (beams if depth and self.reads_tokens else 1))
-        return total / self.model + (LOOKUP if plan.lookup_tokens else 0)
+            rows = beams if depth and self.reads_tokens else 1
+            total += self.product(self.head, batch * rows)
+        return total + (LOOKUP if plan.lookup_tokens else 0)
 
 
 def thread_gains(model, threads=None):
-    """{number of threads: the log of how much quicker than one it may be} to select among: those
-    given, or that OMP_NUM_THREADS gives; else up to torch's own number, where texts do not depend
-    on it."""
+    """{number of threads: the log of how much quicker than the first it may be} to select among:
+    those given, or that OMP_NUM_THREADS gives; else up to torch's own number, where texts do not
+    depend on it."""
     most = torch.get_num_threads()
     given = threads or os.environ.get("OMP_NUM_THREADS") or group_of(model).size > 1
     if given or model.device.type != "cpu":
@@ -125,6 +141,49 @@ def thread_gains(model, threads=None):
     size = sum(p.nbytes for p in model.blocks.parameters())
     large = min(max(math.log(size / SMALL) / math.log(8), 0), 1)
     return {n: GAIN * large * math.log(n) for n in cpu.same_bits(model, counts)}
+
+
+@torch.inference_mode()
+def probe(engine):
+    """Measures on a CPU, in about PROBE seconds, what the steps of an engine's policy take where
+    nothing is known of that: of idle slots, one and all; plain decoding on all numbers of threads.
+    Sizes tell enough where a step is slow, and on a GPU each plan would need a graph."""
+    policy, decoder = engine.policy, engine.decoder
+    cost, gains = policy.times.cost, policy.times.gains
+    if decoder.model.device.type != "cpu" or policy.group.size > 1 or cost.measured:
+        return
+    plain, threads, begun = DraftPlan(), torch.get_num_threads(), time.perf_counter()
+
+    def quickest(plan, n):
+        decoder.run_first(n)
+        decoder.step(plan)
+        taken = []
+        for _ in range(2):
+            started = time.perf_counter()
+            decoder.step(plan)
+            taken.append(time.perf_counter() - started)
+        return max(min(taken), 1e-6)
+    pair = lambda plan: (quickest(plan, 1), quickest(plan, decoder.batch_size))
+    if quickest(plain, 1) < PROBE / 50:
+        decoder.set_heads(None)
+        unread = pair(plain)
+        decoder.set_heads(engine.heads)
+        taken = {}
+        for n in gains:
+            torch.set_num_threads(n)
+            taken[n] = pair(plain)
+        first = next(iter(gains))
+        gains = {n: math.log(taken[first][1] / taken[n][1]) for n in gains}
+        torch.set_num_threads(max(gains, key=gains.get))
+        cost.reading = [max(a - b, 0.0) for a, b in zip(taken[torch.get_num_threads()], unread)]
+        promising = sorted(policy.plans, key=policy.rates.get, reverse=True)
+        for plan in sorted(promising, key=plain.__ne__):
+            if time.perf_counter() < begun + PROBE:
+                cost.measured[plan] = pair(plan)
+        torch.set_num_threads(threads)
+        policy.set_times(StepTimes(cost, policy.plans, gains))
+        KNOWN[policy.key] = policy.times
+    decoder.reset()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,26 +200,28 @@ def fit(model, heads, lookup, batch_size, sampling, *, tree_size=None, beams=Non
         check_beams(heads, beams)
     if threads:
         torch.set_num_threads(threads)
+    group = group_of(model)
     tables = heads.info.get("acceptance") if heads else None
-    cost = StepCost(model, heads, beams)
-    vars(cost).update(group_of(model).broadcast(vars(cost)))  # ranks hold a row more or less
-    expected = lambda plan: expected_of_plan(plan, tables, sampling.temperature)
     key = times_key(model, heads, batch_size, sampling, beams)
-    corrections, gains = group_of(model).broadcast(known_times(file).get(key, ({}, {})))
-    correction = lambda plan: corrections.get(plan, Estimate()).mean
-    rate = lambda plan: expected(plan) / (cost(plan, batch_size) * math.exp(correction(plan)))
+    known, gains = read_entry(entry(KNOWN[key]) if key in KNOWN else file_entries(file).get(key))
+    cost = StepCost(model, heads, beams, batch_size)
+    vars(cost).update(group.broadcast(vars(cost) | known))  # ranks hold a row more or less
+    by_heads = lambda nodes: (expected_tokens(tables, nodes + 1, sampling.temperature) if tables
+                              else min(nodes + 1.0, 2.0))
     if tree_size is not None:
         plans = [fixed_plan(tree_size, heads, lookup)]
     else:
         sizes = TREE_SIZES if tables else (1, DEFAULT_TREE) if heads else (1,)
+        rate = lambda plan: by_heads(plan.head_nodes) / cost.guess(plan, batch_size)
         trees = some_trees([DraftPlan(size - 1) for size in sizes[1:]], rate)
         plans = [DraftPlan(), *trees, *(some_chains(trees) if lookup else [])]
-    guess = thread_gains(model, threads)
-    times = StepTimes(cost, plans, {n: gains.get(n, guess[n]) for n in guess})
-    times.plans |= {plan: copy(corrections[plan]) for plan in times.plans if plan in corrections}
-    policy = AdaptivePolicy(times, {plan: expected(plan) for plan in times.plans}, group_of(model))
+    gains = group.broadcast({n: gains.get(n, gain)
+                             for n, gain in thread_gains(model, threads).items()})
+    found = TokensFound({plan.head_nodes: by_heads(plan.head_nodes) for plan in plans},
+                        {plan.lookup_tokens for plan in plans} - {0})
+    policy = AdaptivePolicy(StepTimes(cost, plans, gains), found, group)
     policy.key = key
-    KNOWN[key] = times
+    KNOWN[key] = policy.observed
     return policy
 
 
@@ -188,32 +249,42 @@ def times_file():
 def times_key(model, heads, batch_size, sampling, beams):
     """16 hex digits over all that the ratios of steps' times depend on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = ("ratios", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
+    what = ("times", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
             batch_size, beams, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
             os.cpu_count(), torch.__version__, group_of(model).size)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
-def known_times(file):
-    """{key: ({plan: Estimate}, {number of threads: gain})} of this process and of a file, which may
-    be None, missing, or broken."""
-    found = {key: (times.plans, times.learnt_gains()) for key, times in KNOWN.items()}
+def file_entries(file):
+    """{key: `entry`} of a file, which may be None, missing, or broken."""
     try:
-        return {key: read_entry(**entry)
-                for key, entry in json.loads(file.read_text()).items()} | found
+        return dict(json.loads(file.read_text()))
     except (AttributeError, OSError, RecursionError, TypeError, ValueError):
-        return found
+        return {}
 
 
-def read_entry(plans, gains):
-    """An entry of the file. ValueError or TypeError where it is none."""
-    valid = lambda mean, variance=1.0: abs(mean) < 10 and 0 < variance < 10
-    if not (all(valid(*numbers) for numbers in plans.values()) and all(map(valid, gains.values()))):
-        raise ValueError("not logarithms of ratios of times")
+def entry(times):
+    """What the file keeps of a `StepTimes`: what plans cost that were measured, or ran."""
+    cost = times.cost
+    pair = lambda plan, x: [math.exp(x.mean) * cost(plan, n) for n in (1, cost.batch_size)]
+    plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan, x)
+             for plan, x in times.plans.items() if x.variance < GUESSED / 2}
+    return dict(plans=plans, reading=cost.reading, gains=times.learnt_gains())
+
+
+def read_entry(found):
+    """-> (attributes of a StepCost, {number of threads: gain}); nothing of an entry that is
+    broken."""
     plan = lambda name: DraftPlan._make(map(int, name.split("+")))
-    estimate = lambda mean, variance: Estimate(mean, min(variance + FADED, UNKNOWN))
-    return ({plan(name): estimate(*numbers) for name, numbers in plans.items()},
-            {int(n): gain for n, gain in gains.items()})
+    try:
+        measured = {plan(name): (one, all) for name, (one, all) in found["plans"].items()}
+        gains = {int(n): gain for n, gain in found["gains"].items()}
+        sane = (all(0 < x < 1e6 for pair in measured.values() for x in pair)
+                and all(0 <= x < 1e6 for x in found["reading"] or ())
+                and all(abs(gain) < 10 for gain in gains.values()))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        sane = False
+    return (dict(measured=measured, reading=found["reading"]), gains) if sane else ({}, {})
 
 
 def keep_times(engine):
@@ -222,12 +293,10 @@ def keep_times(engine):
     policy, file = engine.policy, times_file()
     if not isinstance(policy, AdaptivePolicy) or policy.group.rank:
         return
-    known = known_times(file)
-    known[policy.key] = known.pop(policy.key)  # the last: the first are forgotten
-    name = lambda plan: f"{plan.head_nodes}+{plan.lookup_tokens}"
-    entry = lambda plans, gains: dict(
-        plans={name(plan): [x.mean, x.variance] for plan, x in plans.items()}, gains=gains)
-    text = json.dumps({key: entry(*known[key]) for key in list(known)[-KEPT:]}, indent=1)
+    found = {key: kept for key, kept in file_entries(file).items()
+             if key != policy.key and any(read_entry(kept))}
+    found[policy.key] = entry(policy.observed)  # the last: the first are forgotten
+    text = json.dumps({key: found[key] for key in list(found)[-KEPT:]}, indent=1)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, lambda tmp: Path(tmp).write_text(text))
