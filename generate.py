@@ -463,9 +463,9 @@ class Engine:
             if on_step:
                 on_step(sequence.index, tokens, path, plan)
 
+        threads = torch.get_num_threads()  # which the policy may change
         self.policy.start(may_drop_heads=not keep)
         decoder.set_heads(self.heads)
-        threads = torch.get_num_threads()  # which the policy may change
         started = time.perf_counter()
         try:
             self.run(sequences, emit)

@@ -15,7 +15,7 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 1985, "model.py": 640, "clover.py": 440, "generate.py": 750, "train_heads.py": 330, "backends": 940,
-    "hf": 1225, "tools": 1420, "training": 1495, "bench": 2295, "tests": 10580, "without tests": 11500}
+    "hf": 1225, "tools": 1450, "training": 1495, "bench": 2295, "tests": 10580, "without tests": 11530}
 ABOVE_THE_RULE = 720  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else

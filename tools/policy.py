@@ -21,6 +21,7 @@ FADING = 1 / 64     # share that a mean forgets in a step
 FEWER = 1.15        # more threads are taken where they are quicker by this factor
 TRIALS = 0.01       # share of the time that may be lost by trials
 FIRST = 1           # steps' time that may be lost by them at once
+MOST_LOST = 8       # steps' time of a trial that later ones make up for
 # plain decoding is taken where it is this near the best: a batch's texts then end together
 MARGIN = 0.06
 USELESS = 2         # steps' time of a sequence that heads may lose by reading, until they stop
@@ -49,9 +50,10 @@ class StepTimes:
                       for plan in plans}
         self.speeds = {n: Estimate(-gain, variance=1e3) for n, gain in gains.items()}
         self.usual = {}  # number of threads -> a running mean of its speed
+        self.noise = NOISE
 
     def learnt(self):
-        return dict(plans=self.plans, speeds=self.speeds, usual=self.usual)
+        return dict(plans=self.plans, speeds=self.speeds, usual=self.usual, noise=self.noise)
 
     def learnt_gains(self):
         """`gains` as they were found to be."""
@@ -66,15 +68,18 @@ class StepTimes:
     def update(self, plan, threads, batch, reads, seconds):
         """Learns from a step."""
         speed, correction = parts = self.speeds[threads], self.plans[plan]
-        total = NOISE + speed.variance + correction.variance
+        total = self.noise + speed.variance + correction.variance
         error = math.log(seconds / self.seconds(plan, threads, batch, reads))
         if abs(error) < 3 * math.sqrt(total):
+            self.noise = max(self.noise + FADING * (error ** 2 - self.noise), NOISE)
             for part in parts:
                 gain = part.variance / total
                 part.mean += gain * error
                 part.variance *= 1 - gain
         else:  # it counts for nothing; another one like it will, for the machine's speed
             speed.variance += error ** 2
+            if threads > min(self.speeds):
+                speed.mean += error  # several threads may wait for one that does not run
         speed.variance += DRIFT
         for other, estimate in self.plans.items():
             if other != plan:
@@ -114,7 +119,9 @@ class AdaptivePolicy:
         self.observed = times
         self.times = times if self.group.size == 1 else copy(times)
         self.share()
-        self.start(may_drop_heads=True)
+        self.useless = 0        # what heads lost by reading, in steps' time of a sequence
+        self.may_drop_heads = True
+        self.decide()
         self.threads = self.best_threads
 
     def share(self):
@@ -126,8 +133,15 @@ class AdaptivePolicy:
         """A call begins, in which heads may be dropped or not: those of a chat go on reading."""
         with_heads = [plan.head_nodes > 0 for plan in self.plans]
         self.may_drop_heads = may_drop_heads and any(with_heads) and not all(with_heads)
-        self.useless = 0        # what heads lost by reading, in steps' time of a sequence
+        self.useless = 0
         self.decide()
+        self.set_threads(self.best_threads)
+
+    def set_threads(self, n):
+        """Sets torch's number of threads, if there is a choice."""
+        self.threads = n
+        if len(self.times.speeds) > 1 and torch.get_num_threads() != n:
+            torch.set_num_threads(n)
 
     @property
     def drops_heads(self):
@@ -156,14 +170,13 @@ class AdaptivePolicy:
         return max(lost, 0)
 
     def select(self):
-        """The plan of the next step. Sets torch's number of threads, if there is a choice."""
+        """The plan of the next step, for which it sets the number of threads."""
         best = self.best, self.best_threads
         gains = self.trials()
         trial = max(gains, key=gains.get, default=best)
         affordable = self.loss(trial[0], self.time(*trial)) <= self.allowance
-        plan, self.threads = trial if affordable else best
-        if len(self.times.speeds) > 1 and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
+        plan, threads = trial if affordable else best
+        self.set_threads(threads)
         return plan
 
     def trials(self):
@@ -208,7 +221,7 @@ class AdaptivePolicy:
             if known and self.group.size == 1:
                 taken = max(taken, seconds)
             self.allowance -= self.loss(plan, taken)
-        self.allowance = min(self.allowance + TRIALS, FIRST)
+        self.allowance = max(min(self.allowance + TRIALS, FIRST), -MOST_LOST)
         if self.step % SHARED == 0:
             self.share()
 

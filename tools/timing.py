@@ -35,6 +35,19 @@ def seconds(body, device, group=None):
     return group.broadcast(min(times + [once() for _ in range(more)]))
 
 
+def quick_times(body, end):
+    """Seconds of two to six calls of body() on a CPU, until the two fastest agree, the fastest
+    first; no more after the time `end`. One call before warms up."""
+    body()
+    taken = []
+    agree = lambda: len(taken) > 1 and taken[1] < 1.1 * taken[0]  # else other work runs
+    while not taken or (len(taken) < 6 and not agree() and time.perf_counter() < end):
+        started = time.perf_counter()
+        body()
+        taken = sorted([*taken, max(time.perf_counter() - started, 1e-6)])
+    return taken
+
+
 def copy_bandwidth(device):
     """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
     size = 2**31 if device.type == "cuda" else 2**28

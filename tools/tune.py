@@ -11,9 +11,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import time
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,8 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import GUESSED, AdaptivePolicy, StepTimes
-from tools.timing import STAGES, stage_times, timing_decoder
+from tools.policy import FEWER, GUESSED, AdaptivePolicy, StepTimes
+from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CHAINS = (4, 10)  # tokens of lookup
@@ -146,44 +147,46 @@ def thread_gains(model, threads=None):
 @torch.inference_mode()
 def probe(engine):
     """Measures on a CPU, in about PROBE seconds, what the steps of an engine's policy take where
-    nothing is known of that: of idle slots, one and all; plain decoding on all numbers of threads.
-    Sizes tell enough where a step is slow, and on a GPU each plan would need a graph."""
+    nothing is known of that: steps of idle slots, of one and of all. Sizes tell enough where a step
+    is slow, and on a GPU each plan would need a graph."""
     policy, decoder = engine.policy, engine.decoder
-    cost, gains = policy.times.cost, policy.times.gains
-    if decoder.model.device.type != "cpu" or policy.group.size > 1 or cost.measured:
-        return
-    plain, threads, begun = DraftPlan(), torch.get_num_threads(), time.perf_counter()
-
-    def quickest(plan, n):
-        decoder.run_first(n)
-        decoder.step(plan)
-        taken = []
-        for _ in range(2):
-            started = time.perf_counter()
-            decoder.step(plan)
-            taken.append(time.perf_counter() - started)
-        return max(min(taken), 1e-6)
-    pair = lambda plan: (quickest(plan, 1), quickest(plan, decoder.batch_size))
-    if quickest(plain, 1) < PROBE / 50:
-        decoder.set_heads(None)
-        unread = pair(plain)
-        decoder.set_heads(engine.heads)
-        taken = {}
-        for n in gains:
-            torch.set_num_threads(n)
-            taken[n] = pair(plain)
-        first = next(iter(gains))
-        gains = {n: math.log(taken[first][1] / taken[n][1]) for n in gains}
-        torch.set_num_threads(max(gains, key=gains.get))
-        cost.reading = [max(a - b, 0.0) for a, b in zip(taken[torch.get_num_threads()], unread)]
-        promising = sorted(policy.plans, key=policy.rates.get, reverse=True)
-        for plan in sorted(promising, key=plain.__ne__):
-            if time.perf_counter() < begun + PROBE:
-                cost.measured[plan] = pair(plan)
+    on_cpu = decoder.model.device.type == "cpu" and policy.group.size == 1
+    if on_cpu and not policy.times.cost.measured:
+        threads = torch.get_num_threads()
+        measure_steps(policy, decoder, time.perf_counter() + PROBE)
         torch.set_num_threads(threads)
-        policy.set_times(StepTimes(cost, policy.plans, gains))
-        KNOWN[policy.key] = policy.times
-    decoder.reset()
+        decoder.reset()
+
+
+def measure_steps(policy, decoder, end):
+    plain, heads = DraftPlan(), decoder.heads
+    cost, gains = policy.times.cost, policy.times.gains
+
+    def times(plan, n):
+        decoder.run_first(n)
+        return quick_times(partial(decoder.step, plan), end)
+    pair = lambda plan: (times(plan, 1)[0], times(plan, decoder.batch_size)[0])
+    torch.set_num_threads(min(gains))
+    if times(plain, 1)[0] > PROBE / 50:
+        return
+    by_threads = {}
+    for n in gains:
+        torch.set_num_threads(n)
+        by_threads[n] = statistics.fmean(times(plain, decoder.batch_size))
+    quickest = min(by_threads.values())
+    torch.set_num_threads(min(n for n in gains if by_threads[n] < FEWER * quickest))
+    decoder.set_heads(None)
+    alone = pair(plain)
+    decoder.set_heads(heads)
+    promising = sorted(policy.plans, key=policy.rates.get, reverse=True)
+    for plan in sorted(promising, key=plain.__ne__):
+        if time.perf_counter() < end:
+            cost.measured[plan] = pair(plan)
+    if plain in cost.measured:
+        cost.reading = [max(a - b, 0.0) for a, b in zip(cost.measured[plain], alone)]
+    gains = {n: math.log(by_threads[min(gains)] / by_threads[n]) for n in gains}
+    policy.set_times(StepTimes(cost, policy.plans, gains))
+    KNOWN[policy.key] = policy.times
 
 
 # --------------------------------------------------------------------------------------------------
