@@ -56,15 +56,17 @@ class Record(dict):
     """What a command measures, the object of its JSON line. With a path it is also a file, written
     anew after every row: a command that was stopped goes on with what is missing, until `complete`.
     Raises InputError for a file that holds a run with other settings or on another machine: a
-    machine with a GPU is the same where gpu, torch and triton are."""
+    machine with a GPU is the same where gpu, torch and triton are. any_machine: what is there came
+    from one that need not be this one."""
 
-    def __init__(self, path=None, **settings):
+    def __init__(self, path=None, any_machine=False, **settings):
         super().__init__(settings, machine=machine())
         self.path = path
         kept = read_json(path) if path and Path(path).is_file() else {}
         before = kept.get("machine", {})
-        if before.get("gpu") and all(before[x] == self["machine"][x]
-                                     for x in ("gpu", "torch", "triton")):
+        same_gpu = before.get("gpu") and all(before[x] == self["machine"][x]
+                                             for x in ("gpu", "torch", "triton"))
+        if same_gpu or before and any_machine:
             self["machine"] = before  # another host, or a later commit, goes on with it
         for name, value in json.loads(json.dumps(self)).items() if kept else ():
             if kept.get(name) != value:

@@ -162,7 +162,8 @@ def bench(args):
     model, heads, heldout, encoding = load(args, args.heads[-1:])
     heads, = heads.values()
     name = Path(args.heads[-1]).name
-    record = Record(args.out, bench="policy", **settings(args, model), heads=name, text=args.text)
+    record = Record(args.out, any_machine=True, bench="policy", **settings(args, model), heads=name,
+                    text=args.text)
     given = text_prompts(heldout, encoding, args.prompts, args)
     for t in args.temperatures:
         texts = lambda: [trace(model, heads, prompt, args.max_new_tokens, t) for prompt in given]
@@ -173,4 +174,5 @@ def bench(args):
     table = Table(COLUMNS)
     for t, batch_size in product(args.temperatures, args.batch_sizes):
         table.add(compare(model, heads, record, t, batch_size, slice(1, None, 2)))
-    return record.done()
+    record.done()
+    return settings(args, model) | dict(bench="policy", recorded_on=record["machine"], replay=table)
