@@ -156,9 +156,11 @@ def parse(argv):
     parser.add_argument("--evaluate", action="store_true",
                         help="measure the model in --out on held-out text")
     args = parser.parse_args(argv)
-    if args.n_head % args.n_kv_head or args.head_size % 2 or args.head_size > 256:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most "
-                         f"256; got {args.n_head} and {args.n_kv_head}, {args.head_size}")
+    sizes = {name: getattr(args, name) for name in SIZES}
+    c = args.config = GPTConfig(block_size=args.block_size, **sizes)
+    if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
+        raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
+                         f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
     return args
 
 
@@ -189,8 +191,7 @@ def main(argv=None):
     encoding = load_encoding(out)
     splits, _ = store_tokens(out / "tokens", args.data, encoding)
     tokens, heldout = (splits[split] for split in SPLITS)
-    sizes = {name: getattr(args, name) for name in SIZES}
-    run = Run(args, GPTConfig(block_size=args.block_size, **sizes), device, state)
+    run = Run(args, args.config, device, state)
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
     size = sum(p.numel() for p in run.model.parameters())
     print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "
