@@ -602,12 +602,22 @@ def check(name, value, low, high, whole=False, above=False):
         raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
 
 
+def human(number, unit=""):
+    """A number as people write it: 9.3 M, 7.2 B; with the unit "B", bytes: 18.6 MB, 1.5 GB."""
+    prefixes = ["", "k", "M", "G" if unit else "B", "T"]
+    while number >= 999.5 and len(prefixes) > 1:
+        number /= 1000
+        del prefixes[0]
+    digits = f"{number:.{int(number < 99.95)}f}".removesuffix(".0")
+    return f"{digits} {prefixes[0]}{unit}".strip()
+
+
 def check_memory(what, size, free, device, advice):
     """Raises InputError where `size` bytes are more than are free on a device. what: such as "the
     weights take"."""
     if size > free:
-        raise InputError(f"{what} {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free on "
-                         f"{device}; {advice}")
+        raise InputError(f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
+                         f"{advice}")
 
 
 def free_memory(device):

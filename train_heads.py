@@ -24,7 +24,7 @@ from backends import tensor_parallel
 from clover import CloverHeads, model_hash
 from hf import checkpoint
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, check
+from model import InputError, check, human
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training import common, data
 from training.common import (
@@ -346,8 +346,8 @@ def main(argv=None):
         return evaluate_folder(args, world)
     run, splits, distillation = prepare(args, world)
     parameters = sum(p.numel() for p in run.heads.parameters())
-    world.print(f"{args.preset} heads: {parameters / 1e6:.2f}M parameters; "
-                f"{len(splits['train'].ids) / 1e6:.1f}M training tokens")
+    world.print(f"{args.preset} heads: {human(parameters)} parameters; "
+                f"{human(len(splits['train'].ids))} training tokens")
     if not run.step:
         run.save()  # so that --resume has something to continue from
     done = run.train(splits["train"], distillation)

@@ -564,7 +564,8 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     want = {name: trained_on["training"][name] for name in ("data", "key")}
     assert trained_on["measured_on"] == want and want["data"] == ["texts.jsonl"]
     monkeypatch.setattr(train_heads, "measure", lambda heads, heldout, *_: seen.append(heldout) or measured(heads))
-    evaluate = lambda *flags: train_heads.main([*TINY, "--model", str(checkpoint), "--out", str(out), "--evaluate", *flags])
+    flags = [*TINY, "--model", str(checkpoint), "--out", str(out), "--evaluate"]
+    evaluate = lambda *more: train_heads.main([*flags, *more])
     record = lambda: json.loads((out / "heads.json").read_text())
     capsys.readouterr()
     evaluate()

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf.tokenizer import CODE_PATTERN, load_encoding
-from model import GPT, GPTConfig, InputError, atomic_write, pick_device
+from model import GPT, GPTConfig, InputError, atomic_write, human, pick_device
 from tools.cli import Parser, command
 from training import common
 from training.common import (
@@ -216,8 +216,8 @@ def main(argv=None):
     run = Run(args, args.config, device, state)
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
     size = sum(p.numel() for p in run.model.parameters())
-    print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "
-          f"{len(heldout.ids) / 1e6:.2f}M held out", flush=True)
+    print(f"{human(size)} parameters; {human(len(tokens.ids))} training tokens, "
+          f"{human(len(heldout.ids))} held out", flush=True)
     run.train(tokens)
     if run.step == args.steps:
         evaluate(run.model, args.data, encoding)

@@ -82,7 +82,8 @@ class SelfDistillation:
             # a copy in the model's dtype
             heads = CloverHeads.from_pretrained(run.out, model) if run.step else None
             out = generate(model, given, self.length, heads, temperature=self.rounds % 2,
-                           seed=run.args.seed, tree_size=TREE_SIZE, batch_size=BATCH, stop=self.stop)
+                           seed=run.args.seed, tree_size=TREE_SIZE, batch_size=BATCH,
+                           stop=self.stop)
             texts = out.tokens
             run.world.print(f"the model wrote {out.emitted} tokens after {len(given)} prompts "
                             f"({out.tokens_per_step:.2f} per step) in "
