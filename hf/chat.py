@@ -115,7 +115,7 @@ tokenizer     {tokenizer}
 chat          {f"template of {template.file.name}" if template else "no template, so no --chat"}
 a text ends   at {" or ".join(filter(None, (ends, "the end of the context")))}
 sampling      {sampling.replace("temperature 0.0", "greedy")}, unless flags say otherwise
-draft heads   {"; ".join(filter(None, heads)) or "none beside it: lookup drafts; see train_heads.py"}
+draft heads   {"; ".join(filter(None, heads)) or "none beside it: lookup drafts (train_heads.py)"}
 generate.py   {"lacks " + "; ".join(lacks) if lacks else "has all that it needs"}"""
 
 
