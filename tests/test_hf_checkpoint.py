@@ -318,7 +318,8 @@ def test_a_description_tells_what_generate_takes_and_lacks(checkpoint, tmp_path)
     CloverHeads(preset("hydra", n_draft=3), model).save_pretrained(folder / "mine", tokens_per_step=2.345)
     lines = lambda: dict(line.split(None, 1) for line in describe(folder).splitlines())
     said = lines()
-    assert said["chat"] == "template of chat_template.jinja" and said["a"].startswith("text ends   at <|endoftext|> 3 or")
+    assert said["chat"] == "template of chat_template.jinja"
+    assert said["a"].startswith("text ends   at <|endoftext|> 3 or")
     assert said["sampling"].startswith("temperature 1.0, top-p 0.95")
     assert said["draft"].endswith("mine/ (hydra, 3 heads, 2.35 tokens per step)")
     assert said["generate.py"] == "has all that it needs"

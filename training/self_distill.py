@@ -101,8 +101,9 @@ class SelfDistillation:
         tokens = min(TRIAL, self.length)
         generate(model, self.prompts[:BATCH], tokens, tree_size=1, batch_size=BATCH)
         batches = ROUNDS * -(-len(self.prompts) // (ROUNDS * BATCH))
-        minutes = (time.monotonic() - began) / tokens * self.length * batches / 60
+        seconds = (time.monotonic() - began) / tokens * self.length * batches
+        duration = f"{seconds / 60:.0f} min" if seconds > 99 else f"{seconds:.0f} s"
         return (f"self-distillation: the model continues {len(self.prompts)} prompts by up to "
                 f"{self.length} tokens each, in {ROUNDS} rounds over the run, for the heads to "
-                f"learn from; about {max(round(minutes), 1)} min in all, less where texts end "
+                f"learn from; about {duration} in all, less where texts end "
                 "early; --self-distill 0 switches it off")
