@@ -584,6 +584,13 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     assert (out / "heads.json").read_bytes() == before
     evaluate("--data", str(texts))
     assert record()["measured_on"] == want
+    library = record() | dict(training=dict(data=train_heads.STANDARD_LIBRARY, key="of another machine"))
+    (out / "heads.json").write_text(json.dumps(library))
+    monkeypatch.setattr(data, "tokens_key", lambda paths, *_: f"key of {paths}")
+    monkeypatch.setattr(data, "load_tokens", lambda paths, *_, template: paths)
+    evaluate()
+    assert seen.pop() is None and "measuring on the built-in corpus, which is not" in capsys.readouterr().out
+    assert record()["measured_on"] == dict(data=train_heads.STANDARD_LIBRARY, key="key of None")
 
 
 def test_a_plot_is_drawn_where_matplotlib_is(finished):

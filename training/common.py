@@ -163,7 +163,7 @@ def saving(what, advice):
         cause = error
         while cause and not isinstance(cause, OSError):  # torch hides it
             cause = cause.__context__
-        reason = cause.strerror if cause else str(error).splitlines()[0]
+        reason = (cause and cause.strerror) or str(error).split("\n")[0]
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
