@@ -54,9 +54,9 @@ class GPTConfig:
     n_layer: int = 12          # L
     n_head: int = 4            # Hq
     n_kv_head: int = 2         # Hkv
-    head_size: int = 64        # D
+    head_size: int = 0         # D; 0: n_embd / n_head
     n_embd: int = 256          # C
-    n_inner: int = 640         # width of the MLP
+    n_inner: int = 0           # width of the MLP; 0: 2.5 n_embd
     norm: str = "rms"          # "rms" or "layer"
     norm_eps: float = 1e-5
     positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
@@ -70,6 +70,10 @@ class GPTConfig:
     qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
     tied: bool = True          # the LM head is the embedding table
     unit_head: bool = False    # the LM head's rows are scaled to length 1 when read: Baichuan 2
+
+    def __post_init__(self):
+        self.head_size = self.head_size or self.n_embd // self.n_head
+        self.n_inner = self.n_inner or 5 * self.n_embd // 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -382,9 +386,9 @@ class LMHead(nn.Linear):
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer. `init_weights` or `from_pretrained` gives it weights. What it
-    calls the hidden state is the last block's output, before the final norm. hash: 16 hex digits of
-    the checkpoint folder it came from, else None."""
+    """A decoder-only transformer, with random weights as `init_weights` draws them; those of a
+    checkpoint come by `from_pretrained`. What it calls the hidden state is the last block's output,
+    before the final norm. hash: 16 hex digits of the checkpoint folder it came from, else None."""
 
     def __init__(self, config):
         super().__init__()
@@ -400,6 +404,8 @@ class GPT(nn.Module):
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_place()
+        if not self.embed.weight.is_meta:  # else its weights are read from a folder
+            self.init_weights()
 
     def tie_and_place(self):
         """Sets what is derived rather than stored, on the weights' device: the tied head, the
@@ -596,12 +602,22 @@ def check(name, value, low, high, whole=False, above=False):
         raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
 
 
+def human(number, unit=""):
+    """A number as people write it: 9.3 M, 7.2 B; with the unit "B", bytes: 18.6 MB, 1.5 GB."""
+    prefixes = ["", "k", "M", "G" if unit else "B", "T"]
+    while number >= 999.5 and len(prefixes) > 1:
+        number /= 1000
+        del prefixes[0]
+    digits = f"{number:.{int(number < 99.95)}f}".removesuffix(".0")
+    return f"{digits} {prefixes[0]}{unit}".strip()
+
+
 def check_memory(what, size, free, device, advice):
     """Raises InputError where `size` bytes are more than are free on a device. what: such as "the
     weights take"."""
     if size > free:
-        raise InputError(f"{what} {size / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free on "
-                         f"{device}; {advice}")
+        raise InputError(f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
+                         f"{advice}")
 
 
 def free_memory(device):

@@ -11,22 +11,32 @@ given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends
 as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
+import contextlib
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from backends import tensor_parallel
 from clover import CloverHeads, model_hash
 from hf import checkpoint
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, atomic_write, check
+from model import InputError, check, human
 from tools.cli import DEMO, Parser, add_model_flags, command, load_model
 from training import common, data
-from training.common import Log, Signals, add_number, progress, set_learning_rate
+from training.common import (
+    Log,
+    Signals,
+    add_number,
+    path_flags,
+    progress,
+    save_run,
+    set_learning_rate,
+)
+from training.corpus import corpus_name
 from training.evaluate import head_accuracy, heldout_prompts, measure, plot, record, table
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
@@ -36,6 +46,8 @@ HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches la
 ON_POLICY_TOP = 4   # guesses of a head that drafting goes on from, with --on-policy-steps
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
+STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
+STATE = ("settings", "flags", "step", "heads", "optimizer")  # what train_state.pt holds
 
 
 class Run:
@@ -62,7 +74,7 @@ class Run:
             self.step = state["step"]
         self.wrapped = heads
         if world.size > 1:
-            self.wrapped = DistributedDataParallel(heads, broadcast_buffers=False,
+            self.wrapped = DistributedDataParallel(heads, forward_sync_buffers=False,
                                                    gradient_as_bucket_view=True)
 
     def train(self, corpus, distillation=None):
@@ -134,19 +146,13 @@ class Run:
         if self.world.rank:
             return
         a = self.args
-        names = [Path(p).name for p in a.data or ()] or "the Python standard library's source"
         training = dict(steps=self.step, tokens=self.step * self.step_tokens, **flags(a),
-                        data=names, key=a.key)
-        state = dict(settings=settings(a, self.heads), step=self.step,
-                     heads=self.heads.state_dict(), optimizer=self.optimizer.state_dict())
-        try:
-            atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
-            self.heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training,
-                                       **info)
-        except (OSError, RuntimeError, SafetensorError) as error:  # these raise nothing narrower
-            raise InputError(f"{self.out}: step {self.step} cannot be saved "
-                             f"({str(error).splitlines()[0]}); what was saved last is intact: make "
-                             "room and --resume") from None
+                        **data_record(a.data, a.key))
+        state = dict(settings=settings(a, self.heads), flags=dict(steps=a.steps, **path_flags(a)),
+                     step=self.step, heads=self.heads.state_dict(),
+                     optimizer=self.optimizer.state_dict())
+        save_run(self.out, state, partial(self.heads.save_pretrained, self.out, self.tokenizer,
+                                          torch.bfloat16, training=training, **info))
 
     def check_finite(self, *tensors):
         if not all(bool(x.isfinite().all()) for x in tensors):
@@ -160,6 +166,11 @@ def flags(args):
     names = ("batch_size", "block_size", "lr", "seed", "objective", "smooth_l1", "on_policy_steps",
              "self_distill", "self_distill_ratio", "dtype")
     return {name: getattr(args, name) for name in names}
+
+
+def data_record(paths, key):
+    """What heads.json says about --data; names alone, as it may be published."""
+    return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
 
 def settings(args, heads):
@@ -177,10 +188,7 @@ def prepare(args, world):
     SelfDistillation or None). Process 0 tokenises; all map the files."""
     out = Path(args.out)
     template = load_chat_template(args.model)
-    keys = ("settings", "step", "heads", "optimizer")
-    state = common.load_state(out, args.resume, keys, "cpu")
-    if state and args.self_distill is None:
-        args.self_distill = state["settings"]["self_distill"]
+    state = vars(args).pop("state")  # which is large: nothing may keep it
     if not state and args.draft_vocabulary is None:
         args.draft_vocabulary = "auto"
     heads, encoding = load_for_training(args, world)
@@ -217,7 +225,7 @@ def finish(run, heldout):
     sizes = args.batch_size // world.size, args.block_size
     if args.shard_base and not world.divides(run.heads.model.config):
         top = head_accuracy(run.heads, heldout, *sizes, run.autocast)
-        run.save(accuracy=top[1], top_accuracy=top)
+        run.save(accuracy=top[1], top_accuracy=top, measured_on=data_record(args.data, args.key))
         world.print(f"{table(top)}\nthe rest, where it can be decoded: train_heads.py --evaluate")
         world.close()
     else:
@@ -225,8 +233,10 @@ def finish(run, heldout):
     if not world.rank:
         plot(run.out)
         flag = "" if args.model == str(DEMO) else f"--model {args.model} "
-        print(f"\nuse them:  python generate.py {flag}--heads {run.out} "
-              "--prompt \"def fibonacci(n):\"")
+        prompt = '--prompt "def fibonacci(n):"'
+        if load_chat_template(args.model):
+            prompt = '--chat --prompt "What is a prime number?"'
+        print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
 
 
 def measure_run(run, heldout, sizes):
@@ -246,10 +256,11 @@ def measure_run(run, heldout, sizes):
             return
         model = run.heads.model
     heads = CloverHeads.from_pretrained(run.out, model, run.tokenizer)
-    found = measure(heads, heldout, *sizes)
+    found = measure(heads, heldout, *sizes, world.print)
     if together:
         world.close()
     if not world.rank:
+        found["measured_on"] = data_record(run.args.data, run.args.key)
         record(heads, run.out, run.tokenizer, found)
 
 
@@ -262,16 +273,40 @@ def evaluate_folder(args, world):
     template = load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
     block_size = common.check_sizes(args, heads)
-    heldout = data.load_tokens(args.data, encoding, "heldout", template)
+    load_split, measured_on = evaluation_data(args, heads, encoding, template, world.print)
+    heldout = load_split("heldout")
     chosen = args.draft_vocabulary is not None
     if chosen:
-        ids = data.load_tokens(args.data, encoding, "train", template).ids
+        ids = load_split("train").ids
         V = model.config.vocab_size
         heads.set_vocabulary(data.draft_vocabulary(ids, args.draft_vocabulary, V, world.print))
-    found = measure(heads, heldout, args.batch_size, block_size)
+    found = measure(heads, heldout, args.batch_size, block_size, world.print)
     world.close()
     if not world.rank:
-        record(heads, args.out, tokenizer, found, weights=chosen)
+        record(heads, args.out, tokenizer, found | dict(measured_on=measured_on), weights=chosen)
+
+
+def evaluation_data(args, heads, encoding, template, log):
+    """What heads are measured on: --data, else what they were trained on -> (a function that gives
+    a split's Tokens, what heads.json says about them). Raises InputError where the data of their
+    training are not there any more."""
+    training = heads.info.get("training", {})
+    names, key = training.get("data"), training.get("key")
+    if args.data is None:
+        folder = Path(args.out) / "tokens"
+        with contextlib.suppress(InputError):
+            splits, meta = data.open_tokens(folder)
+            if meta["key"] == key:
+                return splits.get, dict(data=names, key=key)
+        if names != STANDARD_LIBRARY:
+            names = " ".join(names or ["data that heads.json does not name"])
+            raise InputError(f"{args.out}: these heads were trained on {names}, of which {folder} "
+                             "has no tokens any more; give them, or other data, with --data")
+    found = data_record(args.data, data.tokens_key(args.data, encoding, template))
+    if found["key"] != key:
+        log(f"measuring on {corpus_name(args.data)}, which is not or no longer what the heads were "
+            "trained on")
+    return partial(data.load_tokens, args.data, encoding, template=template), found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,8 +333,7 @@ def parse(argv):
     parser.add_argument("--shard-base", action="store_true", help="with torchrun: each GPU keeps a "
                         "part of the frozen model (FSDP2); default: if it has to")
     parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
-    args = parser.parse_args(argv)
-    args.out = args.out or f"out/{args.preset}"
+    args = common.parse_run(parser, argv, STATE, lambda args: f"out/{args.preset}")
     args.config = common.head_config(args)
     check("on-policy steps", args.on_policy_steps, 0, args.steps, whole=True)
     return args
@@ -312,8 +346,8 @@ def main(argv=None):
         return evaluate_folder(args, world)
     run, splits, distillation = prepare(args, world)
     parameters = sum(p.numel() for p in run.heads.parameters())
-    world.print(f"{args.preset} heads: {parameters / 1e6:.2f}M parameters; "
-                f"{len(splits['train'].ids) / 1e6:.1f}M training tokens")
+    world.print(f"{args.preset} heads: {human(parameters)} parameters; "
+                f"{human(len(splits['train'].ids))} training tokens")
     if not run.step:
         run.save()  # so that --resume has something to continue from
     done = run.train(splits["train"], distillation)

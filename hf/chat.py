@@ -12,7 +12,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hf.tokenizer import end_of_text, optional_json, token_settings, token_text
+from clover import read_record
+from hf.tokenizer import end_of_text, load_encoding, optional_json, token_settings, token_text
 from model import InputError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
@@ -81,6 +82,50 @@ def _template_source(folder):
         raise InputError(f"{file}: expected a chat_template that is a text, or a list with one "
                          f"named default, not a {type(source).__name__}; correct the file")
     return file, source
+
+
+def describe_texts(path, vocab_size):
+    """What generate.py takes from a folder beside the weights, and what it lacks there, in lines of
+    text. vocab_size: the model's."""
+    lacks = []
+
+    def read(load):
+        try:
+            return load()
+        except InputError as error:
+            lacks.append(str(error))
+
+    ends, tokenizer = "", "cannot be read"
+    if encoding := read(lambda: load_encoding(path)):
+        special = {index: text for text, index in encoding.special_tokens.items()}
+        names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
+        tokenizer = f"{encoding.n_vocab:,} tokens"
+        if encoding.prefix:
+            tokenizer += f", {names(encoding.prefix)} before a prompt"
+        if encoding.max_token_value >= vocab_size:
+            lacks.append(f"a tokenizer of the model's own: this one has ids up to "
+                         f"{encoding.max_token_value}, the model {vocab_size} embeddings")
+        ends = names(read(lambda: stop_tokens(path, encoding)) or [])
+    template = read(lambda: load_chat_template(path))
+    sampling = read(lambda: sampling_defaults(path)) or {}
+    sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
+    heads = [read(lambda: describe_heads(file)) for file in sorted(Path(path).glob("*/heads.json"))]
+    return f"""\
+tokenizer     {tokenizer}
+chat          {f"template of {template.file.name}" if template else "no template, so no --chat"}
+a text ends   at {" or ".join(filter(None, (ends, "the end of the context")))}
+sampling      {sampling.replace("temperature 0.0", "greedy")}, unless flags say otherwise
+draft heads   {"; ".join(filter(None, heads)) or "none beside it: lookup drafts (train_heads.py)"}
+generate.py   {"lacks " + "; ".join(lacks) if lacks else "has all that it needs"}"""
+
+
+def describe_heads(file):
+    """A heads.json in a few words. It is not checked that the heads are this model's."""
+    config, record = read_record(file)
+    words = f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads"
+    if found := record.get("tokens_per_step"):
+        words += f", {found:.2f} tokens per step"
+    return words + ")"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from backends.cpu import default_dtype
 from backends.tensor_parallel import Group
 from clover import samples_hash
+from hf.chat import describe_texts
 from hf.families import (
     FAMILIES,
     hf_config,
@@ -30,7 +31,7 @@ from hf.families import (
     split_weight,
     stored_parts,
 )
-from model import GPT, InputError, atomic_write, check_memory, free_memory, read_json
+from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 
@@ -272,8 +273,8 @@ def save(model, path, dtype=None):
 
 
 def describe(path):
-    """What a checkpoint folder holds, in lines of text. Reads headers only. Raises InputError as
-    read_headers does."""
+    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
+    Raises InputError as read_headers does."""
     model, _ = read_headers(path)
     c = model.config
     files = weight_files(path)
@@ -281,13 +282,14 @@ def describe(path):
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
     scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
-    gb = lambda size: f"{size / 1e9:.2f} GB"
+    gb = lambda size: human(size, "B")
     return f"""\
 family        {c.family} ({FAMILIES[c.family].architecture})
 layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{" gated" if c.gated else ""}
 heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}
-vocabulary    {c.vocab_size}, LM head {"tied to the embeddings" if c.tied else "of its own"}
-context       {c.block_size} tokens, positions by {c.positions}{scaling}
-parameters    {count / 1e6:.1f} million: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
+vocabulary    {c.vocab_size:,}, LM head {"tied to the embeddings" if c.tied else "of its own"}
+context       {c.block_size:,} tokens, positions by {c.positions}{scaling}
+parameters    {human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
 weights       {shards}, {gb(sum(file.stat().st_size for file in files))}
-KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16"""
+KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16
+{describe_texts(path, c.vocab_size)}"""

@@ -257,7 +257,7 @@ def test_decode_on_random_weights(run, monkeypatch):
     weights = sum(p.numel() for p in model.parameters()) - 97 * 64
     assert decoding.step_bytes(model, 10) == 4 * (weights + 10 * PREFIX * 2 * 2 * 2 * 16)
     monkeypatch.setattr(steps, "free_memory", lambda device: 1000)
-    with pytest.raises(InputError, match="random weights of 7b in float32 take .* GB"):
+    with pytest.raises(InputError, match="random weights of 7b in float32 take .* kB"):
         steps.random_model("7b", "cpu", torch.float32)
 
 

@@ -20,6 +20,7 @@ k, v = (x[b].repeat_interleave(Hq // Hkv, 0)[:, :seen + 3] for x in cache[0])
 want = F.scaled_dot_product_attention(q[b, node][:, None], k, v)[:, 0]
 assert torch.allclose(out[b, node], want, atol=1e-5)
 """, r"torch.Size\(\[2, 4, 8, 64\]\) \[14, 15\]"),
+    "model": (FOUR, "assert len(set(out.tokens[0])) > 1 and out.emitted == 40", "True 16 160"),
     "head": (FOUR, "assert type(heads.draft_head(1).mix) is Gate", r"True \d\.\d+"),
     "family": ([*FOUR[:3], "hf", "backends"], """
 from safetensors import safe_open

@@ -10,7 +10,7 @@ import torch
 import model as models
 from conftest import SHAPES, random_prompts, toy_model
 from generate import capture
-from model import GPT
+from model import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,9 +99,31 @@ def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
     assert said.returncode == 0
     assert "llama (LlamaForCausalLM)" in said.stdout and "context       128 tokens" in said.stdout
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
-    assert f"{parameters / 1e6:.1f} million" in said.stdout and "0.5 KiB per token in float32" in said.stdout
+    assert f"parameters    {parameters / 1e3:.1f} k: " in said.stdout and "0.5 KiB per token in float32" in said.stdout
+    assert "tokenizer     258 tokens\n" in said.stdout and said.stdout.endswith("generate.py   has all that it needs\n")
     said = look(tmp_path / "nowhere")
     assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
+
+
+@pytest.mark.parametrize("number, unit, said", [
+    (0, "", "0"), (999, "", "999"), (9_311_488, "", "9.3 M"), (7e9, "", "7 B"), (128_256, "", "128 k"),
+    (1_500_000_000, "B", "1.5 GB"), (18_637_008, "B", "18.6 MB"), (999_600, "B", "1 MB"), (99_960, "", "100 k")])
+def test_numbers_are_as_people_write_them(number, unit, said):
+    assert models.human(number, unit) == said
+
+
+def test_a_fresh_model_has_weights_and_sizes_that_fit():
+    """Catches zeros until init_weights is called, a model of a folder that draws numbers to be overwritten, and sizes
+    that stay at the defaults of another hidden size."""
+    model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=96, n_head=6))
+    assert model.config.head_size == 16 and model.config.n_inner == 240
+    assert all(p.std() > 0 for p in model.parameters() if p.dim() == 2)
+    draw = lambda: GPT(model.config).init_weights(torch.Generator().manual_seed(3)).head.weight
+    assert torch.equal(draw(), draw())  # whatever was drawn before
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        GPT(model.config)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_free_memory_is_a_number():

@@ -6,6 +6,7 @@ import json
 import multiprocessing.forkserver
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
 from tools.cli import generate_main
-from training import data, evaluate, parallel, self_distill
+from training import common, data, evaluate, parallel, self_distill
 from training.common import Log
 from training.data import load_tokens, open_tokens
 
@@ -93,6 +94,7 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     assert record["config"]["preset"] == name and record["training"]["steps"] == 60 and record["tokens_per_step"] >= 1
     said = capsys.readouterr().out
     assert "held-out accuracy" in said and f"--heads {tmp_path / 'heads'}" in said
+    assert re.findall(r"^measuring (\d) of 4: ", said, re.M) == list("1234")
     heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
     prompts = random_prompts([9, 20])
     assert generate(model, prompts, 20, heads, tree_size=9).tokens == generate(model, prompts, 20).tokens
@@ -196,18 +198,19 @@ def test_a_run_refuses_other_flags_data_and_models_and_states_of_another_format(
     other = shutil.copytree(checkpoint, tmp_path / "other")
     toy_model(seed=1, vocab_size=258, block_size=128).save_pretrained(other)
     for folder, flags, says in (
-            (checkpoint, ["--preset", "medusa"], "holds a run with preset clover, not medusa; repeat its flags"),
-            (checkpoint, ["--seed", "2"], "holds a run with seed 1, not 2; repeat its flags"),
+            (checkpoint, ["--preset", "medusa"], "holds a run with preset clover, not medusa: --resume goes on with"),
+            (checkpoint, ["--seed", "2", "--draft-heads", "3", "--lr", "0.1"],
+             "holds a run with draft-heads 4, not 3; lr 0.005, not 0.1; seed 1, not 2: .*; leave out what differs"),
             (checkpoint, ["--steps", "10"], "at step 12 already; --steps 10 is less"),
             (checkpoint, ["--data", str(tmp_path / "more.txt")],
-             "holds a run with data of hash .*, not of hash .*; repeat its"),
+             "holds a run with data of hash .*, not of hash .*; leave out"),
             (other, [], "holds a run with model of hash .*, not of hash")):
         with pytest.raises(InputError, match=says):
             run(folder, texts, finished, "--steps", "12", "--resume", *flags)
     with pytest.raises(InputError, match="holds a run already; --resume goes on with it"):
         run(checkpoint, texts, finished, "--steps", "12")
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
-    old = dict(config={}, base="", settings={}, key="", step=3, heads={}, optimizer={})  # as older versions wrote it
+    old = dict(settings={}, step=3, heads={}, optimizer={})  # as older versions wrote it
     for state in (dict(model={}, optimizer=[], step=3), old, [1, 2]):
         torch.save(state, tmp_path / "train_state.pt")
         with pytest.raises(InputError, match="not a training state of this command and version") as caught:
@@ -275,26 +278,52 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_heads(che
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_heads(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a traceback, and a state that is half of a new one."""
-    save, calls = torch.save, []
-
-    def full(state, path):
-        calls.append(state["step"])
-        if len(calls) == 3:
-            open(path, "wb").write(b"half")
-            raise OSError(28, "No space left on device")
-        save(state, path)
-    monkeypatch.setattr(torch, "save", full)
+    """Catches a traceback, a reason of torch's that says nothing, and a state that is half of a new one."""
     monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
-    with pytest.raises(InputError, match="step 2 cannot be saved .*No space left on device.*make room and --resume"):
-        run(checkpoint, texts, tmp_path / "heads", "--steps", "12")
-    monkeypatch.setattr(torch, "save", save)
+    train_step = train_heads.Run.train_step
+    with monkeypatch.context() as patch:
+        def full_at_two(self, *args):
+            if self.step == 1:
+                patch.setattr(common, "open", lambda path, mode: open("/dev/full", mode), raising=False)
+            return train_step(self, *args)
+        patch.setattr(train_heads.Run, "train_step", full_at_two)
+        with pytest.raises(InputError, match=r"step 2 cannot be saved \(No space left on device\); what was saved last "
+                                             "is intact: make room and --resume$"):
+            run(checkpoint, texts, tmp_path / "heads", "--steps", "12")
     assert not list((tmp_path / "heads").glob("*.tmp*"))
     log = Log(tmp_path / "log.jsonl", 0)
     log.path = tmp_path  # which nothing can be written to
     with pytest.raises(InputError, match="cannot be written .*make room and --resume"):
         log.add(step=1)
     assert run(checkpoint, texts, tmp_path / "heads", "--steps", "12", "--resume")["training"]["steps"] == 12
+
+
+@pytest.mark.parametrize("file", ["train_state.pt", "heads.safetensors", "heads.json"])
+def test_a_run_that_a_full_disk_did_not_let_begin_starts_anew(file, checkpoint, texts, tmp_path, monkeypatch,
+                                                              unmeasured):
+    """Catches a promise of a saved run where none is, and a command that is refused for what it left."""
+    chmod = os.chmod
+
+    def full(path, *mode):
+        if file in path:
+            raise OSError(28, "No space left on device")
+        chmod(path, *mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chmod", full)
+        with pytest.raises(InputError, match=r"step 0 cannot be saved \(No space left on device\); nothing is kept: "
+                                             "make room and start it again$"):
+            run(checkpoint, texts, tmp_path / "heads", "--steps", "2")
+    assert run(checkpoint, texts, tmp_path / "heads", "--steps", "2")["training"]["steps"] == 2
+
+
+def test_what_cannot_be_recorded_is_said_in_one_line(finished, checkpoint, texts, monkeypatch, capsys, unmeasured):
+    """Catches a traceback after minutes of measuring, and figures that are not shown."""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "chmod", full)
+    with pytest.raises(InputError, match=r"cannot be written \(No space left on device\); make room and --evaluate$"):
+        run(checkpoint, texts, finished, "--evaluate")
+    assert "held-out accuracy" in capsys.readouterr().out
 
 
 def torchrun_sets(setenv, rank, size, local_rank, port=1):
@@ -484,7 +513,11 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
     monkeypatch.setattr(train_heads, "guess_masks", spied)
     monkeypatch.setattr(self_distill, "SELF_PROMPTS", 8)
     run(folder, chats, tmp_path / "out", "--steps", "3", "--self-distill-ratio", "0")
-    assert capsys.readouterr().out.count("the model wrote") == 4
+    said = capsys.readouterr().out
+    assert said.count("the model wrote") == 4 and "--chat --prompt" in said
+    before, _ = said.split("the model wrote", 1)
+    assert re.search(r"self-distillation: the model continues 8 prompts by up to 45 tokens each, in 4 rounds .*; about "
+                     r"\d+ s in all, .*; --self-distill 0 switches it off\n$", before) and said.count("0 switches") == 1
     encoding = load_encoding(checkpoint)
     for ids, head in masks:
         for row, mask in zip(ids, head):
@@ -504,8 +537,60 @@ def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tm
         vocabulary=0)
     assert run(checkpoint, texts, tmp_path / "b", "--steps", "2", "--preset", "clover2",
                "--no-shared")["config"]["shared"] is False
-    with pytest.raises(InputError, match="holds a run with augment-layers 2, not 1"):
-        run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--draft-heads", "3")
+    with pytest.raises(InputError, match="holds a run with augment-layers 2, not 1; mix concat, not none: "):
+        run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume", "--augment-layers", "1", "--mix", "none")
+    again = run(checkpoint, texts, tmp_path / "a", "--steps", "4", "--resume")
+    assert again["config"] == record["config"] and again["training"]["steps"] == 4
+
+
+def test_resume_alone_takes_the_flags_of_the_run(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+    """Catches a run that goes on with defaults, or needs its flags, model and data spelled again."""
+    out = tmp_path / "heads"
+    monkeypatch.chdir(texts.parent)  # paths given relative to where the run began
+    flags = ["--model", str(checkpoint), "--data", texts.name, "--steps", "3", "--preset", "hydra", "--lr", "0.01"]
+    train_heads.main([*TINY, *flags, "--out", str(out)])
+    before = json.loads((out / "heads.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    train_heads.main(["--out", "heads", "--resume", "--steps", "5"])
+    after = json.loads((out / "heads.json").read_text())
+    assert after["training"] == before["training"] | dict(steps=5, tokens=5 * 8 * 40)
+    assert after["config"] == before["config"]
+
+
+def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
+    """Catches figures of other data in a record that names these."""
+    out, seen = tmp_path / "heads", []
+    trained_on = run(checkpoint, texts, out, "--steps", "1")
+    want = {name: trained_on["training"][name] for name in ("data", "key")}
+    assert trained_on["measured_on"] == want and want["data"] == ["texts.jsonl"]
+    monkeypatch.setattr(train_heads, "measure", lambda heads, heldout, *_: seen.append(heldout) or measured(heads))
+    flags = [*TINY, "--model", str(checkpoint), "--out", str(out), "--evaluate"]
+    evaluate = lambda *more: train_heads.main([*flags, *more])
+    record = lambda: json.loads((out / "heads.json").read_text())
+    capsys.readouterr()
+    evaluate()
+    assert "measuring on" not in capsys.readouterr().out and record()["measured_on"] == want
+    assert seen.pop().ids.tolist() == open_tokens(out / "tokens")[0]["heldout"].ids.tolist()
+    more = tmp_path / "more.txt"
+    more.write_text("".join(f"{i} more words " for i in range(5000)))
+    evaluate("--data", str(more))
+    assert f"measuring on {more}, which is not or no longer what" in capsys.readouterr().out
+    assert record()["measured_on"]["data"] == ["more.txt"] and record()["measured_on"]["key"] != want["key"]
+    assert record()["training"] == trained_on["training"]
+    shutil.rmtree(out / "tokens")
+    before = (out / "heads.json").read_bytes()
+    with pytest.raises(InputError, match="trained on texts.jsonl, of which .*tokens has no tokens any more; give them"):
+        evaluate()
+    assert (out / "heads.json").read_bytes() == before
+    evaluate("--data", str(texts))
+    assert record()["measured_on"] == want
+    library = record() | dict(training=dict(data=train_heads.STANDARD_LIBRARY, key="of another machine"))
+    (out / "heads.json").write_text(json.dumps(library))
+    monkeypatch.setattr(data, "tokens_key", lambda paths, *_: f"key of {paths}")
+    monkeypatch.setattr(data, "load_tokens", lambda paths, *_, template: paths)
+    evaluate()
+    assert seen.pop() is None and "measuring on the built-in corpus, which is not" in capsys.readouterr().out
+    assert record()["measured_on"] == dict(data=train_heads.STANDARD_LIBRARY, key="key of None")
 
 
 def test_a_plot_is_drawn_where_matplotlib_is(finished):

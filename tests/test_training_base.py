@@ -10,7 +10,7 @@ import torch
 
 from hf.tokenizer import encode_prompt, end_of_text, load_encoding
 from model import GPT, InputError
-from training import base
+from training import base, common
 
 TINY = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 1 --head-size 16 --n-embd 32 --n-inner 48 --device cpu " \
        "--batch-size 4 --block-size 32 --lr 0.01".split()
@@ -94,6 +94,27 @@ def test_a_finished_run_is_not_overwritten(texts, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_full_disk_is_one_line_and_resume_takes_the_flags_of_the_run(texts, tmp_path, monkeypatch):
+    """Catches a traceback, an empty folder that is left, and a resumed run of the default sizes."""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    reason = r" \(No space left on device\); "
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "atomic_write", full)
+        with pytest.raises(InputError, match=f"a tokenizer cannot be written there{reason}make room"):
+            run(texts, tmp_path / "run", "--steps", "1")
+    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "atomic_write", full)
+        with pytest.raises(InputError, match=f"step 1 cannot be saved{reason}nothing is kept: make room and start it"):
+            run(texts, tmp_path / "run", "--steps", "1")
+    before = run(texts, tmp_path / "run", "--steps", "1").config
+    base.main(["--out", str(tmp_path / "run"), "--resume", "--steps", "2"])
+    assert GPT.from_pretrained(tmp_path / "run", device="cpu").config == before
+    with pytest.raises(InputError, match="holds a run with n-layer 2, not 3; n-embd 32, not 48: "):
+        base.main(["--out", str(tmp_path / "run"), "--resume", "--n-layer", "3", "--n-embd", "48"])
+
+
 def test_transformers_reads_what_was_trained(texts, tmp_path):
     """Catches a tokenizer or a config that only we can read."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
@@ -112,7 +133,7 @@ def test_transformers_reads_what_was_trained(texts, tmp_path):
     ("--lr nan", "--lr: the value must be"),
     ("--vocab-size 100", "--vocab-size: the value must be a whole number from 257"),
     ("--head-size 8", "--head-size: the value must be a whole number from 16"),
-    ("--head-size 258", "at most 256"),
+    ("--head-size 258", "from 16 to 256"),
     ("--n-head 3 --n-kv-head 2", "a multiple of n_kv_head"),
     ("--data nowhere.txt", "nowhere.txt"),
     ("--resume", "--resume needs a run"),

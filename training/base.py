@@ -19,16 +19,35 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf.tokenizer import CODE_PATTERN, load_encoding
-from model import GPT, GPTConfig, InputError, atomic_write, pick_device
+from model import GPT, GPTConfig, InputError, atomic_write, human, pick_device
 from tools.cli import Parser, command
 from training import common
-from training.common import Signals, add_flags, add_number, progress, set_learning_rate
+from training.common import (
+    Signals,
+    add_flags,
+    add_number,
+    parse_run,
+    path_flags,
+    progress,
+    save_run,
+    saving,
+    set_learning_rate,
+)
 from training.corpus import SPLITS, split_records
-from training.data import load_tokens, step_seed, store_tokens, to_device, window_batch
+from training.data import (
+    load_tokens,
+    remove_empty,
+    step_seed,
+    store_tokens,
+    to_device,
+    window_batch,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 # their least values
 SIZES = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
+FLAGS = ("steps", "batch_size", "block_size", "lr", "seed")  # that --resume takes, and may change
+STATE = ("settings", "flags", "step", "model", "optimizer")  # what train_state.pt holds
 SHOW_EVERY = 20   # steps
 SAVE_EVERY = 250  # steps
 
@@ -52,7 +71,7 @@ def train_tokenizer(documents, vocab_size, out):
                   eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
     config = json.dumps(config, indent=2) + "\n"
     atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(config))
-    atomic_write(out / "tokenizer.json", lambda tmp: tokenizer.save(tmp, pretty=False))
+    atomic_write(out / "tokenizer.json", lambda tmp: Path(tmp).write_text(tokenizer.to_str()))
 
 
 def loss_of(model, ids):
@@ -100,11 +119,7 @@ class Run:
             torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
         self.loss = partial(torch.compile(loss_of) if args.compile else loss_of, self.model)
         if state:
-            try:
-                self.model.load_state_dict(state["model"])
-            except RuntimeError:
-                raise InputError(f"{self.out} holds a model of other sizes; repeat its flags or "
-                                 "choose another --out") from None
+            self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizer"]):
                 optimizer.load_state_dict(saved)
             self.step = state["step"]
@@ -115,10 +130,11 @@ class Run:
         return window_batch([(tokens, a.batch_size)], a.block_size + 1, seed, self.device)[0]
 
     def save(self):
-        state = dict(model=self.model.state_dict(), step=self.step,
+        flags = {name: getattr(self.args, name) for name in FLAGS}
+        state = dict(settings=sizes(self.model.config), flags=flags | path_flags(self.args),
+                     step=self.step, model=self.model.state_dict(),
                      optimizer=[optimizer.state_dict() for optimizer in self.optimizers])
-        atomic_write(self.out / "train_state.pt", lambda tmp: torch.save(state, tmp))
-        self.model.save_pretrained(self.out, torch.bfloat16)
+        save_run(self.out, state, partial(self.model.save_pretrained, self.out, torch.bfloat16))
 
     def train(self, tokens):
         """Trains to the last step, or to the end of that in which Ctrl-C or SIGTERM come."""
@@ -146,7 +162,7 @@ class Run:
 def parse(argv):
     parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
     add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
-    parser.add_argument("--out", default="out/base")
+    parser.add_argument("--out", help="default: out/base")
     for name, smallest in SIZES.items():
         add_number(parser, f"--{name.replace('_', '-')}", smallest, 2**20,
                    default=getattr(GPTConfig, name))
@@ -155,23 +171,31 @@ def parse(argv):
                         help="torch.compile the loss; needs a C++ compiler on a CPU")
     parser.add_argument("--evaluate", action="store_true",
                         help="measure the model in --out on held-out text")
-    args = parser.parse_args(argv)
-    if args.n_head % args.n_kv_head or args.head_size % 2 or args.head_size > 256:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even and at most "
-                         f"256; got {args.n_head} and {args.n_kv_head}, {args.head_size}")
+    args = parse_run(parser, argv, STATE, lambda args: "out/base")
+    c = args.config = GPTConfig(block_size=args.block_size, **sizes(args))
+    if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
+        raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
+                         f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
     return args
+
+
+def sizes(values):
+    """The SIZES of the flags or of a GPTConfig."""
+    return {name: getattr(values, name) for name in SIZES}
 
 
 def start_folder(out, args):
     """Makes a new run's folder, with its tokenizer; bad data leaves nothing there."""
     pairs = split_records(args.data, SPLITS, log=lambda line: None)  # load_tokens will tell it
     texts = [record.text for split, record in pairs if split == "train"]
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be made a folder ({error.strerror}); choose another "
-                         "--out") from None
-    train_tokenizer(texts, args.vocab_size, out)
+        with saving(f"{out}: a tokenizer cannot be written there", "make room, or choose another "
+                    "--out"):
+            out.mkdir(parents=True, exist_ok=True)
+            train_tokenizer(texts, args.vocab_size, out)
+    finally:
+        remove_empty(missing)  # after an error
 
 
 def main(argv=None):
@@ -181,20 +205,19 @@ def main(argv=None):
     if args.evaluate:
         model = GPT.from_pretrained(out, torch.float32, device)
         return evaluate(model, args.data, load_encoding(out))
-    state = common.load_state(out, args.resume, ("model", "optimizer", "step"), device)
+    state = vars(args).pop("state")  # which is large: nothing may keep it
     if state:
-        common.check_resumed(out, args.steps, state, {})
+        common.check_resumed(out, args.steps, state, sizes(args.config))
     else:
         start_folder(out, args)
     encoding = load_encoding(out)
     splits, _ = store_tokens(out / "tokens", args.data, encoding)
     tokens, heldout = (splits[split] for split in SPLITS)
-    sizes = {name: getattr(args, name) for name in SIZES}
-    run = Run(args, GPTConfig(block_size=args.block_size, **sizes), device, state)
+    run = Run(args, args.config, device, state)
     run.windows(heldout, 0)  # raises before training where the evaluation has too few tokens
     size = sum(p.numel() for p in run.model.parameters())
-    print(f"{size / 1e6:.2f}M parameters; {len(tokens.ids) / 1e6:.1f}M training tokens, "
-          f"{len(heldout.ids) / 1e6:.2f}M held out", flush=True)
+    print(f"{human(size)} parameters; {human(len(tokens.ids))} training tokens, "
+          f"{human(len(heldout.ids))} held out", flush=True)
     run.train(tokens)
     if run.step == args.steps:
         evaluate(run.model, args.data, encoding)

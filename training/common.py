@@ -3,15 +3,18 @@
 import argparse
 import contextlib
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, preset
 from model import InputError, atomic_write, check
 
+FLAGS = dict(n_draft="draft_heads")  # switches of heads whose flags have another name
 MIN_VOCABULARY = 8  # ids to draft among: the acceptance table is measured with as many beams
 
 
@@ -41,7 +44,8 @@ def add_flags(parser, steps, batch_size, block_size, lr):
                help="tokens per sequence; default: 256, or the context")
     add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
     add_number(parser, "--seed", 0, 2**31, default=1)
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--resume", action="store_true",
+                        help="continue the run in --out, with its flags")
 
 
 def add_head_flags(parser):
@@ -94,7 +98,27 @@ def check_sizes(args, heads):
     return size
 
 
-def load_state(out, resume, keys, device):
+def parse_run(parser, argv, keys, default_out):
+    """The flags of a run. With --resume those that are not given are the saved ones, and `state` is
+    `load_state`'s; default_out: these flags -> --out where it is not given."""
+    args = parser.parse_args(argv)
+    out = args.out or default_out(args)
+    state = None if args.evaluate else load_state(Path(out), args.resume, keys)
+    if state:
+        saved = argparse.Namespace(**state["settings"] | state["flags"])
+        args = parser.parse_args(argv, saved)  # which sets what is given, and what is not there yet
+    args.out = out
+    args.state = state
+    return args
+
+
+def path_flags(args):
+    """--model and --data as they are saved, for --resume from anywhere."""
+    paths = dict(data=args.data and [os.path.abspath(path) for path in args.data])
+    return paths | (dict(model=os.path.abspath(args.model)) if "model" in args else {})
+
+
+def load_state(out, resume, keys):
     """The training state in a run's folder, a dict with these keys; None for a new run."""
     path = out / "train_state.pt"
     if not resume and path.exists():
@@ -105,7 +129,7 @@ def load_state(out, resume, keys, device):
     if not path.exists():
         raise InputError(f"{path}: no such file; --resume needs a run that was saved there")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if set(state) != set(keys):
             raise ValueError(f"it should have {', '.join(keys)}")
     except Exception as error:  # torch.load raises many kinds for a damaged file
@@ -117,15 +141,51 @@ def load_state(out, resume, keys, device):
 
 def check_resumed(out, steps, state, settings):
     """Refuses to go on with a run of other settings (a dict), or of more steps than are wanted."""
-    saved = state.get("settings", {})
-    for name in [*settings, *saved]:
-        if saved.get(name) != settings.get(name):
-            raise InputError(f"{out} holds a run with {name.replace('_', '-')} {saved.get(name)}, "
-                             f"not {settings.get(name)}; repeat its flags and data, or choose "
-                             "another --out")
+    saved = state["settings"]
+    differ = [f"{FLAGS.get(name, name).replace('_', '-')} {saved.get(name)}, not {value}"
+              for name, value in settings.items() if saved.get(name) != value]
+    if differ:
+        raise InputError(f"{out} holds a run with {'; '.join(differ)}: --resume goes on with the "
+                         "same flags, model and data; leave out what differs, or choose another "
+                         "--out")
     if state["step"] > steps:
         raise InputError(f"{out} holds a run that is at step {state['step']} already; --steps "
                          f"{steps} is less: choose more steps or another --out")
+
+
+@contextlib.contextmanager
+def saving(what, advice):
+    """Around writing files. Raises InputError, with the reason, where they cannot be written.
+    what: such as "OUT: step 9 cannot be saved"."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # these raise nothing narrower
+        cause = error
+        while cause and not isinstance(cause, OSError):  # torch hides it
+            cause = cause.__context__
+        reason = (cause and cause.strerror) or str(error).split("\n")[0]
+        raise InputError(f"{what} ({reason}); {advice}") from None
+
+
+def save_run(out, state, save_pretrained):
+    """Writes a run's training state into its folder, then calls save_pretrained(). Where a run's
+    first state cannot be saved, nothing is left that the same command would not start over."""
+    def write(tmp):
+        with open(tmp, "wb") as file:  # torch's own file does not say why it fails
+            torch.save(state, file)
+
+    path = out / "train_state.pt"
+    first = not path.exists()
+    advice = ("nothing is kept: make room and start it again" if first else
+              "what was saved last is intact: make room and --resume")
+    try:
+        with saving(f"{out}: step {state['step']} cannot be saved", advice):
+            atomic_write(path, write)
+            save_pretrained()
+    except InputError:
+        if first:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def set_learning_rate(optimizer, peak, step, steps):
@@ -151,23 +211,18 @@ class Log:
 
     def __init__(self, path, step):
         self.path = path
-        with self.writing():
+        with self.saving():
             lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
             kept = [line for line in lines
                     if line.endswith("}\n") and json.loads(line).get("step", step + 1) <= step]
             atomic_write(path, lambda tmp: Path(tmp).write_text("".join(kept)))
 
     def add(self, **values):
-        with self.writing(), open(self.path, "a") as file:
+        with self.saving(), open(self.path, "a") as file:
             file.write(json.dumps(values) + "\n")
 
-    @contextlib.contextmanager
-    def writing(self):
-        try:
-            yield
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); make room and "
-                             "--resume") from None
+    def saving(self):
+        return saving(f"{self.path}: cannot be written", "make room and --resume")
 
 
 class Signals:

@@ -121,6 +121,7 @@ def write_tokens(folder, documents, key=None):
     at the end, in place of an older one, which any error leaves as it is."""
     folder = Path(folder)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         for leftover in folder.parent.glob(f"{folder.name}.tmp*"):  # of a killed run
             shutil.rmtree(leftover)
@@ -135,6 +136,14 @@ def write_tokens(folder, documents, key=None):
                          f"{error.strerror or error}; make room, or name another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        remove_empty(missing)
+
+
+def remove_empty(folders):
+    """Removes those of the folders, inner ones first, that exist and hold nothing."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_arrays(folder, documents):

@@ -15,11 +15,13 @@ import torch
 
 from generate import generate
 from tools.tune import acceptance
+from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import guess_masks, teacher_forced, top_hits
 
 PROMPTS = 32  # held-out ones, decoded to measure the heads
 DECODED = 64  # new tokens per prompt
+TREE_SIZE = 17
 TOPS = (1, 2, 4, 8)  # head accuracy is measured for these n
 
 
@@ -49,20 +51,24 @@ def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nu
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
 
-def measure(heads, heldout, batch_size, block_size):
+def measure(heads, heldout, batch_size, block_size, log=print):
     """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype.
-    The interval is that of 95% of draws of such prompts (bootstrap)."""
+    The interval is that of 95% of draws of such prompts (bootstrap). log: called with a line before
+    each part."""
+    log("measuring 1 of 4: head accuracy")
     top = head_accuracy(heads, heldout, batch_size, block_size)
     given = heldout_prompts(heldout, heads.model)
+    log(f"measuring 2 of 4: {len(given)} prompts, greedy, tree size {TREE_SIZE}")
     steps = Counter()
-    out = generate(heads.model, given, DECODED, heads, tree_size=17,
+    out = generate(heads.model, given, DECODED, heads, tree_size=TREE_SIZE,
                    on_tokens=lambda i, tokens: steps.update([i]))
     counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
     draws = np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))
     tokens, steps = counts[draws].sum(axis=1).T
     interval = np.percentile(tokens / steps, (2.5, 97.5)).tolist()
     tables = {}
-    for temperature in (0.0, 1.0):
+    for part, temperature in enumerate((0.0, 1.0), start=3):
+        log(f"measuring {part} of 4: acceptance at temperature {temperature:g}")
         rows = acceptance(heads.model, heads, given, temperature, DECODED)
         tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
     return dict(accuracy=top[1], top_accuracy=top, prompts=len(given),
@@ -78,7 +84,7 @@ def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_inte
     if tokens_per_step is not None:
         low, high = tokens_per_step_interval
         lines.append(f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to "
-                     f"{high:.2f}) over {prompts} held-out prompts, greedy, tree size 17")
+                     f"{high:.2f}) over {prompts} held-out prompts, greedy, tree size {TREE_SIZE}")
     return "\n".join(lines)
 
 
@@ -87,10 +93,11 @@ def record(heads, out, tokenizer, found, weights=False):
     writes them too."""
     print(table(**found))
     kept = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
-    if weights:
-        heads.save_pretrained(out, tokenizer, torch.bfloat16, **kept | found)
-    else:
-        heads.save_record(out, tokenizer, **kept | found)
+    with saving(f"{out}: what was measured cannot be written", "make room and --evaluate"):
+        if weights:
+            heads.save_pretrained(out, tokenizer, torch.bfloat16, **kept | found)
+        else:
+            heads.save_record(out, tokenizer, **kept | found)
 
 
 def plot(folder):

@@ -10,6 +10,8 @@ from training.data import concatenate, document, open_tokens, prompts, write_tok
 
 SELF_PROMPTS = 1024  # by default, where the data are conversations
 ROUNDS = 4
+BATCH = 32  # prompts decoded together
+TRIAL = 8   # tokens of the first batch that tell how long the rest will take
 # Not measured: in half precision ties depend on it, and a resumed run must write the same text.
 TREE_SIZE = 5
 
@@ -75,10 +77,13 @@ class SelfDistillation:
             began = time.monotonic()
             run.save()
             model = run.heads.model
+            if self.rounds == 0:
+                run.world.print(self.announcement(model))
             # a copy in the model's dtype
             heads = CloverHeads.from_pretrained(run.out, model) if run.step else None
             out = generate(model, given, self.length, heads, temperature=self.rounds % 2,
-                           seed=run.args.seed, tree_size=TREE_SIZE, batch_size=32, stop=self.stop)
+                           seed=run.args.seed, tree_size=TREE_SIZE, batch_size=BATCH,
+                           stop=self.stop)
             texts = out.tokens
             run.world.print(f"the model wrote {out.emitted} tokens after {len(given)} prompts "
                             f"({out.tokens_per_step:.2f} per step) in "
@@ -88,3 +93,17 @@ class SelfDistillation:
             in_loss = [self.prompt_in_loss] * len(prompt) + [True] * len(text)
             documents.append(("train", "text", document([*prompt, *text], in_loss, self.dtype)))
         write_tokens(folder, documents)
+
+    def announcement(self, model):
+        """The line before the first round: what will be done, about how long it will take, how to
+        switch it off. Decodes a few tokens to tell."""
+        began = time.monotonic()
+        tokens = min(TRIAL, self.length)
+        generate(model, self.prompts[:BATCH], tokens, tree_size=1, batch_size=BATCH)
+        batches = ROUNDS * -(-len(self.prompts) // (ROUNDS * BATCH))
+        seconds = (time.monotonic() - began) / tokens * self.length * batches
+        duration = f"{seconds / 60:.0f} min" if seconds > 99 else f"{seconds:.0f} s"
+        return (f"self-distillation: the model continues {len(self.prompts)} prompts by up to "
+                f"{self.length} tokens each, in {ROUNDS} rounds over the run, for the heads to "
+                f"learn from; about {duration} in all, less where texts end "
+                "early; --self-distill 0 switches it off")
