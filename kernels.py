@@ -144,9 +144,9 @@ def _depth(bits):
 
 
 @triton.jit
-def _first_row(length, tile, WINDOW: tl.constexpr):
-    """Where the tile begins that holds the first cache row in the window of a root."""
-    return tl.maximum(length + 1 - WINDOW, 0) // tile * tile if WINDOW else 0
+def _first_row(length, WINDOW: tl.constexpr):
+    """The first cache row that any node sees: a root's window reaches back the furthest."""
+    return tl.maximum(length + 1 - WINDOW, 0) if WINDOW else 0
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _tree_attention_kernel(
     b = (group // Hkv).to(tl.int64)
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + b)
-    first = _first_row(length, BLOCK_S, WINDOW)
+    first = _first_row(length, WINDOW)
     end = tl.minimum(length + T, S)
     split_size = _split_size(end - first, splits, BLOCK_S, min_split)
     begin = first + split * split_size
@@ -203,7 +203,7 @@ def _tree_attention_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     if WINDOW:
         depth = _depth(tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0))
-        depth = tl.maximum(depth, 0)  # a node that sees no node counts as a root
+        unseen = tl.maximum(depth, 0) - WINDOW  # the last position before each window
 
     # Full tiles of committed rows: every node sees all of them, so no mask is needed but for a
     # window's.
@@ -211,16 +211,12 @@ def _tree_attention_kernel(
     for start in range(begin, masked_begin, BLOCK_S):
         offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         positions = start + tile_rows - length
-        seen = None
-        load_mask = dim_mask
-        if WINDOW:
-            seen = depth[:, None] - positions[None, :] < WINDOW
-            load_mask = (positions > -WINDOW)[:, None] & dim_mask
+        visible = positions[None, :] > unseen[:, None] if WINDOW else None
         # [BLOCK_S, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
-        values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
+        values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
         row_max, row_sum, acc = _softmax_step(
-            q, keys, values, seen, positions, slopes, scale, row_max, row_sum, acc)
+            q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
     # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
     # Rows that no node sees are not loaded: 0 * NaN is NaN.
@@ -241,7 +237,7 @@ def _tree_attention_kernel(
         if slopes_ptr is not None or WINDOW:
             positions = tl.where(node < 0, node, tl.gather(depths, node & 63, 0))
         if WINDOW:
-            visible = visible & (depth[:, None] - positions[None, :] < WINDOW)
+            visible = visible & (positions[None, :] > unseen[:, None])
         load_mask = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         # [BLOCK_S, BLOCK_D]
@@ -271,7 +267,7 @@ def _combine_splits_kernel(
     b = row // (T * Hq)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     length = tl.load(lengths_ptr + b)
-    rows = tl.minimum(length + T, S) - _first_row(length, tile, WINDOW)
+    rows = tl.minimum(length + T, S) - _first_row(length, WINDOW)
     n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # the others wrote nothing
     row_max = FINITE_MIN
     row_sum = 0.0
@@ -321,8 +317,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
 
     window = window if window < S else 0
-    biased = slopes is not None or window > 0
-    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), biased)
+    aligned = _aligned(q, k_cache, v_cache)
+    blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
@@ -803,7 +799,7 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, biased=False):
+def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
     checks that nothing spills and that the shared memory of small GPUs suffices.
 
@@ -813,21 +809,23 @@ def _attention_blocks(rows, D, dtype, aligned, biased=False):
     unrolled multiply-adds need small tiles; so do loads of single elements. 128 query rows fit only
     with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas serialise their
     products (C7515). The ALiBi bias and a window take registers: a tile of many scores gets half
-    the keys, and one more such tile in flight, or half the query rows.
+    the keys, and one more such tile in flight, or half the query rows; with a window a large tile
+    of results gets twice the warps, a small one more registers.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         limit = _max_registers(224) if aligned or BLOCK_D <= 64 else {}
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D,
                     num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2, TAIL_STAGES=2, **limit)
+    biased = alibi or windowed
     largest = 128 if D in (64, 128) else 32 if biased and BLOCK_D == 256 else 64
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = biased and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
-                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 else 8,
+                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 >> windowed else 8,
                 num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
-                **_max_registers(168 if BLOCK_Q == 16 else 255))
+                **_max_registers(168 if BLOCK_Q == 16 and not windowed else 255))
 
 
 def _programs_per_sm(blocks, itemsize, device):

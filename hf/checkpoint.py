@@ -6,6 +6,7 @@ Weights come from model.safetensors or pytorch_model.bin, in one file or in shar
 import json
 import math
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from backends.tensor_parallel import Group
 from clover import samples_hash
 from hf.families import (
     FAMILIES,
+    from_stored,
     hf_config,
     is_transposed,
     parse_config,
@@ -150,6 +152,9 @@ def match_tensors(path, model, tensors):
     tensors, {name: StoredTensor}. Raises InputError for one that is missing, unknown, quantised or
     of another shape."""
     family = FAMILIES[model.config.family]
+    if any("language_model." in name for name in tensors):  # of a text model inside another
+        tensors = {re.sub(r".*language_model\.", "", name): tensor for name, tensor in tensors.items()
+                   if "language_model." in name or name == "lm_head.weight"}
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
         order = -1 if is_transposed(name, model.config) else 1
@@ -213,8 +218,7 @@ def read_weights(model, matches, shapes, group):
     parameters = dict(model.named_parameters())
     samples = {name: {} for name in shapes}
     for tensor, name, start in show_files(matches):
-        value = tensor.load()
-        value = value.T if is_transposed(name, config) else value
+        value = from_stored(name, tensor.load(), start, config)
         copy_shard(parameters[name], value, start, group.shard_slices(name, config))
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)

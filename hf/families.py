@@ -11,6 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from model import GPTConfig, InputError, check, read_json
 
 # Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
@@ -31,6 +33,14 @@ LLAMA_NAMES = {
 BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.W_pack",)}
 PHI3_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.qkv_proj",),
                             "blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
+GLM_NAMES = LLAMA_NAMES | {"blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
+GLM4_NAMES = GLM_NAMES | {
+    "blocks.N.attn_post_norm": ("layers.N.post_self_attn_layernorm",),
+    "blocks.N.mlp_post_norm": ("layers.N.post_mlp_layernorm",)}
+OLMO_NAMES = LLAMA_NAMES | {
+    "blocks.N.attn_post_norm": ("layers.N.post_attention_layernorm",),
+    "blocks.N.mlp_post_norm": ("layers.N.post_feedforward_layernorm",)}
+GEMMA_NAMES = OLMO_NAMES | {"blocks.N.mlp_norm": ("layers.N.pre_feedforward_layernorm",)}
 GPT2_NAMES = {
     "embed": ("wte",),
     "embed_positions": ("wpe",),
@@ -50,6 +60,7 @@ LLAMA_KEYS = dict(  # fields of GPTConfig -> keys of config.json
     activation="hidden_act", tied="tie_word_embeddings")
 BAICHUAN_KEYS = {ours: theirs for ours, theirs in LLAMA_KEYS.items()
                  if ours not in ("n_kv_head", "head_size", "block_size")}
+GEMMA_KEYS = LLAMA_KEYS | dict(activation="hidden_activation")
 GPT2_KEYS = dict(
     vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
     n_embd="n_embd", n_inner="n_inner", norm_eps="layer_norm_epsilon",
@@ -57,6 +68,24 @@ GPT2_KEYS = dict(
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 KINDS = {field.name: field.type for field in fields(GPTConfig)}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+LAYER_KINDS = ("full_attention", "sliding_attention")
+MAX_LAYERS = 10**5  # of a list by layer
+EXPERTS = "a mixture of experts", "a dense model, such as Qwen 3 8B"
+REFUSED = {  # how a model_type begins, or a key of config.json -> what it has; what to take instead
+    "gpt_oss": ("attention sinks", "Qwen 3"),
+    "gemma2": ("soft-capped scores", "Gemma 3"),
+    "attn_logit_softcapping": ("soft-capped scores", "Gemma 3"),
+    "final_logit_softcapping": ("soft-capped logits", "Gemma 3"),
+    "use_bidirectional_attention": ("attention to later tokens", "Gemma 3"),
+    "gemma3n": ("embeddings by layer", "Gemma 3"),
+    "gemma4": ("embeddings by layer", "Gemma 3"),
+    "kv_lora_rank": ("latent attention (MLA)", "Qwen 3 or Llama 3"),
+    "qwen3_next": ("recurrent layers", "Qwen 3"),
+    "qwen3_5": ("recurrent layers", "Qwen 3"),
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+}
 
 
 class Family(NamedTuple):
@@ -68,8 +97,16 @@ class Family(NamedTuple):
     written: Callable = lambda config: {}  # the inverse of flags
     transposed: tuple = ()                 # ends of names of ours, stored as [inputs, outputs]
     window: Callable = lambda raw: None    # how many tokens attention sees, its own too; None: all
+    # which layers do (config.json, a layer's number), unless layer_types says so
+    windowed: Callable = lambda raw, layer: True
     prefix: str = "model."                 # of all tensors but the LM head's
     defaults: Callable = lambda raw: {}    # config.json -> what a missing key of `keys` means
+    theta: float = 10000.0                 # if rope_theta is missing
+    # (config.json, theta) -> that of layers with a window, where these may differ
+    window_theta: Callable | None = None
+    rotary: float | None = None            # if partial_rotary_factor is missing; None: always 1
+    neighbours: bool = False               # dimensions that are rotated as a pair are neighbours
+    norm_offset: float = 0.0               # what is added to the norms' weights
 
 
 def read_biases(raw):
@@ -78,10 +115,57 @@ def read_biases(raw):
     return dict(qkv_bias=bias, proj_bias=bias)
 
 
-def qwen_window(raw):
+def qwen_window(raw, default=4096):
     """Qwen always names a window; a second key says whether it is used."""
     used = value_of(raw, "use_sliding_window", bool, False)
-    return raw.get("sliding_window", 4096) if used else None
+    return raw.get("sliding_window", default) if used else None
+
+
+def qwen_windowed(raw, layer):
+    return layer >= raw.get("max_window_layers", 28)
+
+
+def read_olmo(raw):
+    return dict(qk_norm="all", norm_at="after", **read_biases(raw))
+
+
+def read_glm(raw):
+    return dict(qkv_bias=value_of(raw, "attention_bias", bool, True))
+
+
+def write_glm(config):
+    return dict(attention_bias=config.qkv_bias, pad_token_id=None)
+
+
+def is_rotated(raw, n_layer):
+    """SmolLM3: whether each layer has a rotation."""
+    every = value_of(raw, "no_rope_layer_interval", int, 4)
+    given = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
+    return given or [(i + 1) % every > 0 for i in range(n_layer)]
+
+
+def read_smollm3(raw):
+    rotated = is_rotated(raw, value_of(raw, "num_hidden_layers", int))
+    return dict(unrotated=tuple(i for i, rotates in enumerate(rotated) if not rotates),
+                mlp_bias=value_of(raw, "mlp_bias", bool, False), **read_biases(raw))
+
+
+def write_smollm3(config):
+    layers = range(config.n_layer)
+    return dict(no_rope_layers=[int(i not in config.unrotated) for i in layers],
+                attention_bias=config.proj_bias, mlp_bias=config.mlp_bias, pad_token_id=None)
+
+
+def read_gemma3(raw):
+    scalar = value_of(raw, "query_pre_attn_scalar", float, 256.0)
+    return dict(qk_norm="head", norm_at="both", attn_scale=scalar ** -0.5, **read_biases(raw),
+                embed_scale=value_of(raw, "hidden_size", int, 2304) ** 0.5)
+
+
+def gemma3_defaults(raw):
+    """Folders of the larger models leave most keys out."""
+    return dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
+                norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True)
 
 
 def read_gpt2(raw):
@@ -116,16 +200,43 @@ FAMILIES = {  # by model_type
         flags=lambda raw: read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False)),
         written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
     "mistral": Family(
-        "MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096),
-        written=lambda c: dict(sliding_window=None)),
+        "MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096)),
     "qwen2": Family(
-        "Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window),
+        "Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window,
+        windowed=qwen_windowed),
     "qwen3": Family(
-        "Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm=True),
-        window=qwen_window, written=lambda c: dict(attention_bias=c.proj_bias)),
+        "Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm="head"),
+        window=qwen_window, windowed=qwen_windowed,
+        written=lambda c: dict(attention_bias=c.proj_bias)),
     "phi3": Family(
-        "Phi3ForCausalLM", PHI3_NAMES, window=lambda raw: raw.get("sliding_window"),
+        "Phi3ForCausalLM", PHI3_NAMES, window=lambda raw: raw.get("sliding_window"), rotary=1.0,
         written=lambda c: dict(original_max_position_embeddings=c.block_size, pad_token_id=None)),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", flags=read_smollm3, written=write_smollm3, theta=2e6,
+        window=lambda raw: qwen_window(raw, None),
+        windowed=lambda raw, i: not is_rotated(raw, value_of(raw, "num_hidden_layers", int))[i],
+        defaults=lambda raw: dict(tied=True)),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", OLMO_NAMES, flags=read_olmo,
+        written=lambda c: dict(attention_bias=c.proj_bias, pad_token_id=None)),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", OLMO_NAMES, flags=read_olmo,
+        written=lambda c: dict(attention_bias=c.proj_bias, pad_token_id=None), theta=500000.0,
+        window=lambda raw: value_of(raw, "sliding_window", int, 4096),
+        windowed=lambda raw, i: (i + 1) % 4 > 0, window_theta=lambda raw, theta: theta),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, read_gemma3,
+        lambda c: dict(attention_bias=c.proj_bias, query_pre_attn_scalar=round(c.attn_scale ** -2)),
+        window=lambda raw: value_of(raw, "sliding_window", int, 4096),
+        windowed=lambda raw, i: (i + 1) % value_of(raw, "sliding_window_pattern", int, 6) > 0,
+        defaults=gemma3_defaults, theta=1e6, norm_offset=1.0,
+        window_theta=lambda raw, theta: value_of(raw, "rope_local_base_freq", float, 1e4)),
+    "glm": Family(
+        "GlmForCausalLM", GLM_NAMES, flags=read_glm, written=write_glm, rotary=0.5,
+        neighbours=True),
+    "glm4": Family(
+        "Glm4ForCausalLM", GLM4_NAMES, flags=lambda raw: read_glm(raw) | dict(norm_at="both"),
+        written=write_glm, rotary=0.5, neighbours=True),
     "baichuan": Family(
         "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read_baichuan, write_baichuan),
     "gpt2": Family(
@@ -163,6 +274,8 @@ def read_config(path):
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
     raw = read_json(path)
+    if isinstance(raw.get("text_config"), dict):  # a text model inside one that reads pictures too
+        raw = {key: raw[key] for key in raw if key == "quantization_config"} | raw["text_config"]
     try:
         return parse_config(raw)
     except InputError as error:
@@ -172,8 +285,10 @@ def read_config(path):
 
 
 def parse_config(raw):
-    """The dict of a config.json -> GPTConfig. A sliding window ends the context: it does not affect
-    texts up to its length, and longer ones are refused."""
+    """The dict of a config.json -> GPTConfig."""
+    for word, (what, instead) in REFUSED.items():
+        if str(raw.get("model_type")).startswith(word) or raw.get(word):
+            raise InputError(f"{what} ({word}) is not supported; take {instead}")
     name = one_of(FAMILIES, "model_type", raw.get("model_type"))
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -181,12 +296,12 @@ def parse_config(raw):
                          "is not supported; use the float16 or bfloat16 one")
     family = FAMILIES[name]
     keys = family.keys
+    defaults = family.defaults(raw)
     C = value_of(raw, keys["n_embd"], int)
-    n_head = value_of(raw, keys["n_head"], int)
+    n_head = value_of(raw, keys["n_head"], int, defaults.get("n_head"))
     if n_head > C:
         raise InputError(f"{n_head} attention heads do not fit a hidden size of {C}")
-    found = dict(n_kv_head=n_head, head_size=C // n_head, activation="silu", tied=False)
-    found |= family.defaults(raw)
+    found = dict(n_kv_head=n_head, head_size=C // n_head, activation="silu", tied=False) | defaults
     for ours, theirs in keys.items():
         found[ours] = value_of(raw, theirs, KINDS[ours], found.get(ours))
     one_of(ACTIVATIONS, keys["activation"], found["activation"])
@@ -199,28 +314,67 @@ def parse_config(raw):
     if config.tied and config.unit_head:
         raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
                          "rows are normalised")
-    if config.positions == "rope":
-        config.rope_theta, config.rope_scaling, config.block_size = read_rope(
-            raw, config.block_size, D)
-    window = dict(sliding_window=family.window(raw))
-    config.block_size = min(config.block_size,
-                            value_of(window, "sliding_window", int, config.block_size))
+    config.windows = read_windows(raw, config.n_layer)
+    if config.positions != "rope":
+        return config
+    settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    of_windows = settings.get("sliding_attention") or {}
+    settings = settings.get("full_attention", settings)
+    if family.window_theta and config.windows:
+        one_of(("default",), "rope type of layers with a window",
+               of_windows.get("rope_type", "default"))
+    part = value_of(settings, "partial_rotary_factor", float,
+                    value_of(raw, "partial_rotary_factor", float, family.rotary or 1.0))
+    R = int(D * part)
+    if R % 2 or not 0 < R <= D or R < D and family.rotary is None:
+        raise InputError(f"partial_rotary_factor {part} is not supported with {name} and a head "
+                         f"size of {D}; Phi-4-mini and GLM-4 have parts that are")
+    config.rotary_size = R if R < D else None
+    config.rope_theta, config.rope_scaling, config.block_size = read_rope(
+        raw, settings, family.theta, config.block_size, R)
+    if family.window_theta and config.windows:
+        theta = value_of(of_windows, "rope_theta", float,
+                         family.window_theta(raw, config.rope_theta))
+        same = theta == config.rope_theta and config.rope_scaling is None
+        config.window_theta = None if same else theta
     return config
 
 
-def read_rope(raw, context, head_size):
+def by_layer(raw, key, values, n_layer):
+    """A list of config.json, None if it is missing. Raises InputError unless it has one of these
+    values for each layer."""
+    check("num_hidden_layers", n_layer, 1, MAX_LAYERS, whole=True)
+    given = raw.get(key)
+    if given is not None and not (isinstance(given, list) and len(given) == n_layer
+                                  and all(x in values for x in given)):
+        raise InputError(f"{key} must be a list of {n_layer}, one for each layer, of "
+                         f"{' or '.join(map(str, values))}; found {str(given)[:100]}")
+    return given
+
+
+def read_windows(raw, n_layer):
+    """GPTConfig.windows of a config.json."""
+    family = FAMILIES[raw["model_type"]]
+    window = family.window(raw)
+    if window is None:
+        return ()
+    window = value_of(dict(sliding_window=window), "sliding_window", int)
+    given = by_layer(raw, "layer_types", LAYER_KINDS, n_layer)
+    windowed = [family.windowed(raw, i) for i in range(n_layer)]
+    if given and family.windowed is not Family._field_defaults["windowed"]:
+        windowed = [kind == "sliding_attention" for kind in given]
+    return tuple(window * seen for seen in windowed) if any(windowed) else ()
+
+
+def read_rope(raw, settings, theta, context, rotary_size):
     """(theta, GPTConfig.rope_scaling, longest sequence) of a config.json.
 
     transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`."""
-    settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     one_of(ROPE_KINDS, "rope type", kind)
     number = lambda key, default=None: value_of(settings, key, float, default)
-    partial_rotary = value_of(raw, "partial_rotary_factor", float, 1.0)
-    if number("partial_rotary_factor", partial_rotary) != 1:
-        raise InputError("a partial_rotary_factor other than 1 is not supported; use another model")
-    theta = number("rope_theta", value_of(raw, "rope_theta", float, 10000.0))
+    theta = number("rope_theta", value_of(raw, "rope_theta", float, theta))
     # dynamic changes theta beyond the context only, and texts end there
     if kind in ("default", "dynamic"):
         return theta, None, context
@@ -248,9 +402,9 @@ def read_rope(raw, context, head_size):
     else:
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
-            if not isinstance(values, list) or len(values) != head_size // 2:
-                raise InputError(f"{key}: expected a list of {head_size // 2} numbers, half of the "
-                                 f"head size, found {values!r}")
+            if not isinstance(values, list) or len(values) != rotary_size // 2:
+                raise InputError(f"{key}: expected a list of {rotary_size // 2} numbers, half of "
+                                 f"what is rotated of a head, found {values!r}")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         # texts end where the long factors would begin to apply, to all keys of a text
@@ -267,8 +421,20 @@ def hf_config(config, dtype):
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
     if config.positions == "rope":
         theta = dict(rope_theta=config.rope_theta)
+        part = dict(partial_rotary_factor=(config.rotary_size or config.head_size)
+                    / config.head_size) if family.rotary else {}
         scaling = config.rope_scaling or dict(rope_type="default")
-        raw |= theta | dict(rope_scaling=config.rope_scaling, rope_parameters=theta | scaling)
+        parameters = theta | part | scaling
+        raw |= theta | part | dict(rope_scaling=config.rope_scaling)
+        if family.window_theta:
+            local = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
+            parameters = dict(full_attention=parameters, sliding_attention=local)
+            raw["rope_local_base_freq"] = local["rope_theta"]
+        raw["rope_parameters"] = parameters
+    windows = config.windows or (0,) * config.n_layer
+    if family.window({"use_sliding_window": True, "sliding_window": 1}):
+        raw |= dict(layer_types=[LAYER_KINDS[window > 0] for window in windows],
+                    sliding_window=max(windows) or None, use_sliding_window=any(windows))
     return raw | family.written(config)
 
 
@@ -293,9 +459,40 @@ def is_transposed(name, config):
     return name.endswith(FAMILIES[config.family].transposed)
 
 
+def stored_rows(name, config):
+    """Where the checkpoint stores each row of a parameter, int64; None where all are in place. Of a
+    head's dimensions `rope_table` wants the firsts of all rotated pairs, half of the others, the
+    seconds of all pairs, the rest."""
+    D = config.head_size
+    R = config.rotary_size or D
+    neighbours = FAMILIES[config.family].neighbours
+    if ".attn.qkv." not in name or (R == D and not neighbours):
+        return None
+    pairs = torch.arange(R).view(-1, 2).T if neighbours else torch.arange(R).view(2, -1)
+    order = torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()  # (D,)
+    rows = torch.arange((config.n_head + 2 * config.n_kv_head) * D).view(-1, D)
+    rows[:-config.n_kv_head] = rows[:-config.n_kv_head, order]  # not of values
+    return rows.flatten()
+
+
+def from_stored(name, value, start, config):
+    """A stored tensor -> the rows of our parameter from `start` on."""
+    value = value.T if is_transposed(name, config) else value
+    offset = FAMILIES[config.family].norm_offset
+    if offset and name.endswith("norm.weight"):
+        value = value.float() + offset
+    rows = stored_rows(name, config)
+    return value if rows is None else value[rows[start:start + len(value)] - start]
+
+
 def split_weight(name, value, config):
     """A parameter as the checkpoint stores it: {tensor name: tensor}."""
     prefix = "" if name == "head.weight" else FAMILIES[config.family].prefix
+    offset = FAMILIES[config.family].norm_offset
+    if offset and name.endswith("norm.weight"):
+        value = (value.float() - offset).to(value.dtype)
+    rows = stored_rows(name, config)
+    value = value if rows is None else value[rows.argsort()]
     tensors = {}
     for key, start, size in stored_parts(name, value.shape[0], config):
         part = value[start:start + size]

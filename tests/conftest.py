@@ -13,7 +13,7 @@ torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 SHAPES = {
     "llama": dict(),
     "untied-biased": dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
-    "qk-norm": dict(qk_norm=True, n_kv_head=1),
+    "qk-norm": dict(qk_norm="head", n_kv_head=1),
     "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
                  proj_bias=True, mlp_bias=True),
     "alibi": dict(positions="alibi", n_head=6, n_kv_head=3),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 FAMILIES = {
     "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
     "mistral": dict(n_head=8, n_kv_head=4), "qwen2": dict(qkv_bias=True, n_kv_head=1),
-    "qwen3": dict(qk_norm=True, n_kv_head=1, tied=False), "phi3": dict(tied=False),
+    "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
     "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
                  proj_bias=True, mlp_bias=True),
     "baichuan": dict(positions="alibi", n_kv_head=4, tied=False, unit_head=True)}

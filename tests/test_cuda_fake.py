@@ -28,7 +28,7 @@ from training import loss
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", norm="layer"),
-          "qk-norm-untied": dict(qk_norm=True, tied=False)}
+          "qk-norm-untied": dict(qk_norm="head", tied=False)}
 
 
 class Indexing(TorchFunctionMode):

@@ -123,7 +123,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(flags, checkpoint, text
 
 
 @pytest.mark.parametrize("family, shape", [
-    ("gpt2", SHAPES["gpt2"]), ("qwen3", dict(qk_norm=True)),
+    ("gpt2", SHAPES["gpt2"]), ("qwen3", dict(qk_norm="head")),
     ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
     ("baichuan", dict(n_kv_head=4, positions="alibi", unit_head=True)),
     pytest.param("mistral", {}, marks=pytest.mark.slow), pytest.param("phi3", {}, marks=pytest.mark.slow),
