@@ -475,7 +475,8 @@ class GPT(nn.Module):
         self.register_buffer("window_rotations", rotations, persistent=False)
         slopes = alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
-        self.embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype, device="cpu").item()
+        scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
+        self.register_buffer("embed_scale", None if c.embed_scale == 1 else scale, persistent=False)
 
     def _apply(self, fn, *args, **kwargs):
         super()._apply(fn, *args, **kwargs)
@@ -561,7 +562,7 @@ class GPT(nn.Module):
         if positions is None:
             positions = token_positions(tokens, documents)
         hidden = self.embed(tokens)  # (B, T, C)
-        if self.embed_scale != 1:
+        if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
