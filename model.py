@@ -103,10 +103,12 @@ class AttentionContext:
     """Where the T tokens of one forward pass are, and what each of them sees. All layers share one,
     made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
 
-    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None, rows=None):
+    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None, rows=None,
+                 start=0):
         self.mask = mask              # as torch's attention takes it; None: causal
         self.rows = rows              # int [B, T]: where the tokens are among keys and values
-        self.window_masks = {}        # {window: what `mask_of` makes of the mask for it}
+        self.start = start            # no token is in a row before it
+        self.window_masks = {}        # {window: what `mask_of` gives for it}
         self.end = end                # the rows of keys and values that count
         self.lengths = lengths        # int [B]: the rows before the tokens' own; None: no cache
         self.ancestors = ancestors
@@ -137,7 +139,8 @@ class AttentionContext:
         elif end > T:  # else none: it is causal
             # for one sequence the one mask that flash attention takes
             mask = causal_mask(positions, end) if B > 1 else causal_lower_right(T, end)
-        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions)
+        start = end - T if B == 1 else 0  # others' are on the device
+        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
@@ -146,15 +149,18 @@ class AttentionContext:
         return cls(lengths=cache.lengths, ancestors=ancestors, slopes=slopes)
 
     def mask_of(self, window):
-        """The mask of a layer whose tokens see this many positions, their own too; 0: all."""
+        """(the mask of a layer whose tokens see this many positions, their own too, 0: all; the
+        first row that it is for, as none sees those before)."""
         if not window or window >= self.end:
-            return self.mask
+            return self.mask, 0
         if window not in self.window_masks:
-            rows = torch.arange(self.end, device=self.rows.device)
-            distance = self.rows[:, None, :, None] - rows  # (B, 1, T, end)
-            mask = distance >= 0 if is_causal(self.mask) else self.mask
+            first = max(self.start + 1 - window, 0)
+            rows = torch.arange(first, self.end, device=self.rows.device)
+            distance = self.rows[:, None, :, None] - rows  # (B, 1, T, end - first)
+            causal = self.mask is None or isinstance(self.mask, CausalBias)
+            mask = distance >= 0 if causal else self.mask[..., first:]
             hidden = False if mask.dtype == torch.bool else -math.inf
-            self.window_masks[window] = mask.masked_fill(distance >= window, hidden)
+            self.window_masks[window] = mask.masked_fill(distance >= window, hidden), first
         return self.window_masks[window]
 
     def attend(self, q, k, v, window=0, scale=None):
@@ -165,10 +171,10 @@ class AttentionContext:
                 q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
         if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        mask = self.mask_of(window)
-        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        mask, first = self.mask_of(window)
+        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
         G = q.shape[2] // k.shape[1]
-        causal = is_causal(mask)
+        causal = mask is None or isinstance(mask, CausalBias)
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
@@ -176,10 +182,6 @@ class AttentionContext:
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
-
-
-def is_causal(mask):
-    return mask is None or isinstance(mask, CausalBias)
 
 
 def causal_mask(positions, end):
@@ -379,17 +381,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Layer number `layer` of a model, by default the last."""
 
-    def __init__(self, config, layer=-1):
+    def __init__(self, c, layer=-1):
         super().__init__()
-        c = config
-        norm = lambda there: Norm(c.norm, c.n_embd, c.norm_eps) if there else NoNorm()
-        before, after = c.norm_at != "after", c.norm_at != "before"
-        self.attn_norm = norm(before)
+        size = c.n_embd
+        norm = lambda at: Norm(c.norm, size, c.norm_eps) if c.norm_at in (at, "both") else NoNorm()
+        self.attn_norm = norm("before")
         self.attn = Attention(c, layer)
-        self.attn_post_norm = norm(after)
-        self.mlp_norm = norm(before)
+        self.attn_post_norm = norm("after")
+        self.mlp_norm = norm("before")
         self.mlp = MLP(c)
-        self.mlp_post_norm = norm(after)
+        self.mlp_post_norm = norm("after")
 
     def forward(self, hidden, residual, rope, context, kv=None):
         """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is the sum
@@ -469,9 +470,8 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         rotations = rope_table(c, self.dtype, self.device) if c.positions == "rope" else None
         self.register_buffer("rotations", rotations, persistent=False)
-        if c.window_theta is not None:
-            unscaled = replace(c, rope_theta=c.window_theta, rope_scaling=None)
-            rotations = rope_table(unscaled, self.dtype, self.device)
+        own = replace(c, rope_theta=c.window_theta, rope_scaling=None) if c.window_theta else None
+        rotations = rope_table(own, self.dtype, self.device) if own else None
         self.register_buffer("window_rotations", rotations, persistent=False)
         slopes = alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
@@ -525,13 +525,12 @@ class GPT(nn.Module):
         return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
 
     def rope(self, positions):
-        """positions [B, T] -> [B, T, 2, D] for layers without and for those with a window, see
-        `rope_table`; None where nothing is rotated."""
+        """positions [B, T] -> [B, T, 2, D], see `rope_table`, for layers without and with a window;
+        None where nothing is rotated."""
         if self.rotations is None:
             return None, None
-        rope = self.rotations[positions]
-        own = self.window_rotations is not self.rotations
-        return rope, self.window_rotations[positions] if own else rope
+        rope, own = self.rotations[positions], self.window_rotations
+        return rope, rope if own is None else own[positions]
 
     def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
                           slopes=None):

@@ -373,7 +373,6 @@ class CPUContext(AttentionContext):
     """In half precision attention adds in float64, see `cached_attention`."""
     shape = None   # (B, T) of the tokens, without rows that pad them
     dtype = None   # of a tree's sums
-    start = 0      # the least of `lengths`
 
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
@@ -383,9 +382,9 @@ class CPUContext(AttentionContext):
             mask = alibi_mask(positions, end, slopes.to(sum_dtype(cache)))
         elif B > 1 or end > T:
             mask = causal_mask(positions, end)
-        context = cls(mask, end, positions[:, 0], slopes=slopes, rows=positions)
+        start = int(positions[:, 0].min())
+        context = cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
         context.shape = B, T
-        context.start = int(context.lengths.min())
         return context
 
     @classmethod
@@ -397,24 +396,24 @@ class CPUContext(AttentionContext):
         context.dtype = sum_dtype(cache)
         return context
 
-    def tree_mask_of(self, window, first):
-        """`tree_mask` of a layer with this window, which reads the rows from `first` on."""
+    def tree_mask_of(self, window):
+        """(`tree_mask` of a layer with this window, the first row that it is for)."""
         if window not in self.window_masks:
-            self.window_masks[window] = tree_mask(self.lengths, self.ancestors, self.end,
-                                                  self.slopes, self.dtype, window, first)
+            first = max(self.start + 1 - window, 0) if window else 0
+            mask = tree_mask(self.lengths, self.ancestors, self.end, self.slopes, self.dtype,
+                             window, first)
+            self.window_masks[window] = mask, first
         return self.window_masks[window]
 
     def attend(self, q, k, v, window=0, scale=None):
         if self.lengths is None:
             return super().attend(q, k, v, window, scale)
-        window = window if window < self.end else 0
-        first = max(self.start + 1 - window, 0) if window else 0  # that anything sees
-        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
         if self.ancestors is None:
-            mask = self.mask_of(window)
-            mask = mask if mask is None else mask[..., first:]
+            mask, first = self.mask_of(window)
+            k, v = k[:, :, first:self.end], v[:, :, first:self.end]
             return cached_attention(q, k, v, mask, mask is None, scale)
-        mask, unseen = self.tree_mask_of(window, first)
+        (mask, unseen), first = self.tree_mask_of(window if window < self.end else 0)
+        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
         if unseen is not None:
             k, v = without_unseen(k, v, self.start - first, unseen)
         return cached_attention(q, k, v, mask, False, scale)

@@ -6,7 +6,6 @@ Weights come from model.safetensors or pytorch_model.bin, in one file or in shar
 import json
 import math
 import pickle
-import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -153,7 +152,7 @@ def match_tensors(path, model, tensors):
     of another shape."""
     family = FAMILIES[model.config.family]
     if any("language_model." in name for name in tensors):  # of a text model inside another
-        tensors = {re.sub(r".*language_model\.", "", name): tensor for name, tensor in tensors.items()
+        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
@@ -275,6 +274,27 @@ def save(model, path, dtype=None):
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
+def special_layers(c):
+    """What differs between families and layers, in lines of text: norms, windows, rotation."""
+    norms = {"before": "before attention and MLP", "after": "after attention and MLP",
+             "both": "before and after attention and MLP"}[c.norm_at]
+    norms += {"head": "; of each query and key head", "all": "; of all queries, of all keys",
+              None: ""}[c.qk_norm]
+    sizes = sorted({window for window in c.windows if window})
+    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers" for size in sizes]
+    rotation = [c.rope_scaling["rope_type"]] if c.rope_scaling else []
+    if c.rotary_size:
+        rotation.append(f"{c.rotary_size} of a head's {c.head_size} dimensions")
+    if c.window_theta:
+        rotation.append(f"base {c.rope_theta:g}, with a window {c.window_theta:g}")
+    if c.unrotated:
+        rotation.append(f"none in {len(c.unrotated)} of {c.n_layer} layers")
+    return f"""\
+positions     by {", ".join([c.positions, *rotation])}
+windows       {", ".join(windows) or "none"}
+norms         {norms}"""
+
+
 def describe(path):
     """What a checkpoint folder holds, in lines of text. Reads headers only. Raises InputError as
     read_headers does."""
@@ -283,7 +303,6 @@ def describe(path):
     files = weight_files(path)
     count = sum(parameter.numel() for parameter in model.parameters())
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
-    scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
     gb = lambda size: f"{size / 1e9:.2f} GB"
     return f"""\
@@ -291,7 +310,8 @@ family        {c.family} ({FAMILIES[c.family].architecture})
 layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{" gated" if c.gated else ""}
 heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}
 vocabulary    {c.vocab_size}, LM head {"tied to the embeddings" if c.tied else "of its own"}
-context       {c.block_size} tokens, positions by {c.positions}{scaling}
+context       {c.block_size} tokens
+{special_layers(c)}
 parameters    {count / 1e6:.1f} million: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
 weights       {shards}, {gb(sum(file.stat().st_size for file in files))}
 KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16"""

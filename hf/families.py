@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,21 +70,16 @@ KINDS = {field.name: field.type for field in fields(GPTConfig)}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_KINDS = ("full_attention", "sliding_attention")
 MAX_LAYERS = 10**5  # of a list by layer
-EXPERTS = "a mixture of experts", "a dense model, such as Qwen 3 8B"
-REFUSED = {  # how a model_type begins, or a key of config.json -> what it has; what to take instead
+REFUSED = {  # beginnings of model_type and keys of config.json -> what it has; what to take instead
     "gpt_oss": ("attention sinks", "Qwen 3"),
-    "gemma2": ("soft-capped scores", "Gemma 3"),
-    "attn_logit_softcapping": ("soft-capped scores", "Gemma 3"),
+    "gemma2 attn_logit_softcapping": ("soft-capped scores", "Gemma 3"),
     "final_logit_softcapping": ("soft-capped logits", "Gemma 3"),
     "use_bidirectional_attention": ("attention to later tokens", "Gemma 3"),
-    "gemma3n": ("embeddings by layer", "Gemma 3"),
-    "gemma4": ("embeddings by layer", "Gemma 3"),
+    "gemma3n gemma4": ("embeddings by layer", "Gemma 3"),
     "kv_lora_rank": ("latent attention (MLA)", "Qwen 3 or Llama 3"),
-    "qwen3_next": ("recurrent layers", "Qwen 3"),
-    "qwen3_5": ("recurrent layers", "Qwen 3"),
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
+    "qwen3_next qwen3_5": ("recurrent layers", "Qwen 3"),
+    "num_experts num_local_experts n_routed_experts": (
+        "a mixture of experts", "a dense model, such as Qwen 3 8B"),
 }
 
 
@@ -96,15 +91,13 @@ class Family(NamedTuple):
     flags: Callable = lambda raw: {}       # config.json -> what no key of `keys` gives of GPTConfig
     written: Callable = lambda config: {}  # the inverse of flags
     transposed: tuple = ()                 # ends of names of ours, stored as [inputs, outputs]
-    window: Callable = lambda raw: None    # how many tokens attention sees, its own too; None: all
-    # which layers do (config.json, a layer's number), unless layer_types says so
-    windowed: Callable = lambda raw, layer: True
+    window: Callable | None = None         # config.json -> how many tokens a layer sees; None: all
+    windowed: Callable | None = None       # (config.json, L) -> which layers have it, by default
     prefix: str = "model."                 # of all tensors but the LM head's
     defaults: Callable = lambda raw: {}    # config.json -> what a missing key of `keys` means
-    theta: float = 10000.0                 # if rope_theta is missing
-    # (config.json, theta) -> that of layers with a window, where these may differ
-    window_theta: Callable | None = None
-    rotary: float | None = None            # if partial_rotary_factor is missing; None: always 1
+    theta: float = 10000.0                 # by default
+    window_theta: Callable | None = None   # (config.json, theta) -> that of windows, by default
+    rotary: float | None = None            # partial_rotary_factor by default; None: always 1
     neighbours: bool = False               # dimensions that are rotated as a pair are neighbours
     norm_offset: float = 0.0               # what is added to the norms' weights
 
@@ -115,57 +108,59 @@ def read_biases(raw):
     return dict(qkv_bias=bias, proj_bias=bias)
 
 
-def qwen_window(raw, default=4096):
+def read_llama(raw):
+    return read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False))
+
+
+def qwen_window(raw):
     """Qwen always names a window; a second key says whether it is used."""
     used = value_of(raw, "use_sliding_window", bool, False)
-    return raw.get("sliding_window", default) if used else None
+    return raw.get("sliding_window", 4096) if used else None
 
 
-def qwen_windowed(raw, layer):
-    return layer >= raw.get("max_window_layers", 28)
+def qwen_windowed(raw, n_layer):
+    return [i >= raw.get("max_window_layers", 28) for i in range(n_layer)]
 
 
-def read_olmo(raw):
-    return dict(qk_norm="all", norm_at="after", **read_biases(raw))
-
-
-def read_glm(raw):
-    return dict(qkv_bias=value_of(raw, "attention_bias", bool, True))
-
-
-def write_glm(config):
-    return dict(attention_bias=config.qkv_bias, pad_token_id=None)
-
-
-def is_rotated(raw, n_layer):
-    """SmolLM3: whether each layer has a rotation."""
-    every = value_of(raw, "no_rope_layer_interval", int, 4)
+def unrotated_layers(raw, n_layer):
+    """Whether each layer of SmolLM3 is without a rotation."""
     given = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
-    return given or [(i + 1) % every > 0 for i in range(n_layer)]
+    every = value_of(raw, "no_rope_layer_interval", int, 4)
+    return [not x for x in given or ((i + 1) % every for i in range(n_layer))]
 
 
 def read_smollm3(raw):
-    rotated = is_rotated(raw, value_of(raw, "num_hidden_layers", int))
-    return dict(unrotated=tuple(i for i, rotates in enumerate(rotated) if not rotates),
-                mlp_bias=value_of(raw, "mlp_bias", bool, False), **read_biases(raw))
+    unrotated = unrotated_layers(raw, value_of(raw, "num_hidden_layers", int))
+    return read_llama(raw) | dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
 
 
 def write_smollm3(config):
-    layers = range(config.n_layer)
-    return dict(no_rope_layers=[int(i not in config.unrotated) for i in layers],
-                attention_bias=config.proj_bias, mlp_bias=config.mlp_bias, pad_token_id=None)
+    return dict(no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])
+
+
+def read_olmo(raw):
+    return read_biases(raw) | dict(qk_norm="all", norm_at="after")
 
 
 def read_gemma3(raw):
     scalar = value_of(raw, "query_pre_attn_scalar", float, 256.0)
-    return dict(qk_norm="head", norm_at="both", attn_scale=scalar ** -0.5, **read_biases(raw),
-                embed_scale=value_of(raw, "hidden_size", int, 2304) ** 0.5)
+    return read_biases(raw) | dict(qk_norm="head", norm_at="both", attn_scale=scalar ** -0.5,
+                                   embed_scale=value_of(raw, "hidden_size", int) ** 0.5)
 
 
 def gemma3_defaults(raw):
     """Folders of the larger models leave most keys out."""
     return dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
                 norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True)
+
+
+def gemma3_windowed(raw, n_layer):
+    every = value_of(raw, "sliding_window_pattern", int, 6)
+    return [(i + 1) % every > 0 for i in range(n_layer)]
+
+
+def read_glm(raw):
+    return dict(qkv_bias=value_of(raw, "attention_bias", bool, True))
 
 
 def read_gpt2(raw):
@@ -195,48 +190,36 @@ def write_baichuan(config):
 
 
 FAMILIES = {  # by model_type
-    "llama": Family(
-        "LlamaForCausalLM",
-        flags=lambda raw: read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False)),
-        written=lambda c: dict(attention_bias=c.proj_bias, mlp_bias=c.mlp_bias)),
-    "mistral": Family(
-        "MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096)),
+    "llama": Family("LlamaForCausalLM", flags=read_llama),
+    "mistral": Family("MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096)),
     "qwen2": Family(
         "Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window,
         windowed=qwen_windowed),
     "qwen3": Family(
         "Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm="head"),
-        window=qwen_window, windowed=qwen_windowed,
-        written=lambda c: dict(attention_bias=c.proj_bias)),
+        window=qwen_window, windowed=qwen_windowed),
     "phi3": Family(
         "Phi3ForCausalLM", PHI3_NAMES, window=lambda raw: raw.get("sliding_window"), rotary=1.0,
-        written=lambda c: dict(original_max_position_embeddings=c.block_size, pad_token_id=None)),
+        written=lambda c: dict(original_max_position_embeddings=c.block_size)),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", flags=read_smollm3, written=write_smollm3, theta=2e6,
-        window=lambda raw: qwen_window(raw, None),
-        windowed=lambda raw, i: not is_rotated(raw, value_of(raw, "num_hidden_layers", int))[i],
-        defaults=lambda raw: dict(tied=True)),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", OLMO_NAMES, flags=read_olmo,
-        written=lambda c: dict(attention_bias=c.proj_bias, pad_token_id=None)),
+        "SmolLM3ForCausalLM", flags=read_smollm3, window=qwen_window, windowed=unrotated_layers,
+        written=write_smollm3, theta=2e6, defaults=lambda raw: dict(tied=True)),
+    "olmo2": Family("Olmo2ForCausalLM", OLMO_NAMES, flags=read_olmo),
     "olmo3": Family(
         "Olmo3ForCausalLM", OLMO_NAMES, flags=read_olmo,
-        written=lambda c: dict(attention_bias=c.proj_bias, pad_token_id=None), theta=500000.0,
         window=lambda raw: value_of(raw, "sliding_window", int, 4096),
-        windowed=lambda raw, i: (i + 1) % 4 > 0, window_theta=lambda raw, theta: theta),
+        windowed=lambda raw, n_layer: [(i + 1) % 4 > 0 for i in range(n_layer)],
+        theta=500000.0, window_theta=lambda raw, theta: theta),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, read_gemma3,
-        lambda c: dict(attention_bias=c.proj_bias, query_pre_attn_scalar=round(c.attn_scale ** -2)),
+        lambda c: dict(query_pre_attn_scalar=round(c.attn_scale ** -2)),
         window=lambda raw: value_of(raw, "sliding_window", int, 4096),
-        windowed=lambda raw, i: (i + 1) % value_of(raw, "sliding_window_pattern", int, 6) > 0,
-        defaults=gemma3_defaults, theta=1e6, norm_offset=1.0,
+        windowed=gemma3_windowed, defaults=gemma3_defaults, norm_offset=1.0, theta=1e6,
         window_theta=lambda raw, theta: value_of(raw, "rope_local_base_freq", float, 1e4)),
-    "glm": Family(
-        "GlmForCausalLM", GLM_NAMES, flags=read_glm, written=write_glm, rotary=0.5,
-        neighbours=True),
+    "glm": Family("GlmForCausalLM", GLM_NAMES, flags=read_glm, rotary=0.5, neighbours=True),
     "glm4": Family(
         "Glm4ForCausalLM", GLM4_NAMES, flags=lambda raw: read_glm(raw) | dict(norm_at="both"),
-        written=write_glm, rotary=0.5, neighbours=True),
+        rotary=0.5, neighbours=True),
     "baichuan": Family(
         "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read_baichuan, write_baichuan),
     "gpt2": Family(
@@ -286,9 +269,10 @@ def read_config(path):
 
 def parse_config(raw):
     """The dict of a config.json -> GPTConfig."""
-    for word, (what, instead) in REFUSED.items():
-        if str(raw.get("model_type")).startswith(word) or raw.get(word):
-            raise InputError(f"{what} ({word}) is not supported; take {instead}")
+    for words, (what, instead) in REFUSED.items():
+        for word in words.split():
+            if str(raw.get("model_type")).startswith(word) or raw.get(word):
+                raise InputError(f"{what} ({word}) is not supported; take {instead}")
     name = one_of(FAMILIES, "model_type", raw.get("model_type"))
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -314,29 +298,9 @@ def parse_config(raw):
     if config.tied and config.unit_head:
         raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
                          "rows are normalised")
-    config.windows = read_windows(raw, config.n_layer)
-    if config.positions != "rope":
-        return config
-    settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    of_windows = settings.get("sliding_attention") or {}
-    settings = settings.get("full_attention", settings)
-    if family.window_theta and config.windows:
-        one_of(("default",), "rope type of layers with a window",
-               of_windows.get("rope_type", "default"))
-    part = value_of(settings, "partial_rotary_factor", float,
-                    value_of(raw, "partial_rotary_factor", float, family.rotary or 1.0))
-    R = int(D * part)
-    if R % 2 or not 0 < R <= D or R < D and family.rotary is None:
-        raise InputError(f"partial_rotary_factor {part} is not supported with {name} and a head "
-                         f"size of {D}; Phi-4-mini and GLM-4 have parts that are")
-    config.rotary_size = R if R < D else None
-    config.rope_theta, config.rope_scaling, config.block_size = read_rope(
-        raw, settings, family.theta, config.block_size, R)
-    if family.window_theta and config.windows:
-        theta = value_of(of_windows, "rope_theta", float,
-                         family.window_theta(raw, config.rope_theta))
-        same = theta == config.rope_theta and config.rope_scaling is None
-        config.window_theta = None if same else theta
+    config.windows = read_windows(raw, family, config.n_layer)
+    if config.positions == "rope":
+        config = replace(config, **read_rope(raw, family, config))
     return config
 
 
@@ -352,34 +316,60 @@ def by_layer(raw, key, values, n_layer):
     return given
 
 
-def read_windows(raw, n_layer):
+def read_windows(raw, family, n_layer):
     """GPTConfig.windows of a config.json."""
-    family = FAMILIES[raw["model_type"]]
-    window = family.window(raw)
+    window = family.window(raw) if family.window else None
     if window is None:
         return ()
     window = value_of(dict(sliding_window=window), "sliding_window", int)
     given = by_layer(raw, "layer_types", LAYER_KINDS, n_layer)
-    windowed = [family.windowed(raw, i) for i in range(n_layer)]
-    if given and family.windowed is not Family._field_defaults["windowed"]:
-        windowed = [kind == "sliding_attention" for kind in given]
-    return tuple(window * seen for seen in windowed) if any(windowed) else ()
+    if family.windowed is None:  # whatever layer_types says
+        return (window,) * n_layer
+    windowed = [kind == LAYER_KINDS[1] for kind in given or ()] or family.windowed(raw, n_layer)
+    return tuple(window * has for has in windowed) if any(windowed) else ()
 
 
-def read_rope(raw, settings, theta, context, rotary_size):
-    """(theta, GPTConfig.rope_scaling, longest sequence) of a config.json.
+def read_rope(raw, family, config):
+    """What a config.json says of the rotation, and where texts end by it: fields of GPTConfig.
 
-    transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`."""
+    transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`. Both
+    may be for layers without a window alone."""
+    settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    of_windows = settings.get("sliding_attention") or {}
+    settings = settings.get("full_attention", settings)
+    number = lambda key, default=None: value_of(settings, key, float, default)
+    D = config.head_size
+    part = value_of(raw, "partial_rotary_factor", float, family.rotary or 1.0)
+    part = number("partial_rotary_factor", part)
+    R = int(D * part)
+    if R % 2 or not 0 < R <= D or (R < D and family.rotary is None):
+        raise InputError(f"partial_rotary_factor {part} is not supported with {config.family} and "
+                         f"a head size of {D}; Phi-4-mini and GLM-4 have parts that are")
+    theta = number("rope_theta", value_of(raw, "rope_theta", float, family.theta))
+    scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
+    found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context)
+    if R < D:
+        found["rotary_size"] = R
+    if config.windows and family.window_theta:
+        one_of(("default",), "rope type of layers with a window",
+               of_windows.get("rope_type", "default"))
+        own = value_of(of_windows, "rope_theta", float, family.window_theta(raw, theta))
+        if own != theta or scaling:
+            found["window_theta"] = own
+    return found
+
+
+def read_scaling(raw, settings, theta, context, rotary_size):
+    """(GPTConfig.rope_scaling, longest sequence) of a config.json's settings of the rotation."""
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     one_of(ROPE_KINDS, "rope type", kind)
     number = lambda key, default=None: value_of(settings, key, float, default)
-    theta = number("rope_theta", value_of(raw, "rope_theta", float, theta))
     # dynamic changes theta beyond the context only, and texts end there
     if kind in ("default", "dynamic"):
-        return theta, None, context
+        return None, context
     if kind == "linear":
-        return theta, dict(rope_type=kind, factor=number("factor")), context
+        return dict(rope_type=kind, factor=number("factor")), context
     original = value_of(raw, "original_max_position_embeddings", int,
                         settings.get("original_max_position_embeddings") or context)
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
@@ -387,7 +377,7 @@ def read_rope(raw, settings, theta, context, rotary_size):
         scaling |= {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
             raise InputError("low_freq_factor must be below high_freq_factor")
-        return theta, scaling, context
+        return scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
         if theta == 1:
@@ -409,32 +399,34 @@ def read_rope(raw, settings, theta, context, rotary_size):
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         # texts end where the long factors would begin to apply, to all keys of a text
         context = min(context, original)
-    return theta, scaling | dict(attention_factor=number("attention_factor", default)), context
+    return scaling | dict(attention_factor=number("attention_factor", default)), context
 
 
 def hf_config(config, dtype):
     """GPTConfig -> the dict of a config.json, with the rope settings in both spellings."""
     family = FAMILIES[config.family]
     raw = dict(architectures=[family.architecture], model_type=config.family,
-               torch_dtype=str(dtype).removeprefix("torch."))
+               torch_dtype=str(dtype).removeprefix("torch."), attention_bias=config.qkv_bias,
+               mlp_bias=config.mlp_bias, pad_token_id=None)
     raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
     if config.positions == "rope":
-        theta = dict(rope_theta=config.rope_theta)
-        part = dict(partial_rotary_factor=(config.rotary_size or config.head_size)
-                    / config.head_size) if family.rotary else {}
-        scaling = config.rope_scaling or dict(rope_type="default")
-        parameters = theta | part | scaling
-        raw |= theta | part | dict(rope_scaling=config.rope_scaling)
+        settings = dict(rope_theta=config.rope_theta)
+        if family.rotary:
+            D = config.head_size
+            settings["partial_rotary_factor"] = (config.rotary_size or D) / D
+        raw |= settings | dict(rope_scaling=config.rope_scaling)
+        settings |= config.rope_scaling or dict(rope_type="default")
         if family.window_theta:
-            local = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
-            parameters = dict(full_attention=parameters, sliding_attention=local)
-            raw["rope_local_base_freq"] = local["rope_theta"]
-        raw["rope_parameters"] = parameters
-    windows = config.windows or (0,) * config.n_layer
-    if family.window({"use_sliding_window": True, "sliding_window": 1}):
-        raw |= dict(layer_types=[LAYER_KINDS[window > 0] for window in windows],
-                    sliding_window=max(windows) or None, use_sliding_window=any(windows))
+            own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
+            settings = dict(full_attention=settings, sliding_attention=own)
+        raw["rope_parameters"] = settings
+    if family.window:
+        raw |= dict(sliding_window=max(config.windows, default=None),
+                    use_sliding_window=bool(config.windows))
+    if family.windowed:
+        windows = config.windows or (0,) * config.n_layer
+        raw["layer_types"] = [LAYER_KINDS[window > 0] for window in windows]
     return raw | family.written(config)
 
 

@@ -597,6 +597,26 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     assert time.perf_counter() - start < 3 and "code ran" not in capsys.readouterr().out
 
 
+def test_describe_names_windows_norms_and_rotation(tmp_path):
+    """Catches a line that says the same of every family."""
+    save_theirs("gemma3", theirs_of("gemma3"), tmp_path / "gemma3")
+    assert """
+positions     by rope, base 1e+06, with a window 10000
+windows       28 tokens in 6 of 7 layers
+norms         before and after attention and MLP; of each query and key head
+""" in describe(tmp_path / "gemma3")
+    save_theirs("phi4-mini", theirs_of("phi4-mini"), tmp_path / "phi4-mini")
+    assert """
+positions     by rope, longrope, 12 of a head's 16 dimensions
+windows       none
+norms         before attention and MLP
+""" in describe(tmp_path / "phi4-mini")
+    save_theirs("smollm3", theirs_of("smollm3"), tmp_path / "smollm3")
+    assert "by rope, none in 1 of 5 layers\n" in describe(tmp_path / "smollm3")
+    save_theirs("olmo2", theirs_of("olmo2"), tmp_path / "olmo2")
+    assert "norms         after attention and MLP; of all queries, of all keys\n" in describe(tmp_path / "olmo2")
+
+
 def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
     """Catches a cached snapshot, whose files are links to ../../blobs, that is refused."""
     path = tmp_path / "snapshots" / "1234"
