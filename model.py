@@ -167,8 +167,7 @@ class AttentionContext:
         """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
         the shape of q. window, scale: as in `kernels.tree_attention`."""
         if self.ancestors is not None:
-            return tree_attention(
-                q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
+            return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
         if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
         mask, first = self.mask_of(window)
@@ -242,14 +241,10 @@ class Norm(nn.Module):
         return add_norm(residual, hidden, self.weight, self.bias, self.eps)
 
 
-class NoNorm(nn.Module):
+class NoNorm(nn.Identity):
     """In the place of a norm that a model does not have."""
 
-    def forward(self, x):
-        return x
-
     def add_and_norm(self, hidden, residual):
-        """As `Norm.add_and_norm`: (the sum, the sum)."""
         total = hidden if residual is None else residual + hidden.to(residual.dtype)
         return total, total
 
@@ -316,6 +311,7 @@ class Attention(nn.Module):
         c = self.config = config
         self.window = c.windows[layer] if c.windows else 0
         self.rotates = layer % c.n_layer not in c.unrotated
+        self.own_rope = self.window > 0 and c.window_theta is not None
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -332,7 +328,7 @@ class Attention(nn.Module):
         """All between the two products: qkv [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]."""
         c = self.config
         B, T, _ = qkv.shape
-        rope = rope[self.window > 0] if self.rotates else None
+        rope = rope[self.own_rope] if self.rotates else None
         if c.qk_norm == "all":
             q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
@@ -345,8 +341,7 @@ class Attention(nn.Module):
                 norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
             q = rope_cache(qkv, rope, kv, context.lengths, *norms)
             k, v = kv
-        out = context.attend(q, k, v, self.window, c.attn_scale)
-        return out.reshape(B, T, c.n_head * c.head_size)
+        return context.attend(q, k, v, self.window, c.attn_scale).reshape(B, T, -1)
 
     def rotated(self, qkv, rope):
         """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and
@@ -525,12 +520,10 @@ class GPT(nn.Module):
         return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
 
     def rope(self, positions):
-        """positions [B, T] -> [B, T, 2, D], see `rope_table`, for layers without and with a window;
-        None where nothing is rotated."""
-        if self.rotations is None:
-            return None, None
-        rope, own = self.rotations[positions], self.window_rotations
-        return rope, rope if own is None else own[positions]
+        """positions [B, T] -> [B, T, 2, D], see `rope_table`, and the same for layers with a window
+        where these have a table of their own; None where there is none."""
+        tables = self.rotations, self.window_rotations
+        return [None if table is None else table[positions] for table in tables]
 
     def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
                           slopes=None):

@@ -257,14 +257,19 @@ def read_config(path):
         raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
     path = Path(path) / "config.json"
     raw = read_json(path)
-    if isinstance(raw.get("text_config"), dict):  # a text model inside one that reads pictures too
-        raw = {key: raw[key] for key in raw if key == "quantization_config"} | raw["text_config"]
     try:
-        return parse_config(raw)
+        return parse_config(text_config(raw))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: a value has the wrong type ({error})") from None
+
+
+def text_config(raw):
+    """The dict of a config.json, of the text model alone in one that reads pictures too."""
+    if not isinstance(raw.get("text_config"), dict):
+        return raw
+    return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
 
 
 def parse_config(raw):

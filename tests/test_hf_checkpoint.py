@@ -232,6 +232,24 @@ def test_tensor_names_with_and_without_the_base_models_prefix(tmp_path):
     assert GPT.from_pretrained(tmp_path, device="cpu").hash == want.hash
 
 
+@pytest.mark.parametrize("name", ["gemma3-vision", "mistral3-vision"])
+def test_a_text_model_inside_another_under_either_name(name, tmp_path):
+    """Catches transformers 4 or 5, which put model. on other sides of language_model., and a vision tower that is read:
+    here it is of a type that is refused."""
+    save_theirs(name, theirs_of(name), tmp_path)
+    want = GPT.from_pretrained(tmp_path, device="cpu")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {key.replace("language_model.model.", "model.language_model.").replace("language_model.lm", "lm"): value
+               for key, value in tensors.items()}
+    assert any(key.startswith("model.language_model.layers") for key in tensors)
+    tensors |= {key: value.to(torch.int8) for key, value in tensors.items() if "vision" in key}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert GPT.from_pretrained(tmp_path, device="cpu").hash == want.hash
+    edit_config(tmp_path, quantization_config=dict(quant_method="fp8"))
+    with pytest.raises(InputError, match="the checkpoint is quantised .fp8."):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize("kept", ["lm_head.weight", "both"])
 def test_a_tied_table_may_have_either_name(kept, tmp_path):
     """Catches a tied folder that keeps its one table as lm_head.weight, or holds both."""
