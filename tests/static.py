@@ -316,8 +316,9 @@ def shape_class(launch):
     constants = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
     alibi = "slopes_ptr" in parameters and "slopes_ptr" not in constants
-    return (short_name(name) + " alibi" * alibi, kinds[0][1:], tile, options["num_warps"],
-            options.get("num_stages", "-"))
+    window = constants.get("WINDOW", 0) > 0
+    return (short_name(name) + " alibi" * alibi + " window" * window, kinds[0][1:], tile,
+            options["num_warps"], options.get("num_stages", "-"))
 
 
 def table_of_figures(out=None):

@@ -42,6 +42,7 @@ def sample():
         filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
     gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
     return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
+            *static.launches_of("tree_attention", T=2, D=64, window=1024),
             *static.launches_of("project_sample", **gathered)[:1],
             *(launch for name, given in calls.items() for launch in static.launches_of(name, **given))]
 
