@@ -18,6 +18,7 @@ from hf import checkpoint
 from hf.checkpoint import describe, read_headers
 from hf.families import parse_config, read_config
 from model import GPT, GPTConfig, InputError, alibi_slopes, atomic_write
+from test_clover import random_heads
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -202,6 +203,26 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     model = GPT.from_pretrained(sharded, device="cpu")
     heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
     assert generate(model, [prompt, prompt[:7]], 64, heads, tree_size=12).tokens[0] == text
+
+
+FEW = (1, 8, "lookup", 0.9), (5, 8, "both", 0.9), (17, 1, "heads", 0.0)  # of the ways below
+ALL = [(tree_size, batch, draft, temperature) for draft in ("heads", "lookup", "both") for tree_size in (1, 5, 17)
+       for batch in (1, 8) for temperature in (0.0, 0.9)]
+
+
+@pytest.mark.parametrize("ways", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "phi4-mini", "smollm3", "olmo2-grouped", "olmo3",
+                                  "gemma3", "glm", "glm4"])
+def test_what_drafts_changes_no_text_of_any_kind_of_family(name, ways, tmp_path):
+    """Catches a window, a norm or a rotation that a tree's nodes or the heads' block have otherwise than a text."""
+    model = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu")
+    heads, prompts = random_heads(model), random_prompts([30, 7, 1, 12, 60, 3, 20, 5])
+    plain = {temperature: generate(model, prompts, 64, temperature=temperature, seed=3, batch_size=1).tokens
+             for temperature in (0.0, 0.9)}
+    for tree_size, batch, draft, temperature in ways:
+        out = generate(model, prompts, 64, None if draft == "lookup" else heads, lookup=draft != "heads", seed=3,
+                       tree_size=tree_size, batch_size=batch, temperature=temperature)
+        assert out.tokens == plain[temperature], (tree_size, batch, draft, temperature)
 
 
 @pytest.mark.parametrize("shards", [False, True])
