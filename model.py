@@ -522,8 +522,7 @@ class GPT(nn.Module):
     def rope(self, positions):
         """positions [B, T] -> [B, T, 2, D], see `rope_table`, and the same for layers with a window
         where these have a table of their own; None where there is none."""
-        tables = self.rotations, self.window_rotations
-        return [None if table is None else table[positions] for table in tables]
+        return [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
 
     def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
                           slopes=None):
