@@ -15,7 +15,7 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 2020, "model.py": 704, "clover.py": 440, "generate.py": 750, "train_heads.py": 330, "backends": 995,
-    "hf": 1450, "tools": 1300, "training": 1495, "bench": 2110, "tests": 10755, "without tests": 11580}
+    "hf": 1450, "tools": 1300, "training": 1495, "bench": 2110, "tests": 10770, "without tests": 11580}
 ABOVE_THE_RULE = 755  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
