@@ -86,12 +86,16 @@ def takes(*conditions, **specs):
 # are the same for all s cancel in the softmax, so the kernel adds slopes[h] * (position(s) -
 # lengths[b]): one multiply-add per score and almost no bytes.
 #
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once: the floor. Each element
-# meets T * G query rows, so 2 * T * G FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below
-# the 200 to 300 at which a data-centre GPU stops being memory-bound. Hence all T * G query rows
-# that share a kv head form one tile, and the cache is cut into splits so that B * Hkv * splits
-# programs fill the GPU (flash-decoding). A split writes and reads back float32 partial sums, in
-# bf16 as many bytes as 2 * T * G of its rows, so many query rows want long splits (`_splits`).
+# A window hides all s with position(i) - position(s) >= window. The cache keeps these rows; what is
+# read begins with the first row that a root sees, and splits divide what is read.
+#
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; min(length,
+# window - 1) for length where there is a window. Each element meets T * G query rows, so 2 * T * G
+# FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre
+# GPU stops being memory-bound. Hence all T * G query rows that share a kv head form one tile, and
+# the cache is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A
+# split writes and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows,
+# so many query rows want long splits (`_splits`).
 #
 # The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
 # Their size depends on the sequence's own length: a short text in a large cache is cut as in a
@@ -134,9 +138,21 @@ def _popcount(word):
 
 
 @triton.jit
-def _split_size(end, splits, tile, min_split):
+def _depth(bits):
+    """A node's depth, from its bitmask; -1 where that is 0."""
+    return _popcount(bits.to(tl.int32)) + _popcount((bits >> 32).to(tl.int32)) - 1
+
+
+@triton.jit
+def _first_row(length, WINDOW: tl.constexpr):
+    """The first cache row that any node sees: a root's window reaches back the furthest."""
+    return tl.maximum(length + 1 - WINDOW, 0) if WINDOW else 0
+
+
+@triton.jit
+def _split_size(rows, splits, tile, min_split):
     """Cache rows per split: whole tiles of BLOCK_S rows, and at least min_split."""
-    return tl.maximum(tl.cdiv(tl.cdiv(end, splits), tile) * tile, min_split)
+    return tl.maximum(tl.cdiv(tl.cdiv(rows, splits), tile) * tile, min_split)
 
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
@@ -145,8 +161,8 @@ def _tree_attention_kernel(
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     scale, T, G, S, Hkv, splits, min_split,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    TAIL_STAGES: tl.constexpr,
+    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, TAIL_STAGES: tl.constexpr,
 ):
     """Program (sequence, kv head and tile of query rows; split): one split of the tile's keys."""
     q_tiles = tl.cdiv(T * G, BLOCK_Q)
@@ -155,9 +171,10 @@ def _tree_attention_kernel(
     b = (group // Hkv).to(tl.int64)
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + b)
+    first = _first_row(length, WINDOW)
     end = tl.minimum(length + T, S)
-    split_size = _split_size(end, splits, BLOCK_S, min_split)
-    begin = split * split_size
+    split_size = _split_size(end - first, splits, BLOCK_S, min_split)
+    begin = first + split * split_size
     end = tl.minimum(begin + split_size, end)
     if begin >= end:
         return
@@ -184,27 +201,31 @@ def _tree_attention_kernel(
     row_max = tl.full([BLOCK_Q], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    if WINDOW:
+        depth = _depth(tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0))
+        unseen = tl.maximum(depth, 0) - WINDOW  # the last position before each window
 
-    # Full tiles of committed rows: every node sees all of them, so no mask is needed.
+    # Full tiles of committed rows: every node sees all of them, so no mask is needed but for a
+    # window's.
     masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
     for start in range(begin, masked_begin, BLOCK_S):
         offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
+        positions = start + tile_rows - length
+        visible = positions[None, :] > unseen[:, None] if WINDOW else None
         # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
-        positions = start + tile_rows - length
         row_max, row_sum, acc = _softmax_step(
-            q, keys, values, None, positions, slopes, scale, row_max, row_sum, acc)
+            q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
     # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
     # Rows that no node sees are not loaded: 0 * NaN is NaN.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low = bits.to(tl.int32)
     high = (bits >> 32).to(tl.int32)
-    if slopes_ptr is not None:
+    if slopes_ptr is not None or WINDOW:
         tree = tl.arange(0, 64)
-        key_bits = tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0)
-        depths = _popcount(key_bits.to(tl.int32)) + _popcount((key_bits >> 32).to(tl.int32)) - 1
+        depths = _depth(tl.load(ancestors_ptr + b * T + tree, mask=tree < T, other=0))
     for start in tl.range(masked_begin, end, BLOCK_S, num_stages=TAIL_STAGES):
         cache_rows = start + tile_rows
         node = cache_rows - length
@@ -212,11 +233,13 @@ def _tree_attention_kernel(
         ancestor = (word >> (node & 31)[None, :]) & 1
         visible = (node < 0)[None, :] | (ancestor != 0)
         visible = visible & (cache_rows < end)[None, :]
+        positions = node
+        if slopes_ptr is not None or WINDOW:
+            positions = tl.where(node < 0, node, tl.gather(depths, node & 63, 0))
+        if WINDOW:
+            visible = visible & (positions[None, :] > unseen[:, None])
         load_mask = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
-        positions = node
-        if slopes_ptr is not None:
-            positions = tl.where(node < 0, node, tl.gather(depths, node & 63, 0))
         # [BLOCK_S, BLOCK_D]
         keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
@@ -237,14 +260,15 @@ def _tree_attention_kernel(
 @triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
     partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, tile, min_split,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (sequence, node and head): combines the partial results of the splits it has."""
     row = tl.program_id(0).to(tl.int64)
     b = row // (T * Hq)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    end = tl.minimum(tl.load(lengths_ptr + b) + T, S)
-    n_splits = tl.cdiv(end, _split_size(end, splits, tile, min_split))  # the others wrote nothing
+    length = tl.load(lengths_ptr + b)
+    rows = tl.minimum(length + T, S) - _first_row(length, WINDOW)
+    n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # the others wrote nothing
     row_max = FINITE_MIN
     row_sum = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -267,18 +291,20 @@ def _combine_splits_kernel(
 
 @takes("Hq % Hkv == 0", q="B T Hq D float", T="1..64", D="16..256",
        k_cache="B Hkv S D float|float64", v_cache="B Hkv S D float|float64", S="T..inf",
-       lengths="B int32 0..S-T", ancestors="B T int64", slopes="Hq float32?")
-def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None):
+       lengths="B int32 0..S-T", ancestors="B T int64", slopes="Hq float32?", window="0..2**31-1")
+def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
     """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
 
     The keys and values of node j are at cache row lengths[b] + j already; cache rows that no node
     sees may hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. A
     node that sees nothing gives zeros. scale: default D ** -0.5. slopes: ALiBi (arXiv 2108.12409):
     each score loses its query head's slope times the distance in positions; a tree node's position
-    is lengths[b] + depth, whatever its cache row. Caches of float64 are for the reference alone.
+    is lengths[b] + depth, whatever its cache row. window: a node sees this many positions, its own
+    and those before it; 0: all. Caches of float64 are for the reference alone.
     """
     if not runs_triton(k_cache, v_cache, q):
-        return tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale, slopes)
+        return tree_attention_reference(
+            q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
     B, T, Hq, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     G = Hq // Hkv
@@ -290,14 +316,17 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     slopes = None if slopes is None else slopes.contiguous()
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
 
-    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), slopes is not None)
+    window = window if window < S else 0
+    aligned = _aligned(q, k_cache, v_cache)
+    blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
+    rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
     at_once = sm_count(q.device) * _programs_per_sm(blocks, q.element_size(), q.device)
     # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
-    fewest = max(1, min(triton.cdiv(S, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
-    splits = _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest)
+    fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
+    splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = out
     lse = None  # a single split writes the result itself; 128 rows would spill when rounding it
@@ -307,16 +336,19 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     with torch.cuda.device_of(q):
         _tree_attention_kernel[(grid_rows, splits)](
             q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse,
-            *_strides(q), *_strides(k_cache), scale, T, G, S, Hkv, splits, min_split, D=D, **blocks)
+            *_strides(q), *_strides(k_cache), scale, T, G, S, Hkv, splits, min_split,
+            D=D, WINDOW=window, **blocks)
         if lse is not None:
             _combine_splits_kernel[(B * T * Hq,)](
-                partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
-                D=D, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64, num_warps=4)
+                partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split, D=D,
+                WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
+                num_warps=4)
     return out
 
 
 @tree_attention.takes
-def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None):
+def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
+                             window=0):
     """`tree_attention` by the formula, in float32, or in float64 where the caches are."""
     B, T, Hq, D = q.shape
     S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees what comes after
@@ -325,14 +357,16 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
     bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
     ancestor = bits.gather(2, node.clamp(0, 63)[:, None].expand(B, T, S))
     visible = (node < 0)[:, None] | (node < T)[:, None] & (ancestor == 1)  # (B, T, S)
+    depth = (bits.sum(-1) - 1).clamp(min=0)  # (B, T)
+    position = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, S)
+    distance = depth[:, :, None] - position[:, None]  # (B, T, S)
+    if window:
+        visible &= distance < window
     seen = visible.any(1)[:, None, :, None]  # the other rows may hold NaN, and 0 * NaN is NaN
     k, v = (torch.where(seen, x[:, :, :S], 0).to(dtype).repeat_interleave(Hq // x.shape[1], dim=1)
             for x in (k_cache, v_cache))  # (B, Hq, S, D)
     scores = q.to(dtype).transpose(1, 2) @ k.mT * (D ** -0.5 if scale is None else scale)
     if slopes is not None:
-        depth = bits.sum(-1) - 1  # (B, T)
-        position = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, S)
-        distance = depth[:, :, None] - position[:, None]  # (B, T, S)
         scores = scores - slopes.to(dtype)[:, None, None] * distance[:, None]
     scores = scores.masked_fill(~visible[:, None], FINITE_MIN.value)  # (B, Hq, T, S)
     weights = scores.softmax(-1).masked_fill(~visible[:, None], 0)
@@ -765,7 +799,7 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, alibi=False):
+def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
     checks that nothing spills and that the shared memory of small GPUs suffices.
 
@@ -774,22 +808,24 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False):
     multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores, and its
     unrolled multiply-adds need small tiles; so do loads of single elements. 128 query rows fit only
     with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas serialise their
-    products (C7515). The ALiBi bias takes registers: a tile of many scores gets half the keys, and
-    one more such tile in flight, or half the query rows.
+    products (C7515). The ALiBi bias and a window take registers: a tile of many scores gets half
+    the keys, and one more such tile in flight, or half the query rows; with a window a large tile
+    of results gets twice the warps, a small one more registers.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         limit = _max_registers(224) if aligned or BLOCK_D <= 64 else {}
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D,
                     num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2, TAIL_STAGES=2, **limit)
-    largest = 128 if D in (64, 128) else 32 if alibi and BLOCK_D == 256 else 64
+    biased = alibi or windowed
+    largest = 128 if D in (64, 128) else 32 if biased and BLOCK_D == 256 else 64
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
-    halved = alibi and BLOCK_Q * BLOCK_S > 1024
+    halved = biased and BLOCK_Q * BLOCK_S > 1024
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
-                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 else 8,
+                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 >> windowed else 8,
                 num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
-                **_max_registers(168 if BLOCK_Q == 16 else 255))
+                **_max_registers(168 if BLOCK_Q == 16 and not windowed else 255))
 
 
 def _programs_per_sm(blocks, itemsize, device):

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -67,7 +67,14 @@ class GPTConfig:
     qkv_bias: bool = False
     proj_bias: bool = False    # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False      # RMSNorm over each query and key head, before the rotation
+    qk_norm: str | None = None # RMSNorm of each query and key "head", or of "all", then rotation
+    norm_at: str = "before"    # attention and MLP: "before", "after" as in OLMo 2, "both": Gemma 3
+    windows: tuple = ()        # by layer: how many tokens it sees, its own too; 0: all. (): all do
+    window_theta: float | None = None  # of layers with a window, unscaled; None: as the others
+    unrotated: tuple = ()      # the layers without a rotation, by number: every fourth of SmolLM3
+    rotary_size: int | None = None     # dimensions of a head that are rotated, None: D
+    embed_scale: float = 1.0   # of the embeddings: Gemma 3
+    attn_scale: float | None = None    # of the scores, None: D ** -0.5
     tied: bool = True          # the LM head is the embedding table
     unit_head: bool = False    # the LM head's rows are scaled to length 1 when read: Baichuan 2
 
@@ -100,8 +107,12 @@ class AttentionContext:
     """Where the T tokens of one forward pass are, and what each of them sees. All layers share one,
     made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
 
-    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None):
+    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None, rows=None,
+                 start=0):
         self.mask = mask              # as torch's attention takes it; None: causal
+        self.rows = rows              # int [B, T]: where the tokens are among keys and values
+        self.start = start            # no token is in a row before it
+        self.window_masks = {}        # {window: what `mask_of` gives for it}
         self.end = end                # the rows of keys and values that count
         self.lengths = lengths        # int [B]: the rows before the tokens' own; None: no cache
         self.ancestors = ancestors
@@ -112,13 +123,14 @@ class AttentionContext:
         """Whole sequences without a cache, positions [B, T]. documents (int64 [B, T]) numbers
         several documents in a row, which do not see one another."""
         B, T = positions.shape
+        rows = torch.arange(T, device=positions.device)[None]
         mask = None
         if slopes is not None:
-            mask = alibi_mask(torch.arange(T, device=positions.device)[None], T, slopes)
+            mask = alibi_mask(rows, T, slopes)
         if documents is not None:
             same = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
             mask = same.tril() if mask is None else mask.masked_fill(~same, -math.inf)
-        return cls(mask, T, slopes=slopes)
+        return cls(mask, T, slopes=slopes, rows=rows)
 
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
@@ -131,7 +143,8 @@ class AttentionContext:
         elif end > T:  # else none: it is causal
             # for one sequence the one mask that flash attention takes
             mask = causal_mask(positions, end) if B > 1 else causal_lower_right(T, end)
-        return cls(mask, end, positions[:, 0], slopes=slopes)
+        start = end - T if B == 1 else 0  # others' are on the device
+        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
@@ -139,21 +152,37 @@ class AttentionContext:
         `kernels.tree_attention`."""
         return cls(lengths=cache.lengths, ancestors=ancestors, slopes=slopes)
 
-    def attend(self, q, k, v):
+    def mask_of(self, window):
+        """(the mask of a layer whose tokens see this many positions, their own too, 0: all; the
+        first row that it is for, as none sees those before)."""
+        if not window or window >= self.end:
+            return self.mask, 0
+        if window not in self.window_masks:
+            first = max(self.start + 1 - window, 0)
+            rows = torch.arange(first, self.end, device=self.rows.device)
+            distance = self.rows[:, None, :, None] - rows  # (B, 1, T, end - first)
+            causal = self.mask is None or isinstance(self.mask, CausalBias)
+            mask = distance >= 0 if causal else self.mask[..., first:]
+            hidden = False if mask.dtype == torch.bool else -math.inf
+            self.window_masks[window] = mask.masked_fill(distance >= window, hidden), first
+        return self.window_masks[window]
+
+    def attend(self, q, k, v, window=0, scale=None):
         """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
-        the shape of q."""
+        the shape of q. window, scale: as in `kernels.tree_attention`."""
         if self.ancestors is not None:
-            return tree_attention(q, k, v, self.lengths, self.ancestors, slopes=self.slopes)
+            return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
         if self.slopes is not None and self.mask.dtype != q.dtype:
             self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        k, v = k[:, :, :self.end], v[:, :, :self.end]
+        mask, first = self.mask_of(window)
+        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
         G = q.shape[2] // k.shape[1]
-        causal = self.mask is None or isinstance(self.mask, CausalBias)
+        causal = mask is None or isinstance(mask, CausalBias)
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=self.mask, is_causal=self.mask is None,
+            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
@@ -216,11 +245,19 @@ class Norm(nn.Module):
         return add_norm(residual, hidden, self.weight, self.bias, self.eps)
 
 
+class NoNorm(nn.Identity):
+    """In the place of a norm that a model does not have."""
+
+    def add_and_norm(self, hidden, residual):
+        total = hidden if residual is None else residual + hidden.to(residual.dtype)
+        return total, total
+
+
 def rope_frequencies(config):
-    """(radians per token for each pair of dimensions [D/2], a factor for cos and sin): RoPE (arXiv
-    2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071, section 3),
+    """(radians per token for each pair of rotated dimensions, a factor for cos and sin): RoPE
+    (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071, section 3),
     LongRoPE (2402.13753), or as in Llama 3.1."""
-    D = config.head_size
+    D = config.rotary_size or config.head_size
     scaling = config.rope_scaling or dict(rope_type="default")
     plain = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
     match scaling["rope_type"]:
@@ -259,49 +296,63 @@ def yarn_frequencies(plain, scaling, D, theta):
 
 def rope_table(config, dtype, device):
     """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (RoPE, arXiv
-    2104.09864, halves layout). Trees may reach past the context's end."""
+    2104.09864, halves layout). Trees may reach past the context's end. Dimensions that are not
+    rotated come last in each half."""
     frequencies, scale = rope_frequencies(config)
     positions = torch.arange(config.block_size + MAX_TREE, device=device)
-    angles = positions[:, None] * frequencies.to(device)  # (positions, D/2)
+    angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
     cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
+    if config.rotary_size:
+        rest = (config.head_size - config.rotary_size) // 2
+        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
     return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
 
 class Attention(nn.Module):
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
+        self.window = c.windows[layer] if c.windows else 0
+        self.rotates = layer % c.n_layer not in c.unrotated
+        self.own_rope = self.window > 0 and c.window_theta is not None
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
-            self.q_norm = Norm("rms", c.head_size, c.norm_eps)
-            self.k_norm = Norm("rms", c.head_size, c.norm_eps)
+            n_query, n_key = (c.n_head, c.n_kv_head) if c.qk_norm == "all" else (1, 1)
+            self.q_norm = Norm("rms", n_query * c.head_size, c.norm_eps)
+            self.k_norm = Norm("rms", n_key * c.head_size, c.norm_eps)
 
     def forward(self, x, rope, context, kv=None):
-        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and
-        values are written."""
+        """x [B, T, C] -> [B, T, C]. rope: as `GPT.rope` gives it. kv [2, B, Hkv, S, D]: the layer's
+        cache, to which keys and values are written."""
         return self.proj(self.core(self.qkv(x), rope, context, kv))
 
     def core(self, qkv, rope, context, kv=None):
         """All between the two products: qkv [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]."""
         c = self.config
         B, T, _ = qkv.shape
+        rope = rope[self.own_rope] if self.rotates else None
+        if c.qk_norm == "all":
+            q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(B, T, c.n_head + 2 * c.n_kv_head, c.head_size)
         if kv is None:
             q, k, v = self.rotated(qkv, rope)
         else:
-            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if c.qk_norm else ()
+            norms = ()
+            if c.qk_norm == "head":
+                norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
             q = rope_cache(qkv, rope, kv, context.lengths, *norms)
             k, v = kv
-        return context.attend(q, k, v).reshape(B, T, c.n_head * c.head_size)
+        return context.attend(q, k, v, self.window, c.attn_scale).reshape(B, T, -1)
 
     def rotated(self, qkv, rope):
         """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and
         v [B, Hkv, T, D]."""
         Hq, Hkv = self.config.n_head, self.config.n_kv_head
         qk, v = qkv.split((Hq + Hkv, Hkv), dim=2)
-        if self.config.qk_norm:
+        if self.config.qk_norm == "head":
             qk = torch.cat((self.q_norm(qk[:, :, :Hq]), self.k_norm(qk[:, :, Hq:])), dim=2)
         if rope is not None:
             qk = rotate(qk, rope)
@@ -327,22 +378,27 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Layer number `layer` of a model, by default the last."""
 
-    def __init__(self, config):
+    def __init__(self, c, layer=-1):
         super().__init__()
-        self.attn_norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        size = c.n_embd
+        norm = lambda at: Norm(c.norm, size, c.norm_eps) if c.norm_at in (at, "both") else NoNorm()
+        self.attn_norm = norm("before")
+        self.attn = Attention(c, layer)
+        self.attn_post_norm = norm("after")
+        self.mlp_norm = norm("before")
+        self.mlp = MLP(c)
+        self.mlp_post_norm = norm("after")
 
     def forward(self, hidden, residual, rope, context, kv=None):
         """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is the sum
         of the two, or hidden alone where residual is None. A sum is one operation with the norm
         that follows it."""
         hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
-        hidden = self.attn(hidden, rope, context, kv)
+        hidden = self.attn_post_norm(self.attn(hidden, rope, context, kv))
         hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        return self.mlp_post_norm(self.mlp(hidden)), residual
 
 
 def run_blocks(blocks, hidden, rope, context, cache=None):
@@ -400,7 +456,7 @@ class GPT(nn.Module):
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
         self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_place()
@@ -409,14 +465,19 @@ class GPT(nn.Module):
 
     def tie_and_place(self):
         """Sets what is derived rather than stored, on the weights' device: the tied head, the
-        tables of positions."""
+        tables of positions, the embeddings' scale in the weights' dtype."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
         rotations = rope_table(c, self.dtype, self.device) if c.positions == "rope" else None
         self.register_buffer("rotations", rotations, persistent=False)
+        own = replace(c, rope_theta=c.window_theta, rope_scaling=None) if c.window_theta else None
+        rotations = rope_table(own, self.dtype, self.device) if own else None
+        self.register_buffer("window_rotations", rotations, persistent=False)
         slopes = alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
+        scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
+        self.register_buffer("embed_scale", None if c.embed_scale == 1 else scale, persistent=False)
 
     def _apply(self, fn, *args, **kwargs):
         super()._apply(fn, *args, **kwargs)
@@ -465,8 +526,9 @@ class GPT(nn.Module):
         return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
 
     def rope(self, positions):
-        """positions [B, T] -> [B, T, 2, D], see `rope_table`; None where nothing is rotated."""
-        return None if self.rotations is None else self.rotations[positions]
+        """positions [B, T] -> [B, T, 2, D], see `rope_table`, and the same for layers with a window
+        where these have a table of their own; None where there is none."""
+        return [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
 
     def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
                           slopes=None):
@@ -497,6 +559,8 @@ class GPT(nn.Module):
         if positions is None:
             positions = token_positions(tokens, documents)
         hidden = self.embed(tokens)  # (B, T, C)
+        if self.embed_scale is not None:
+            hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         context = self.attention_context(positions, cache, ancestors, end, documents, self.slopes)

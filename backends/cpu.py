@@ -19,7 +19,17 @@ import torch.nn.functional as F
 
 from clover import ResBlock
 from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton, takes
-from model import ACTIVATIONS, GPT, AttentionContext, Block, LMHead, alibi_mask, causal_mask, warn
+from model import (
+    ACTIVATIONS,
+    GPT,
+    AttentionContext,
+    Block,
+    LMHead,
+    NoNorm,
+    alibi_mask,
+    causal_mask,
+    warn,
+)
 
 # oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -236,15 +246,22 @@ class PackedBlock(Block):
         stream = pad_rows(stream, rows)
         qkv = attn.qkv.product(self.attn_norm(stream))
         attended = attn.core(qkv if rows == T else qkv[:, :T], rope, context, kv)
-        stream = attn.proj.product(pad_rows(attended, rows), residual=stream)
+        stream = add_product(stream, attn.proj, pad_rows(attended, rows), self.attn_post_norm)
         normed = self.mlp_norm(stream)
         activation = mlp.config.activation
         if mlp.config.gated:
             x = glu(mlp.up.product(normed), activation)
         else:
             x = mlp.up.product(normed, activation)
-        stream = mlp.down.product(x, residual=stream)
+        stream = add_product(stream, mlp.down, x, self.mlp_post_norm)
         return stream[:, :T] if self.is_last else stream, None
+
+
+def add_product(stream, linear, x, norm):
+    """stream + norm(linear(x)), in one operation where there is no norm."""
+    if isinstance(norm, NoNorm):
+        return linear.product(x, residual=stream)
+    return stream + norm(linear.product(x))
 
 
 def pad_rows(x, n):
@@ -354,8 +371,8 @@ def new_cache(model, batch, capacity, blocks=None):
 
 class CPUContext(AttentionContext):
     """In half precision attention adds in float64, see `cached_attention`."""
-    unseen = None  # of a tree's: as `tree_mask` gives it
     shape = None   # (B, T) of the tokens, without rows that pad them
+    dtype = None   # of a tree's sums
 
     @classmethod
     def cached(cls, positions, end, cache, slopes=None):
@@ -365,7 +382,8 @@ class CPUContext(AttentionContext):
             mask = alibi_mask(positions, end, slopes.to(sum_dtype(cache)))
         elif B > 1 or end > T:
             mask = causal_mask(positions, end)
-        context = cls(mask, end, positions[:, 0], slopes=slopes)
+        start = int(positions[:, 0].min())
+        context = cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
         context.shape = B, T
         return context
 
@@ -373,19 +391,32 @@ class CPUContext(AttentionContext):
     def tree(cls, ancestors, cache, slopes=None):
         context = super().tree(ancestors, cache, slopes)
         context.shape = ancestors.shape
+        context.start = int(cache.lengths.min())
         context.end = int(cache.lengths.max()) + ancestors.shape[1]
-        context.mask, context.unseen = tree_mask(cache.lengths, ancestors, context.end, slopes,
-                                                 sum_dtype(cache))
+        context.dtype = sum_dtype(cache)
         return context
 
-    def attend(self, q, k, v):
+    def tree_mask_of(self, window):
+        """(`tree_mask` of a layer with this window, the first row that it is for)."""
+        if window not in self.window_masks:
+            first = max(self.start + 1 - window, 0) if window else 0
+            mask = tree_mask(self.lengths, self.ancestors, self.end, self.slopes, self.dtype,
+                             window, first)
+            self.window_masks[window] = mask, first
+        return self.window_masks[window]
+
+    def attend(self, q, k, v, window=0, scale=None):
         if self.lengths is None:
-            return super().attend(q, k, v)
-        k, v = k[:, :, :self.end], v[:, :, :self.end]
-        if self.unseen is not None:
-            k, v = without_unseen(k, v, self.lengths, self.unseen)
-        is_causal = self.mask is None and self.ancestors is None
-        return cached_attention(q, k, v, self.mask, is_causal)
+            return super().attend(q, k, v, window, scale)
+        if self.ancestors is None:
+            mask, first = self.mask_of(window)
+            k, v = k[:, :, first:self.end], v[:, :, first:self.end]
+            return cached_attention(q, k, v, mask, mask is None, scale)
+        (mask, unseen), first = self.tree_mask_of(window if window < self.end else 0)
+        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
+        if unseen is not None:
+            k, v = without_unseen(k, v, self.start - first, unseen)
+        return cached_attention(q, k, v, mask, False, scale)
 
 
 def sum_dtype(cache):
@@ -393,49 +424,51 @@ def sum_dtype(cache):
     return torch.float32 if cache.kv.dtype == torch.float32 else torch.float64
 
 
-def without_unseen(k, v, lengths, unseen):
-    """k and v [B, Hkv, S, D] with zeros in the rows that no node sees, if any of them holds NaN or
-    infinity.
+def without_unseen(k, v, first, unseen):
+    """k and v [B, Hkv, S, D] with zeros in the rows that no node sees, if any from row `first` on,
+    where the shortest sequence ends, holds NaN or infinity.
 
-    A masked score is -inf, yet 0 * NaN is NaN. Committed rows always count, so only rows after the
+    A masked score is -inf, yet 0 * NaN is NaN. Committed rows are finite, so only rows after the
     shortest sequence can hold what must not reach the output. Testing their sum costs far less than
     cleaning V in each layer."""
-    first = int(lengths.min())
     if math.isfinite(k[:, :, first:].sum() + v[:, :, first:].sum()):
         return k, v
     return tuple(x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
 
 
 @takes(ancestors="B T int64", lengths="B int32 0..end-T", slopes="Hq float32?")
-def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32):
-    """What each node sees of the first `end` cache rows -> (bias, unseen), made once per step for
-    all layers. ancestors, slopes: as in `kernels.tree_attention`.
+def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=0, first=0):
+    """What each node sees of the n cache rows from `first` to `end` -> (bias, unseen), made once
+    per step for all layers of a window. ancestors, slopes, window: as in `kernels.tree_attention`.
 
-    bias, of a dtype, best the attention's, is added to the scores: [B, 1, T, end] of 0 and -inf,
-    None if every node sees every row; with slopes [B, Hq, T, end] of the ALiBi bias and -inf, never
-    None. unseen: bool [B, end], the rows that no node sees, None if there are none."""
+    bias, of a dtype, best the attention's, is added to the scores: [B, 1, T, n] of 0 and -inf, None
+    if every node sees every row; with slopes [B, Hq, T, n] of the ALiBi bias and -inf, never None.
+    unseen: bool [B, n], the rows that no node sees, None if there are none."""
     B, T = ancestors.shape
     device = lengths.device
-    node = torch.arange(end, device=device) - lengths[:, None]  # (B, end), negative: committed
-    ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, end)
+    node = torch.arange(first, end, device=device) - lengths[:, None]  # (B, n), negative: committed
+    ancestor = (ancestors[:, :, None] >> node.clamp(0, 63)[:, None]) & 1  # (B, T, n)
     visible = (ancestor.bool() & (node < T)[:, None]) | (node < 0)[:, None]
+    if slopes is not None or window:
+        depth = (ancestors[:, :, None] >> torch.arange(64, device=device) & 1).sum(-1) - 1  # (B, T)
+        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, n)
+        distance = positions[:, None] - depth[:, :, None]  # (B, T, n)
+    if window:
+        visible &= positions[:, None] > depth.clamp(min=0)[:, :, None] - window
     if slopes is None and visible.all():
         return None, None
     unseen = ~visible.any(1)
     if slopes is None:
         bias = torch.zeros_like(visible, dtype=dtype)[:, None]
     else:
-        depth = (ancestors[:, :, None] >> torch.arange(64, device=device) & 1).sum(-1) - 1  # (B, T)
-        positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, end)
-        distance = positions[:, None] - depth[:, :, None]  # (B, T, end)
-        bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, end)
+        bias = slopes.to(dtype)[:, None, None] * distance[:, None]  # (B, Hq, T, n)
     bias.masked_fill_(~visible[:, None], -math.inf)
     return bias, unseen if unseen.any() else None
 
 
-def cached_attention(q, k, v, bias=None, is_causal=False):
+def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
-    dtype.
+    dtype. scale: of the scores, default D ** -0.5.
 
     k and v may be float64 where q is not. With q in half precision the sums are always in float64,
     so that rounding hides in which order they were taken: the same tokens are elsewhere in the
@@ -450,17 +483,17 @@ def cached_attention(q, k, v, bias=None, is_causal=False):
     if k.dtype != dtype:
         biases = [bias] * Hkv if all_heads else bias.split(G, dim=1)
         heads = zip(q.split(G, dim=2), k.split(1, dim=1), v.split(1, dim=1), biases)
-        return torch.cat([cached_attention(q, k.to(dtype), v.to(dtype), bias, is_causal)
+        return torch.cat([cached_attention(q, k.to(dtype), v.to(dtype), bias, is_causal, scale)
                           for q, k, v, bias in heads], dim=2)
     if dtype == torch.float64 and all_heads and G > 1 and 1 < T <= 64 and not is_causal:
         # query heads that share keys become rows of one product, which in float64 is quicker than
         # one for each
         q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
         bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
-        out = F.scaled_dot_product_attention(q64, k, v, bias).view(B, Hkv, T, G, D)
+        out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)
         return out.transpose(1, 2).to(q.dtype).reshape(B, T, Hq, D)
     out = F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), k, v, bias,
-                                         is_causal=is_causal, enable_gqa=G > 1)
+                                         is_causal=is_causal, scale=scale, enable_gqa=G > 1)
     return out.transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
 
 

@@ -95,6 +95,11 @@ class Group:
             values = keys + Hkv * D
             size = max(Hkv // self.size, 1) * D
             return 0, [self.rows(Hq * D), slice(keys, keys + size), slice(values, values + size)]
+        if config.qk_norm == "all" and ".attn.q_norm." in name:
+            return 0, [self.rows(Hq * D)]
+        if config.qk_norm == "all" and ".attn.k_norm." in name:
+            keys = self.rank * Hkv // self.size * D
+            return 0, [slice(keys, keys + max(Hkv // self.size, 1) * D)]
         if ".mlp.up." in name:
             n = config.n_inner
             return 0, [self.rows(n, first) for first in range(0, n * (1 + config.gated), n)]
@@ -110,7 +115,7 @@ class Group:
         own = self.shard_config(model.config)
         if self.size == 1:
             return
-        model.blocks = nn.ModuleList(Block(own) for _ in model.blocks)
+        model.blocks = nn.ModuleList(Block(own, layer) for layer in range(own.n_layer))
         if not model.config.tied:
             rows = self.rows(model.config.vocab_size)
             model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
@@ -124,6 +129,9 @@ class Group:
         for block in model.blocks:
             block.attn.proj = RowParallelLinear(block.attn.proj, self)
             block.mlp.down = RowParallelLinear(block.mlp.down, self)
+            if config.qk_norm == "all":
+                block.attn.q_norm = ParallelNorm(block.attn.q_norm, self)
+                block.attn.k_norm = ParallelNorm(block.attn.k_norm, self)
         if config.tied:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
@@ -162,6 +170,21 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         return self.group.sum(self.local(x), self.bias)
+
+
+class ParallelNorm(nn.Module):
+    """RMSNorm over what all ranks have, of which each holds as many numbers."""
+
+    def __init__(self, local, group):
+        super().__init__()
+        self.weight = local.weight
+        self.eps = local.eps
+        self.group = group
+
+    def forward(self, x):
+        squares = x.float().pow(2).mean(dim=-1, keepdim=True)
+        mean = self.group.sum(squares) / self.group.size
+        return (x * (mean + self.eps).rsqrt() * self.weight).to(x.dtype)
 
 
 class VocabParallelHead(nn.Module):

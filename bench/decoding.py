@@ -116,11 +116,14 @@ def parameter_bytes(module):
 
 def step_bytes(model, batch_size):
     """What one step must read, on each rank: the weights, but for an embedding table that is not
-    the LM head as well, and the keys and values of PREFIX tokens of each sequence."""
+    the LM head as well, and the keys and values of PREFIX tokens of each sequence, or of those in a
+    layer's window."""
     c = model.blocks[0].attn.config
     table = 0 if model.config.tied and group_of(model).size == 1 else model.embed.weight.nbytes
-    row = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    return parameter_bytes(model) - table + batch_size * PREFIX * row
+    windows = (block.attn.window for block in model.blocks)
+    rows = sum(min(PREFIX, window - 1) if window else PREFIX for window in windows)
+    row = 2 * c.n_kv_head * c.head_size * model.dtype.itemsize
+    return parameter_bytes(model) - table + batch_size * rows * row
 
 
 def open_record(args, group, **settings):

@@ -13,6 +13,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from clover import read_record
+from hf.families import text_config
 from hf.tokenizer import end_of_text, load_encoding, optional_json, token_settings, token_text
 from model import InputError
 
@@ -30,7 +31,9 @@ def stop_tokens(path, encoding):
     for ids that the tokenizer does not have."""
     folder = Path(path)
     for file in (folder / "generation_config.json", folder / "config.json"):
-        ids = optional_json(file).get("eos_token_id")
+        settings = optional_json(file)
+        ids = settings.get("eos_token_id")
+        ids = text_config(settings).get("eos_token_id") if ids is None else ids
         if ids is not None:
             break
     ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
@@ -54,8 +57,9 @@ def sampling_defaults(path):
 
 
 def load_chat_template(path):
-    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else None. Of
-    several templates the one named "default" is taken."""
+    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else
+    chat_template.json, which folders of models that read pictures have, else None. Of several
+    templates the one named "default" is taken."""
     file, source = _template_source(Path(path))
     if source is None:
         return None
@@ -72,8 +76,11 @@ def _template_source(folder):
             return file, file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
-    file = folder / "tokenizer_config.json"
-    source = optional_json(file).get("chat_template")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        file = folder / name
+        source = optional_json(file).get("chat_template")
+        if source is not None:
+            break
     if isinstance(source, list):
         entries = (entry for entry in source if isinstance(entry, dict))
         named = (entry for entry in entries if entry.get("name") == "default")

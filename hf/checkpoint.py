@@ -24,6 +24,7 @@ from clover import samples_hash
 from hf.chat import describe_texts
 from hf.families import (
     FAMILIES,
+    from_stored,
     hf_config,
     is_transposed,
     parse_config,
@@ -151,6 +152,9 @@ def match_tensors(path, model, tensors):
     tensors, {name: StoredTensor}. Raises InputError for one that is missing, unknown, quantised or
     of another shape."""
     family = FAMILIES[model.config.family]
+    if any("language_model." in name for name in tensors):  # of a text model inside another
+        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
+                   if "language_model." in name or name == "lm_head.weight"}
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
         order = -1 if is_transposed(name, model.config) else 1
@@ -214,8 +218,7 @@ def read_weights(model, matches, shapes, group):
     parameters = dict(model.named_parameters())
     samples = {name: {} for name in shapes}
     for tensor, name, start in show_files(matches):
-        value = tensor.load()
-        value = value.T if is_transposed(name, config) else value
+        value = from_stored(name, tensor.load(), start, config)
         copy_shard(parameters[name], value, start, group.shard_slices(name, config))
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
@@ -272,6 +275,27 @@ def save(model, path, dtype=None):
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
+def special_layers(c):
+    """What differs between families and layers, in lines of text: norms, windows, rotation."""
+    norms = {"before": "before attention and MLP", "after": "after attention and MLP",
+             "both": "before and after attention and MLP"}[c.norm_at]
+    norms += {"head": "; of each query and key head", "all": "; of all queries, of all keys",
+              None: ""}[c.qk_norm]
+    sizes = sorted({window for window in c.windows if window})
+    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers" for size in sizes]
+    rotation = [c.rope_scaling["rope_type"]] if c.rope_scaling else []
+    if c.rotary_size:
+        rotation.append(f"{c.rotary_size} of a head's {c.head_size} dimensions")
+    if c.window_theta:
+        rotation.append(f"base {c.rope_theta:g}, with a window {c.window_theta:g}")
+    if c.unrotated:
+        rotation.append(f"none in {len(c.unrotated)} of {c.n_layer} layers")
+    return f"""\
+positions     by {", ".join([c.positions, *rotation])}
+windows       {", ".join(windows) or "none"}
+norms         {norms}"""
+
+
 def describe(path):
     """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
     Raises InputError as read_headers does."""
@@ -280,7 +304,6 @@ def describe(path):
     files = weight_files(path)
     count = sum(parameter.numel() for parameter in model.parameters())
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
-    scaling = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     shards = f"{len(files)} files" if len(files) > 1 else files[0].name
     gb = lambda size: human(size, "B")
     return f"""\
@@ -288,7 +311,8 @@ family        {c.family} ({FAMILIES[c.family].architecture})
 layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{" gated" if c.gated else ""}
 heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}
 vocabulary    {c.vocab_size:,}, LM head {"tied to the embeddings" if c.tied else "of its own"}
-context       {c.block_size:,} tokens, positions by {c.positions}{scaling}
+context       {c.block_size:,} tokens
+{special_layers(c)}
 parameters    {human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
 weights       {shards}, {gb(sum(file.stat().st_size for file in files))}
 KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16

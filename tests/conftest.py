@@ -13,10 +13,15 @@ torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 SHAPES = {
     "llama": dict(),
     "untied-biased": dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
-    "qk-norm": dict(qk_norm=True, n_kv_head=1),
+    "qk-norm": dict(qk_norm="head", n_kv_head=1),
     "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
                  proj_bias=True, mlp_bias=True),
     "alibi": dict(positions="alibi", n_head=6, n_kv_head=3),
+    "alibi-window": dict(positions="alibi", n_head=6, n_kv_head=3, n_layer=3, windows=(0, 6, 6)),
+    "gemma": dict(norm_at="both", qk_norm="head", n_layer=3, windows=(5, 0, 11), window_theta=500.0, activation="gelu",
+                  embed_scale=8.0, attn_scale=0.2),
+    "olmo": dict(norm_at="after", qk_norm="all", n_layer=3, windows=(7, 1, 0)),
+    "partial": dict(rotary_size=12, n_layer=3, unrotated=(1,), windows=(0, 0, 8)),
 }
 
 

@@ -210,6 +210,10 @@ def all_launches():
     found += attention(T=[2, 16], D=128, S=64, present=["", "slopes"])  # one split
     found += attention(T=T, D=D, **alibi)  # float16 takes the same registers
     found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **alibi)
+    window = dict(window=1024)  # another one changes a constant
+    found += attention(T=T, D=[*D, 80, 192], **window) + attention(T=T, D=D, **alibi, **window)
+    found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **window)
+    found += attention(T=[2, 16], D=128, S=64, window=40)  # one split
     # a greedy sample is one without noise, so one of both is gathered; masked channels: 2 registers
     found += sample(M=M, temperature=[0.0, 0.8]) + sample(M=M, present="vocab_ids")
     found += topk(M=M, k=[1, 8, 32], present=["", "vocab_ids"]) + topk(M=M, k=8, C=4112)
@@ -312,8 +316,9 @@ def shape_class(launch):
     constants = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
     alibi = "slopes_ptr" in parameters and "slopes_ptr" not in constants
-    return (short_name(name) + " alibi" * alibi, kinds[0][1:], tile, options["num_warps"],
-            options.get("num_stages", "-"))
+    window = constants.get("WINDOW", 0) > 0
+    return (short_name(name) + " alibi" * alibi + " window" * window, kinds[0][1:], tile,
+            options["num_warps"], options.get("num_stages", "-"))
 
 
 def table_of_figures(out=None):

@@ -26,7 +26,7 @@ def test_tree_mask_follows_the_bits():
     visible = tree_mask(lengths, as_int64(masks), 8)[0][:, 0] == 0
     for b, length in enumerate((0, 4)):
         for i in range(3):
-            assert visible[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b][i], 3)
+            assert visible[b, i].nonzero().flatten().tolist() == visible_rows(length, masks[b], i)
     deep, _ = tree_mask(torch.zeros(1, dtype=torch.int32), as_int64([[0] * 63 + [1 << 63]]), 64)
     assert (deep == 0).nonzero().tolist() == [[0, 0, 63, 63]]
 

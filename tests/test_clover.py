@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from backends import cpu
 from clover import PRESETS, CloverHeads, model_hash, preset
-from conftest import random_prompts, toy_model
+from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
-from model import GPT, InputError
+from model import GPT, InputError, run_blocks
 
 
 def random_heads(model, name="clover", seed=0, **switches):
@@ -310,3 +310,17 @@ def test_heads_do_not_see_across_documents(name):
         for i, (out, want) in enumerate(zip(outputs, wanted)):  # at the places whose tokens are all of this document
             n = want.shape[1]
             torch.testing.assert_close(out[:, start:start + n], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["gemma", "olmo", "partial"])
+def test_the_augmenting_block_is_a_copy_of_the_last_layer(shape):
+    """Bug: the window, the rotation or the norms of another layer: here all layers differ."""
+    model = toy_model(**SHAPES[shape])
+    heads = CloverHeads(preset("clover"), model)
+    x, positions = torch.randn(2, 30, 64), torch.arange(30).expand(2, 30)
+    last, own = (run_blocks(blocks, x, model.rope(positions), model.attention_context(positions))
+                 for blocks in (model.blocks[-1:], heads.augment_blocks))
+    assert torch.equal(last[0], own[0]) and torch.equal(last[1], own[1])
+    heads.augment_blocks[0].attn.window += 1
+    changed = run_blocks(heads.augment_blocks, x, model.rope(positions), model.attention_context(positions))
+    assert not torch.equal(changed[0], own[0]) and last[0].isfinite().all()

@@ -28,7 +28,10 @@ from training import loss
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", norm="layer"),
-          "qk-norm-untied": dict(qk_norm=True, tied=False)}
+          "qk-norm-untied": dict(qk_norm="head", tied=False),
+          "gemma": dict(norm_at="both", qk_norm="head", windows=(20, 0), window_theta=500.0, activation="gelu",
+                        embed_scale=8.0, attn_scale=0.2),
+          "olmo": dict(norm_at="after", qk_norm="all", windows=(0, 30), unrotated=(0,), rotary_size=8)}
 
 
 class Indexing(TorchFunctionMode):
@@ -270,7 +273,8 @@ def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
 @needs_triton
 @pytest.mark.parametrize("name, dtype", [
     ("rope", torch.bfloat16), ("rope", torch.float32), ("alibi", torch.float16), ("alibi", torch.float32),
-    ("learned", torch.bfloat16), ("qk-norm-untied", torch.float16)])
+    ("learned", torch.bfloat16), ("qk-norm-untied", torch.float16), ("gemma", torch.bfloat16),
+    ("olmo", torch.float32)])
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, start, monkeypatch):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention that falls to MATH, a
     graph captured of what is replaced later."""

@@ -40,6 +40,8 @@ def corpus():
     ({"config.json": {"eos_token_id": 1}}, [1]),
     ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": [700, 0]}}, [700, 0]),
     ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": None}}, [1]),
+    ({"config.json": {"text_config": {"eos_token_id": 1}}}, [1]),
+    ({"config.json": {"eos_token_id": [700, 1], "text_config": {"eos_token_id": 0}}}, [700, 1]),
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}}, [0]),
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
      [0, 1]),
@@ -170,7 +172,8 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
 
 def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(tmp_path):
     config = json.dumps({"chat_template": HEADERS})
-    for file, content in (("tokenizer_config.json", config), ("chat_template.jinja", HEADERS)):
+    for file, content in (("chat_template.json", config), ("tokenizer_config.json", config),
+                          ("chat_template.jinja", HEADERS)):
         ours = chat.load_chat_template(write(tmp_path, {file: content}))
         refusal(lambda: ours.render([{"role": "user", "content": 7}]), tmp_path / file, "text only")
 

@@ -55,34 +55,41 @@ def random_forest(T, unused, generator):
     return masks
 
 
-def visible_rows(length, mask, T):
-    return list(range(length)) + [length + j for j in range(T) if mask >> j & 1]
+def node_depth(mask):
+    return max(bin(mask).count("1") - 1, 0)
 
 
-def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator):
+def visible_rows(length, masks, i, window=0):
+    """The cache rows that node i sees."""
+    first = length + node_depth(masks[i]) + 1 - window if window else 0  # position
+    ancestors = [j for j, mask in enumerate(masks) if masks[i] >> j & 1 and length + node_depth(mask) >= first]
+    return list(range(max(first, 0), length)) + [length + j for j in ancestors]
+
+
+def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator, window=0):
     """q, caches, lengths, bitmasks; NaN and inf wherever no node looks."""
     B = len(lengths)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((B, T, Hq, D), *[(B, Hkv, S, D)] * 2))
     unused = set(torch.randperm(T - 1, generator=generator)[:T // 4].tolist())  # the last node counts: bit 63 at T = 64
     masks = [random_forest(T, unused, generator) for _ in lengths]
     for b, length in enumerate(lengths):
-        seen = {row for mask in masks[b] for row in visible_rows(length, mask, T)}
+        seen = {row for i in range(T) for row in visible_rows(length, masks[b], i, window)}
         unseen = [row for row in range(S) if row not in seen]
         k[b, :, unseen], v[b, :, unseen] = math.nan, math.inf
         k[b, :, unseen[::2]], v[b, :, unseen[::2]] = -math.inf, math.nan
     return q, k, v, torch.tensor(lengths, dtype=torch.int32), masks
 
 
-def attend_row_by_row(q, k, v, lengths, masks, scale, slopes=None):
+def attend_row_by_row(q, k, v, lengths, masks, scale, slopes=None, window=0):
     """The oracle where q is float64; else the same arithmetic in q's dtype, which measures torch's own error."""
     B, T, Hq, D = q.shape
     kv_heads = torch.arange(Hq) * k.shape[1] // Hq
     out = torch.zeros_like(q)
     for b in range(B):
         length = int(lengths[b])
-        position = torch.tensor([*range(length), *(length + bin(mask).count("1") - 1 for mask in masks[b])])
+        position = torch.tensor([*range(length), *(length + node_depth(mask) for mask in masks[b])])
         for i in range(T):
-            rows = visible_rows(length, masks[b][i], T)
+            rows = visible_rows(length, masks[b], i, window)
             if rows:
                 keys, values = k[b, :, rows][kv_heads], v[b, :, rows][kv_heads]  # (Hq, rows, D)
                 scores = (keys @ q[b, i, :, :, None])[:, :, 0] * scale  # (Hq, rows)
@@ -123,17 +130,17 @@ def alibi_slopes(heads):
     return (2.0 ** -torch.linspace(1, 8, heads)).repeat_interleave(2)[::2]
 
 
-def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), slopes=None):
+def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), slopes=None, window=0):
     *case, scale = case
     D, dtype = case[4], case[6]
-    q, k, v, lengths, masks = attention_case(*case, torch.Generator().manual_seed(1))
+    q, k, v, lengths, masks = attention_case(*case, torch.Generator().manual_seed(1), window)
     factor = D ** -0.5 if scale is None else scale
-    want = attend_row_by_row(q.double(), k.double(), v.double(), lengths, masks, factor, slopes)
-    torch_error = (attend_row_by_row(q, k, v, lengths, masks, factor, slopes).double() - want).abs().max()
+    want = attend_row_by_row(q.double(), k.double(), v.double(), lengths, masks, factor, slopes, window)
+    torch_error = (attend_row_by_row(q, k, v, lengths, masks, factor, slopes, window).double() - want).abs().max()
     q, k, v, lengths, ancestors = (x.to(device) for x in (q, k, v, lengths, as_int64(masks)))
     q, k, v = prepare(q, k, v)
     slopes = slopes if slopes is None else slopes.to(device)
-    got = kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes)
+    got = kernels.tree_attention(q, k, v, lengths, ancestors, scale, slopes, window)
     assert got.dtype == dtype and got.shape == q.shape
     assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
 
@@ -149,6 +156,52 @@ def test_tree_attention_matches_float64(case, biased, device):
     """Bug: a row sees too much or too little, a row tile is lost, NaN of an unused row gets through, a head takes
     another's slope, a slope is scaled, or a node counts as far as its row and not as its depth."""
     check_attention(case, device, slopes=alibi_slopes(case[2]) if biased else None)
+
+
+# window, then a case as above. Windows of 1, of 2, of a tile and one less or more, longer than the text, as long as the
+# cache; shorter and longer than the tree is deep; one query tile and several; the text's end within a tile and at one.
+WINDOWS = {
+    "one": (1, [0, 1, 37, 87], 13, 6, 2, 48, 100, FP32, None),
+    "two-of-64-nodes": (2, [65, 3], 64, 3, 1, 16, 130, FP32, None),
+    "a-tile-less-one": (15, [0, 14, 15, 16, 90], 5, 4, 2, 80, 111, FP32, 0.3),
+    "a-tile": (16, [63], 33, 8, 1, 96, 111, FP32, None),
+    "bfloat16-a-tile-less-one": (63, [700, 62, 63, 64], 1, 16, 2, 64, 714, BF16, None),
+    "bfloat16-odd": (101, [600, 0, 77], 13, 8, 1, 80, 650, BF16, None),
+    "bfloat16-64-nodes": (31, [129, 5], 64, 3, 1, 128, 200, BF16, 0.05),
+    "longer-than-the-text": (90, [40, 85], 7, 3, 1, 48, 100, FP32, None),
+    "as-long-as-the-cache": (100, [40, 93], 7, 3, 1, 48, 100, FP32, None),
+}
+
+
+@pytest.mark.parametrize("case, biased", [
+    pytest.param(case, biased, id=name + "-alibi" * biased,
+                 marks=slow_to_interpret if biased or name in ("a-tile", "bfloat16-odd") else [])
+    for name, case in WINDOWS.items() for biased in (False, True)])
+def test_tree_attention_with_a_window_matches_float64(case, biased, device):
+    """Bug: a window that is one row too wide or narrow, that ends by cache row and not by depth, that all nodes of a
+    tree share, or that leaves out ancestors; a row before it that is read: there are NaN in all of them."""
+    window, *case = case
+    check_attention(case, device, slopes=alibi_slopes(case[2]) if biased else None, window=window)
+
+
+@pytest.mark.parametrize("window", [pytest.param(200, marks=slow_to_interpret), 300])
+@pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["one-split", "many-splits"])
+def test_splits_divide_the_window(multiprocessors, window, device, monkeypatch):
+    """Bug: splits that are counted from the text's start, or otherwise when they are combined."""
+    monkeypatch.setattr(kernels, "sm_count", lambda device: multiprocessors)
+    check_attention(([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16, None), device, window=window)
+
+
+@plain
+@needs_triton
+def test_a_window_reads_what_a_cache_of_its_size_would():
+    """Bug: programs for rows that no node sees: of a text of 50,000 tokens the same are launched as of one of 1,040."""
+    q, ancestors = torch.empty(2, 16, 8, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int64)
+    lengths = torch.zeros(2).int()
+    grids = [record(kernels.tree_attention, q, cache, cache, lengths, ancestors, window=window)[0][1]
+             for S, window in ((50000, 1025), (1040, 0), (50000, 0))
+             for cache in [torch.empty(2, 2, S, 128, dtype=BF16)]]
+    assert grids[0] == grids[1] and grids[0][1] < grids[2][1]
 
 
 @pytest.mark.parametrize("slopes", [pytest.param(None, id="no-bias", marks=slow_to_interpret),

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
-    "kernels.py": 1985, "model.py": 640, "clover.py": 440, "generate.py": 750, "train_heads.py": 330, "backends": 940,
-    "hf": 1225, "tools": 1450, "training": 1495, "bench": 2295, "tests": 10580, "without tests": 11530}
-ABOVE_THE_RULE = 720  # lines of kernels.py
+    "kernels.py": 2020, "model.py": 724, "clover.py": 440, "generate.py": 750, "train_heads.py": 365, "backends": 995,
+    "hf": 1510, "tools": 1450, "training": 1610, "bench": 2300, "tests": 11000, "without tests": 12100}
+ABOVE_THE_RULE = 755  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
     "model": {"GPT.from_pretrained": "hf", "GPT.save_pretrained": "hf", "__main__": "tools"},

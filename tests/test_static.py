@@ -42,6 +42,7 @@ def sample():
         filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
     gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
     return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
+            *static.launches_of("tree_attention", T=2, D=64, window=1024),
             *static.launches_of("project_sample", **gathered)[:1],
             *(launch for name, given in calls.items() for launch in static.launches_of(name, **given))]
 
@@ -98,7 +99,8 @@ def random_launches(generator):
     aligned, dtype, small = draw(True, True, False), draw(BF16, FP16, FP32), draw(BF16, FP32)
     launches = call(
         "tree_attention", dtype, aligned, "slopes" if draw(False, dtype != FP16) else "", T=draw(1, 2, 5, 17, 33, 64),
-        Hq=2 * draw(1, 2, 3, 8, 12), D=draw(16, 32, 48, 64, 80, 96, 128, 192, 256), S=draw(100, 4096, 50000))
+        window=0 if dtype == FP16 else draw(0, 0, 40, 1024), Hq=2 * draw(1, 2, 3, 8, 12),
+        D=draw(16, 32, 48, 64, 80, 96, 128, 192, 256), S=draw(100, 4096, 50000))
     name, options = draw(
         ("project_sample", dict(temperature=0.8, seed=0)), ("project_sample", dict(temperature=0.0, seed=0)),
         *(("project_topk", dict(k=k)) for k in (1, 4, 32)))

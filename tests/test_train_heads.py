@@ -125,9 +125,14 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(flags, checkpoint, text
 
 
 @pytest.mark.parametrize("family, shape", [
-    ("gpt2", SHAPES["gpt2"]), ("qwen3", dict(qk_norm=True)),
+    ("gpt2", SHAPES["gpt2"]), ("qwen3", dict(qk_norm="head")),
     ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
     ("baichuan", dict(n_kv_head=4, positions="alibi", unit_head=True)),
+    ("gemma3_text", dict(qk_norm="head", norm_at="both", windows=(0, 9), window_theta=500.0, activation="gelu",
+                         embed_scale=8.0, attn_scale=0.25)),
+    pytest.param("olmo3", dict(qk_norm="all", norm_at="after", windows=(9, 0)), marks=pytest.mark.slow),
+    pytest.param("glm4", dict(norm_at="both", rotary_size=8, qkv_bias=True), marks=pytest.mark.slow),
+    pytest.param("smollm3", dict(unrotated=(1,)), marks=pytest.mark.slow),
     pytest.param("mistral", {}, marks=pytest.mark.slow), pytest.param("phi3", {}, marks=pytest.mark.slow),
     pytest.param("qwen2", dict(qkv_bias=True), marks=pytest.mark.slow)])
 def test_heads_of_every_family_are_trained_and_used(family, shape, checkpoint, texts, tmp_path, capsys, unmeasured):
