@@ -20,6 +20,15 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+if __name__ == "__main__":  # a mistake in the flags is told before torch is loaded
+    try:
+        from tools import flags
+    except ModuleNotFoundError:
+        print("generate.py: the command line needs tools/, hf/ and backends/; copy these folders "
+              "here too", file=sys.stderr)
+        sys.exit(2)
+    flags.parse(sys.argv[1:])
+
 import torch
 
 from clover import Tree, check_beams, root_tree
@@ -738,9 +747,5 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 
 
 if __name__ == "__main__":
-    try:
-        from tools.cli import command, generate_main
-    except ModuleNotFoundError as error:
-        sys.exit(f"generate.py: the command line needs {error.name}, which is not here; copy the "
-                 "folders tools/, hf/ and backends/ here too")
+    from tools.cli import command, generate_main
     command(generate_main)

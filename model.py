@@ -18,11 +18,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+if __name__ == "__main__":  # a mistake in the flags is told before torch is loaded
+    try:
+        from tools import flags
+    except ModuleNotFoundError:
+        print("model.py: this needs tools/, hf/ and backends/; copy these folders "
+              "here too", file=sys.stderr)
+        sys.exit(2)
+    flags.parse_folder(sys.argv[1:])
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from kernels import (
     add_norm,
@@ -108,8 +116,9 @@ class AttentionContext:
     made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
 
     def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None, rows=None,
-                 start=0):
+                 start=0, is_causal=False):
         self.mask = mask              # as torch's attention takes it; None: causal
+        self.is_causal = is_causal or mask is None
         self.rows = rows              # int [B, T]: where the tokens are among keys and values
         self.start = start            # no token is in a row before it
         self.window_masks = {}        # {window: what `mask_of` gives for it}
@@ -138,13 +147,14 @@ class AttentionContext:
         end is one past the last of them. cache: for a backend whose attention looks into it."""
         B, T = positions.shape
         mask = None
+        is_causal = slopes is None and B == 1
         if slopes is not None:
             mask = alibi_mask(positions, end, slopes)
         elif end > T:  # else none: it is causal
-            # for one sequence the one mask that flash attention takes
-            mask = causal_mask(positions, end) if B > 1 else causal_lower_right(T, end)
+            mask = causal_lower_right(T, end) if is_causal else causal_mask(positions, end)
         start = end - T if B == 1 else 0  # others' are on the device
-        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
+        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start,
+                   is_causal=is_causal)
 
     @classmethod
     def tree(cls, ancestors, cache, slopes=None):
@@ -161,8 +171,7 @@ class AttentionContext:
             first = max(self.start + 1 - window, 0)
             rows = torch.arange(first, self.end, device=self.rows.device)
             distance = self.rows[:, None, :, None] - rows  # (B, 1, T, end - first)
-            causal = self.mask is None or isinstance(self.mask, CausalBias)
-            mask = distance >= 0 if causal else self.mask[..., first:]
+            mask = distance >= 0 if self.is_causal else self.mask[..., first:]
             hidden = False if mask.dtype == torch.bool else -math.inf
             self.window_masks[window] = mask.masked_fill(distance >= window, hidden), first
         return self.window_masks[window]
@@ -177,7 +186,7 @@ class AttentionContext:
         mask, first = self.mask_of(window)
         k, v = k[:, :, first:self.end], v[:, :, first:self.end]
         G = q.shape[2] // k.shape[1]
-        causal = mask is None or isinstance(mask, CausalBias)
+        causal = self.is_causal and mask is self.mask
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
@@ -185,6 +194,12 @@ class AttentionContext:
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
+
+
+def causal_lower_right(rows, columns):
+    """The mask of the last tokens of a text, which flash attention takes."""
+    from torch.nn.attention import bias  # takes a second to import
+    return bias.causal_lower_right(rows, columns)
 
 
 def causal_mask(positions, end):
@@ -469,6 +484,8 @@ class GPT(nn.Module):
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
+        if self.embed.weight.is_meta:
+            return  # there the tables would take half a second of imports, for nothing
         rotations = rope_table(c, self.dtype, self.device) if c.positions == "rope" else None
         self.register_buffer("rotations", rotations, persistent=False)
         own = replace(c, rope_theta=c.window_theta, rope_scaling=None) if c.window_theta else None
@@ -712,9 +729,5 @@ def container_memory():
 
 
 if __name__ == "__main__":
-    try:
-        from tools.cli import command, describe
-    except ModuleNotFoundError as error:
-        sys.exit(f"model.py: this needs {error.name}, which is not here; copy the folders tools/, "
-                 "hf/ and backends/ too")
+    from tools.cli import command, describe
     command(describe)

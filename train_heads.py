@@ -17,6 +17,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":  # a mistake in the flags is told before torch is loaded
+    from training.flags import heads_parser
+    heads_parser().parse_args()
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,12 +29,12 @@ from clover import CloverHeads, model_hash
 from hf import checkpoint
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, check, human
-from tools.cli import DEMO, Parser, add_model_flags, command, load_model
+from tools.cli import command, load_model
+from tools.flags import DEMO
 from training import common, data
 from training.common import (
     Log,
     Signals,
-    add_number,
     path_flags,
     progress,
     save_run,
@@ -38,12 +42,12 @@ from training.common import (
 )
 from training.corpus import corpus_name
 from training.evaluate import head_accuracy, heldout_prompts, measure, plot, record, table
+from training.flags import ON_POLICY_TOP, heads_parser
 from training.loss import guess_masks, head_losses, state_losses, teacher_forced
 from training.parallel import World, load_for_training
-from training.self_distill import SELF_PROMPTS, SelfDistillation, number_of_prompts
+from training.self_distill import SelfDistillation, number_of_prompts
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
-ON_POLICY_TOP = 4   # guesses of a head that drafting goes on from, with --on-policy-steps
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
@@ -313,27 +317,7 @@ def evaluation_data(args, heads, encoding, template, log):
 # Command line
 
 def parse(argv):
-    parser = Parser("Trains draft heads on a frozen model.")
-    add_model_flags(parser)
-    common.add_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
-    common.add_head_flags(parser)
-    parser.add_argument("--out", help="default: out/ and the preset's name")
-    parser.add_argument("--objective", choices=("distill", "data"), default="distill",
-                        help="train towards the model's next-token distribution or the text")
-    add_number(parser, "--smooth-l1", 0, 1e6, float, default=0.0, metavar="X",
-               help="add X times the SmoothL1 distance between the heads' and the model's states")
-    add_number(parser, "--on-policy-steps", 0, 10**9, default=0, metavar="N",
-               help="in the last N steps, train a head only after tokens that drafting would try: "
-                    f"each among the {ON_POLICY_TOP} likeliest of the head before")
-    add_number(parser, "--self-distill", 0, 10**7, metavar="N",
-               help="let the model continue N prompts from the data, and train on that too; "
-                    f"default: {SELF_PROMPTS} where the data are mostly chats, else 0")
-    add_number(parser, "--self-distill-ratio", 0, 1, float, default=0.5, metavar="X",
-               help="the share of windows from the model's own text")
-    parser.add_argument("--shard-base", action="store_true", help="with torchrun: each GPU keeps a "
-                        "part of the frozen model (FSDP2); default: if it has to")
-    parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
-    args = common.parse_run(parser, argv, STATE, lambda args: f"out/{args.preset}")
+    args = common.parse_run(heads_parser(), argv, STATE, lambda args: f"out/{args.preset}")
     args.config = common.head_config(args)
     check("on-policy steps", args.on_policy_steps, 0, args.steps, whole=True)
     return args

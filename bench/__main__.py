@@ -26,9 +26,10 @@ from bench import (
     steps,
 )
 from model import MAX_TREE, InputError
-from tools.cli import DEMO, Parser, add_model_flags, command
+from tools.cli import command
+from tools.flags import DEMO, Parser, add_model_flags, add_number
 from tools.timing import PREFIX
-from training.common import add_data_flag, add_number
+from training.flags import add_data_flag
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 NUMBERS = {  # flag: (least, most, help)

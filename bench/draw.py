@@ -15,7 +15,7 @@ from bench import hardware, make_folder, roofline, write_file
 from bench.steps import SIZES
 from clover import MAX_DRAFT
 from model import MAX_TREE, InputError, read_json
-from tools.cli import DEMO
+from tools.flags import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.timing import PREFIX
 

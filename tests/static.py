@@ -33,7 +33,8 @@ from bench.report import STATIC, TARGETS
 from clover import CloverHeads
 from generate import Decoder, fixed_plan
 from model import GPT, InputError
-from tools.cli import DEMO, Parser, command
+from tools.cli import command
+from tools.flags import DEMO, Parser
 
 FILES = kernels, tensor_parallel
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

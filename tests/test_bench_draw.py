@@ -11,7 +11,7 @@ import pytest
 from bench import __main__ as bench
 from bench import draw, hardware, roofline
 from model import InputError
-from tools.cli import DEMO
+from tools.flags import DEMO
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib")

@@ -12,7 +12,7 @@ from clover import PRESETS, CloverHeads, preset
 from generate import DraftPlan
 from model import GPT, GPTConfig, InputError
 from static import step_launches
-from tools.cli import DEMO
+from tools.flags import DEMO
 from tools.timing import PREFIX
 
 CONFIG = GPTConfig(vocab_size=1000, n_layer=3, n_head=8, n_kv_head=2, head_size=16, n_embd=128, n_inner=256)

@@ -208,7 +208,7 @@ def world():
                 (kernels, "sm_count", lambda _: 132), (kernels, "_seed_key", lambda seed: 7),
                 (kernels, "_shared_memory", lambda _: 233472),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
-                (models, "CausalBias", CausalBias), (models, "causal_lower_right", CausalBias),
+                (models, "causal_lower_right", CausalBias),
                 (module.Accepted, "lists", accepted_lists), (Decoder, "__init__", make)):
             stack.enter_context(patch.object(where, name, value, create=True))
         zeros = torch.zeros

@@ -14,7 +14,7 @@ from generate import generate
 from hf.chat import sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT
-from tools.cli import DEMO
+from tools.flags import DEMO
 from training.data import load_tokens, prompts
 
 STARTS = [  # the README's, and 20 others; each begins a file

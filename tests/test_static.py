@@ -12,7 +12,7 @@ from clover import CloverHeads
 from generate import DraftPlan, Sampling
 from model import GPT
 from static import Launches, step_launches
-from tools.cli import DEMO
+from tools.flags import DEMO
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOP_P = Sampling(temperature=0.8, top_p=0.9)

@@ -356,9 +356,9 @@ def test_trees_as_text(monkeypatch):
 BAD_FLAGS = {
     "empty stop": (["--prompt", "a", "--stop", ""], "--stop needs a text"),
     "tree of half": (["--prompt", "a", "--tree-size", "half"], "half"),
-    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be"),
+    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "--min-p: expected"),
     "no beams": (["--prompt", "a", "--beams", "0"], "beams must be"),
-    "no batch": (["--prompt", "a", "--batch-size", "0"], "batch size must be"),
+    "no batch": (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected"),
     "json without a prompt": (["--json"], "--json needs a --prompt"),
     "show-tree without a prompt": (["--show-tree"], "--show-tree needs a --prompt"),
     "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
@@ -380,7 +380,7 @@ BAD_FLAGS = {
     "device without memory": (["--prompt", "a", "--device", "meta"], "'meta' is not available"),
     "missing device": (["--prompt", "a", "--device", "cuda:99"], "'cuda:99' is not available"),
     "unknown dtype": (["--prompt", "a", "--dtype", "int3"], "int3"),
-    "nan": (["--prompt", "a", "--temperature", "nan"], "temperature must be"),
+    "nan": (["--prompt", "a", "--temperature", "nan"], "--temperature: expected"),
     "long prompt": (["--prompt", "x" * 500], "shorten the prompt"),
 }
 

@@ -20,7 +20,7 @@ from test_clover import random_heads
 from tools import found as found_module
 from tools import policy as module
 from tools import tune
-from tools.cli import DEMO
+from tools.flags import DEMO
 from tools.found import Hindsight, TokensFound
 from tools.policy import AdaptivePolicy, StepTimes
 
@@ -288,7 +288,7 @@ def test_ranks_select_the_same():
             return told[-1]
     times = lambda: StepTimes(Cost(), SECONDS, {1: 0.0})
     ranks = [AdaptivePolicy(times(), TokensFound({2: 1.5, 8: 2.0}, [4, 10]), Pair(rank)) for rank in (0, 1)]
-    text = Text(rng := random.Random(0), repeats=True)
+    text = Text(random.Random(0), repeats=True)
     clocks = [random.Random(rank) for rank in (0, 1)]
     for _ in range(500):
         plans = [policy.select() for policy in ranks]

@@ -14,7 +14,7 @@ from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
 from tools import tune
-from tools.cli import DEMO
+from tools.flags import DEMO
 from tools.policy import TIMED
 from tools.tune import (
     StepCost,

@@ -1,6 +1,5 @@
-"""What the command lines share: flags, loading, errors in one line; and generate.py's."""
+"""What the command lines share: loading, errors in one line; and generate.py's."""
 
-import argparse
 import json
 import os
 import signal
@@ -16,29 +15,16 @@ from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
-from model import InputError, check, pick_device
+from model import InputError, pick_device
 from tools.compare import against_plain
 from tools.drafts import Drafts
+from tools.flags import flag, parse, parse_folder
 from tools.printer import print_texts, statistics
 from tools.repl import converse
 from tools.tune import explain, keep_times, times_file
 
-DEMO = Path(__file__).parent.parent / "demo"
-
-
 # --------------------------------------------------------------------------------------------------
 # For every command line
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one line for a mistake, defaults in the help and no abbreviated flags."""
-
-    def __init__(self, description=None, **options):
-        options |= dict(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(description=description, **options)
-
-    def error(self, message):
-        raise InputError(f"{message} (--help lists the flags)")
-
 
 def command(main):
     """Runs a command line. Bad input and a lack of memory are one line on standard error and exit
@@ -71,14 +57,6 @@ def command(main):
     sys.exit(code)
 
 
-def add_model_flags(parser):
-    parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU "
-                        "that has instructions for it, else float32")
-
-
 def load_model(args, group=None):
     """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the
     ranks that hold it."""
@@ -94,9 +72,7 @@ def load_model(args, group=None):
 
 def describe():
     """python model.py FOLDER"""
-    parser = Parser("Says what a Hugging Face checkpoint folder holds.")
-    parser.add_argument("folder")
-    print(checkpoint.describe(parser.parse_args().folder))
+    print(checkpoint.describe(parse_folder(sys.argv[1:]).folder))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,97 +112,6 @@ def answer(session):
         result |= against_plain(session, prompts, output, say)
     if args.json:
         print(json.dumps(result))
-
-
-def parse(argv):
-    """generate.py's flags."""
-    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
-                    "ahead.")
-    add_text_flags(parser)
-    add_sampling_flags(parser)
-    add_decoding_flags(parser)
-    args = parser.parse_args(argv)
-    if "" in args.stop:
-        parser.error("--stop needs a text that is not empty")
-    check_draft_flags(parser, args)
-    if args.threads is not None:
-        check("--threads", args.threads, 1, os.cpu_count(), whole=True)
-    if args.system is not None and not args.chat:
-        parser.error("--system is for chat models; give --chat with it")
-    for name in ("compare", "json", "explain", "show_tree"):
-        if getattr(args, name) and not args.prompt:
-            parser.error(f"--{flag(name)} needs a --prompt")
-    return args
-
-
-def add_text_flags(parser):
-    add = parser.add_argument
-    add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
-        "without any, each line typed is one")
-    add("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
-        "folder's template; without a prompt: a conversation")
-    add("--system", help="the system message of a chat")
-    add_model_flags(parser)
-    add("--heads", help="a folder of draft heads, or none; default: the model folder's clover, if "
-        "it has one")
-
-
-def add_sampling_flags(parser):
-    add = parser.add_argument
-    folder = "default: as the folder's generation_config.json says, else"
-    add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, help=f"0 is greedy; {folder} 0")
-    add("--top-k", type=int, help=f"0 keeps all; {folder} 0")
-    add("--top-p", type=float, help=f"{folder} 1")
-    add("--min-p", type=float, help="least probability of a token, relative to the likeliest's; "
-        f"{folder} 0")
-    add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], help="a text that ends the output; repeatable")
-
-
-def add_decoding_flags(parser):
-    add = parser.add_argument
-    add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
-        "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
-        "else lookup")
-    add("--tree-size", type=number_or_auto, default="auto", metavar="N|auto", help="nodes per "
-        "step, root included; 1 is plain decoding; auto finds out what is fastest, step by "
-        "step")
-    add("--beams", type=int, help="paths kept while drafting; default: about the square root of "
-        "the heads' nodes")
-    add("--threads", type=number_or_auto, default="auto", metavar="N|auto", help="of a CPU; auto "
-        "takes as many as are quickest, one for a small model")
-    add("--batch-size", type=int, help="prompts decoded together; default: up to 8")
-    add("--no-graph", action="store_true", help="on CUDA, run each step eagerly, not from a CUDA "
-        "graph")
-    add("--explain", action="store_true", help="say what drafted, on how many threads, why, and "
-        "where time goes")
-    add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
-        "was accepted; with --json those of all steps. Runs without a graph")
-    add("--compare", action="store_true", help="also decode plainly and compare speed and text")
-    add("--json", action="store_true", help="print one json object instead of text")
-
-
-def number_or_auto(text):
-    return None if text == "auto" else int(text)
-
-
-def check_draft_flags(parser, args):
-    """What argparse cannot know: which of --draft, --heads, --beams, --tree-size exclude others."""
-    draft, size = args.draft, args.tree_size
-    if draft in ("heads+lookup", "heads") and args.heads == "none":
-        parser.error(f"--draft {draft} needs heads; leave out --heads none")
-    if draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
-        parser.error(f"--heads and --beams are for heads, which --draft {draft} leaves out")
-    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(draft, 1)
-    if draft and size is not None and size < least:
-        parser.error(f"--draft {draft} needs --tree-size {least} or more, not {size}")
-    if draft == "none" and size not in (None, 1):
-        parser.error(f"--tree-size {size} needs guesses; leave out --draft none")
-
-
-def flag(name):
-    return name.replace("_", "-")
 
 
 class Session:

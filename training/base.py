@@ -20,12 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, atomic_write, human, pick_device
-from tools.cli import Parser, command
+from tools.cli import command
+from tools.flags import Parser, add_number
 from training import common
 from training.common import (
     Signals,
-    add_flags,
-    add_number,
     parse_run,
     path_flags,
     progress,
@@ -42,6 +41,7 @@ from training.data import (
     to_device,
     window_batch,
 )
+from training.flags import add_run_flags
 
 END_OF_TEXT = "<|endoftext|>"
 # their least values
@@ -161,7 +161,7 @@ class Run:
 
 def parse(argv):
     parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
-    add_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
+    add_run_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
     parser.add_argument("--out", help="default: out/base")
     for name, smallest in SIZES.items():
         add_number(parser, f"--{name.replace('_', '-')}", smallest, 2**20,

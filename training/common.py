@@ -11,74 +11,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS, preset
+from clover import PRESETS, preset
 from model import InputError, atomic_write, check
 
 FLAGS = dict(n_draft="draft_heads")  # switches of heads whose flags have another name
-MIN_VOCABULARY = 8  # ids to draft among: the acceptance table is measured with as many beams
-
-
-def add_data_flag(parser):
-    parser.add_argument("--data", nargs="+", metavar="PATH",
-                        help="files of text or .jsonl, folders, patterns; default: Python's "
-                             "standard library")
-
-
-def add_number(parser, flag, low, high, kind=int, above=False, **options):
-    """Adds a flag for a number from low to high; above low, with `above`."""
-    def number(text):
-        value = kind(text)
-        try:
-            check("the value", value, low, high, whole=kind is int, above=above)
-        except InputError as error:
-            raise argparse.ArgumentTypeError(error) from None
-        return value
-    parser.add_argument(flag, type=number, **options)
-
-
-def add_flags(parser, steps, batch_size, block_size, lr):
-    add_data_flag(parser)
-    add_number(parser, "--steps", 1, 10**9, default=steps)
-    add_number(parser, "--batch-size", 1, 10**9, default=batch_size, help="sequences per step")
-    add_number(parser, "--block-size", 1, 10**9, default=block_size,
-               help="tokens per sequence; default: 256, or the context")
-    add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
-    add_number(parser, "--seed", 0, 2**31, default=1)
-    parser.add_argument("--resume", action="store_true",
-                        help="continue the run in --out, with its flags")
-
-
-def add_head_flags(parser):
-    """Adds the flags that say which heads are trained, see `head_config`."""
-    switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
-    parser.add_argument("--preset", default="clover", help=f"one of {', '.join(PRESETS)}")
-    add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N",
-               **switch("how many heads, K"))
-    add_number(parser, "--augment-layers", 0, MAX_AUGMENT,
-               **switch("transformer blocks before the heads"))
-    parser.add_argument("--mix", choices=(*MIXERS, "none"),
-                        **switch("how a head takes in the token guessed before it"))
-    parser.add_argument("--mix-before", action=argparse.BooleanOptionalAction,
-                        **switch("take in the root before the augmenting block too"))
-    parser.add_argument("--projector", choices=tuple(PROJECTORS),
-                        **switch("what comes before the LM head"))
-    parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
-                        **switch("all heads but the first share their weights"))
-    parser.add_argument("--draft-vocabulary", type=vocabulary_size, metavar="N|auto",
-                        help="let the heads draft only among the N most frequent tokens of the "
-                             "data; 0: all; auto: as many as cover 97%% of the data, or all where "
-                             "that is half of them or more; default: auto, or with --resume or "
-                             "--evaluate what the heads in --out have")
-
-
-def vocabulary_size(text):
-    """--draft-vocabulary -> "auto" or a number."""
-    if text == "auto":
-        return text
-    if not text.isdecimal() or 0 < int(text) < MIN_VOCABULARY:
-        raise argparse.ArgumentTypeError("expected auto, 0 for all token ids, or "
-                                         f"{MIN_VOCABULARY} of them or more, not {text!r}")
-    return int(text)
 
 
 def head_config(args):

@@ -7,8 +7,8 @@ from clover import CloverHeads
 from generate import generate
 from model import InputError
 from training.data import concatenate, document, open_tokens, prompts, write_tokens
+from training.flags import SELF_PROMPTS
 
-SELF_PROMPTS = 1024  # by default, where the data are conversations
 ROUNDS = 4
 BATCH = 32  # prompts decoded together
 TRIAL = 8   # tokens of the first batch that tell how long the rest will take

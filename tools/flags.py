@@ -1,0 +1,177 @@
+"""The flags of the command lines. It loads nothing large: mistakes are told at once."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+DEMO = Path(__file__).parent.parent / "demo"
+MAX_TREE = 64  # as model.MAX_TREE, which would load torch
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds defaults that are values, where the text does not tell of them."""
+
+    def _get_help_string(self, action):
+        told = "default" in (action.help or "") or action.default in (None, False, [])
+        return action.help if told else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one line for a mistake, defaults in the help and no abbreviated flags. Where
+    the library is loaded a mistake is an InputError, else the end of the process."""
+
+    def __init__(self, description=None, **options):
+        options |= dict(allow_abbrev=False, formatter_class=Help)
+        super().__init__(description=description, **options)
+
+    def error(self, message):
+        message += " (--help lists the flags)"
+        if "model" in sys.modules:
+            raise sys.modules["model"].InputError(message)
+        first = os.environ.get("RANK", "0") == "0"  # of torchrun's
+        self.exit(2, f"{self.prog}: {message}\n" if first else None)
+
+
+def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **options):
+    """Adds a flag for a number from low to high; above low, with `above`; None for "auto", with
+    `auto`."""
+    bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+
+    def number(text):
+        if auto and text == "auto":
+            return None
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high or above and value == low:
+            what = "auto or " if auto else ""
+            what += "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {what} {bounds}, not {text!r}")
+        return value
+    parser.add_argument(flag, type=number, **options)
+
+
+def default_device():
+    """cuda where there is a GPU, of which only a process that has loaded torch knows."""
+    torch = sys.modules.get("torch")
+    return "cuda" if torch and torch.cuda.is_available() else "cpu"
+
+
+def add_model_flags(parser):
+    parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder; "
+                        "default: demo/")
+    parser.add_argument("--device", default=default_device(),
+                        help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU "
+                        "that has instructions for it, else float32")
+
+
+# --------------------------------------------------------------------------------------------------
+# model.py's and generate.py's
+
+def parse_folder(argv):
+    parser = Parser("Says what a Hugging Face checkpoint folder holds.", prog="model.py")
+    parser.add_argument("folder")
+    return parser.parse_args(argv)
+
+
+def parse(argv):
+    """generate.py's flags."""
+    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
+                    "ahead.", prog="generate.py")
+    add_prompt_flags(parser.add_argument_group("prompt"))
+    add_sampling_flags(parser.add_argument_group("sampling"))
+    add_draft_flags(parser.add_argument_group("drafting"))
+    add_output_flags(parser.add_argument_group("output"))
+    add_machine_flags(parser.add_argument_group("machine"))
+    args = parser.parse_args(argv)
+    if "" in args.stop:
+        parser.error("--stop needs a text that is not empty")
+    check_draft_flags(parser, args)
+    if args.system is not None and not args.chat:
+        parser.error("--system is for chat models; give --chat with it")
+    for name in ("compare", "json", "explain", "show_tree"):
+        if getattr(args, name) and not args.prompt:
+            parser.error(f"--{flag(name)} needs a --prompt")
+    return args
+
+
+def add_prompt_flags(group):
+    add = group.add_argument
+    add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
+        "without any, each line typed is one")
+    add("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
+        "folder's template; without a prompt: a conversation")
+    add("--system", help="the system message of a chat")
+
+
+def add_sampling_flags(group):
+    folder = "default: as the folder's generation_config.json says, else"
+    add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=128, metavar="N",
+               help="of each text")
+    add_number(group, "--temperature", 0, 1e4, float, metavar="X",
+               help=f"0 is greedy; {folder} 0")
+    add_number(group, "--top-k", 0, 2**31, metavar="N", help=f"0 keeps all tokens; {folder} 0")
+    add_number(group, "--top-p", 0, 1, float, above=True, metavar="X",
+               help=f"above 0, at most 1; {folder} 1")
+    add_number(group, "--min-p", 0, 1, float, metavar="X", help="least probability of a token, "
+               f"relative to the likeliest's; {folder} 0")
+    add_number(group, "--seed", -2**63, 2**63 - 1, default=0, metavar="N", help="of the noise")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="ends the output; repeatable")
+
+
+def add_draft_flags(group):
+    add = group.add_argument
+    add("--heads", metavar="FOLDER", help="draft heads, or none; default: the model folder's "
+        "clover, if it has one")
+    add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
+        "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
+        "else lookup")
+    add_number(group, "--tree-size", 1, MAX_TREE, auto=True, metavar="N|auto",
+               help=f"nodes per step, root included, at most {MAX_TREE}; 1 is plain decoding; "
+               "default: auto, which finds out what is fastest, step by step")
+    add("--beams", type=int, metavar="W", help="paths kept while drafting; default: about the "
+        "square root of the heads' nodes")
+
+
+def add_output_flags(group):
+    add = group.add_argument
+    add("--explain", action="store_true", help="say what drafted, on how many threads, why, and "
+        "where time goes")
+    add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
+        "was accepted; with --json those of all steps. Runs without a graph")
+    add("--compare", action="store_true", help="also decode plainly and compare speed and text")
+    add("--json", action="store_true", help="print one json object instead of text")
+
+
+def add_machine_flags(group):
+    add_model_flags(group)
+    add_number(group, "--batch-size", 1, 2**16, metavar="N", help="prompts decoded together; "
+               "default: up to 8")
+    add_number(group, "--threads", 1, os.cpu_count() or 1, auto=True, metavar="N|auto",
+               help="of a CPU; default: OMP_NUM_THREADS, else auto, which takes as many as are "
+               "quickest")
+    group.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, "
+                       "not from a CUDA graph")
+
+
+def check_draft_flags(parser, args):
+    """What argparse cannot know: which of --draft, --heads, --beams, --tree-size exclude others."""
+    draft, size = args.draft, args.tree_size
+    if draft in ("heads+lookup", "heads") and args.heads == "none":
+        parser.error(f"--draft {draft} needs heads; leave out --heads none")
+    if draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
+        parser.error(f"--heads and --beams are for heads, which --draft {draft} leaves out")
+    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(draft, 1)
+    if draft and size is not None and size < least:
+        parser.error(f"--draft {draft} needs --tree-size {least} or more, not {size}")
+    if draft == "none" and size not in (None, 1):
+        parser.error(f"--tree-size {size} needs guesses; leave out --draft none")
+
+
+def flag(name):
+    return name.replace("_", "-")
