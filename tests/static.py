@@ -213,7 +213,8 @@ def all_launches():
     found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **alibi)
     window = dict(window=1024)  # another one changes a constant
     found += attention(T=T, D=[*D, 80, 192], **window) + attention(T=T, D=D, **alibi, **window)
-    found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **window)
+    for others in (window, alibi | window):
+        found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **others)
     found += attention(T=[2, 16], D=128, S=64, window=40)  # one split
     # a greedy sample is one without noise, so one of both is gathered; masked channels: 2 registers
     found += sample(M=M, temperature=[0.0, 0.8]) + sample(M=M, present="vocab_ids")

@@ -195,11 +195,11 @@ def test_splits_divide_the_window(multiprocessors, window, device, monkeypatch):
 @plain
 @needs_triton
 def test_a_window_reads_what_a_cache_of_its_size_would():
-    """Bug: programs for rows that no node sees: of a text of 50,000 tokens the same are launched as of one of 1,040."""
+    """Bug: programs for rows that no node sees: in a cache of 50,000 rows the same are launched as in one of 1,041."""
     q, ancestors = torch.empty(2, 16, 8, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int64)
     lengths = torch.zeros(2).int()
     grids = [record(kernels.tree_attention, q, cache, cache, lengths, ancestors, window=window)[0][1]
-             for S, window in ((50000, 1025), (1040, 0), (50000, 0))
+             for S, window in ((50000, 1025), (1041, 1025), (50000, 20000))
              for cache in [torch.empty(2, 2, S, 128, dtype=BF16)]]
     assert grids[0] == grids[1] and grids[0][1] < grids[2][1]
 
