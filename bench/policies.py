@@ -135,9 +135,9 @@ def adaptive(model, heads, temperature, batch_size, times, known=True):
     cost = policy.times.cost
     if known:
         ends = lambda name: [float(np.interp(n, BATCH_SIZES, times[name])) for n in (1, batch_size)]
-        cost.measured = {plan: ends(name_of(plan)) for plan in plans}
         reads, alone = name_of(DraftPlan()), name_of(DraftPlan(), reads=False)
-        cost.reading = [max(a - b, 0.0) for a, b in zip(ends(reads), ends(alone))]
+        cost.set_measured({plan: ends(name_of(plan)) for plan in plans},
+                          [max(a - b, 0.0) for a, b in zip(ends(reads), ends(alone))])
     return AdaptivePolicy(StepTimes(cost, plans, {1: 0.0}), policy.found)
 
 

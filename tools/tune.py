@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +83,7 @@ class StepCost:
 
     def __init__(self, model, heads, beams, batch_size):
         self.batch_size = batch_size
-        self.measured = {}    # plan -> (seconds with one sequence, with batch_size)
-        self.reading = None   # the same of the heads' reading
+        self.set_measured({}, None)
         count = lambda part: sum(p.numel() for p in part.parameters())
         self.row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
         lm_head = model.head.weight.numel() if hasattr(model.head, "weight") else count(model.head)
@@ -99,8 +98,21 @@ class StepCost:
             self.beams = beams
             self.max_beams = heads.max_beams
 
+    def set_measured(self, measured, reading):
+        """measured: {plan: (seconds with one sequence, with batch_size)}; reading: the same of the
+        heads' reading, or None."""
+        self.measured = measured
+        self.reading = reading
+        self.calls = {}  # what was asked for is not computed again
+
     def __call__(self, plan, batch, reads=True):
         """reads: whether heads read, as they always do where they draft."""
+        call = plan, batch, reads or plan.head_nodes > 0
+        if call not in self.calls:
+            self.calls[call] = self.compute(*call)
+        return self.calls[call]
+
+    def compute(self, plan, batch, reads):
         known = next(iter(self.measured), None)
         unit = self.measured[known][1] / self.guess(known, self.batch_size) if known else 1.0
         share = (batch - 1) / max(self.batch_size - 1, 1)
@@ -109,7 +121,7 @@ class StepCost:
             total = between(*self.measured[plan])
         else:
             total = unit * self.guess(plan, batch)
-        if reads or plan.head_nodes:
+        if reads:
             return total
         reading = between(*self.reading) if self.reading else unit * self.guess_reading(batch)
         return max(total - reading, total / 2)
@@ -120,7 +132,6 @@ class StepCost:
     def guess_reading(self, batch):
         return self.product(self.augment, batch * (1 + self.n_draft)) if self.n_draft else 0.0
 
-    @lru_cache
     def guess(self, plan, batch):
         total = self.product(self.model, batch * plan.tree_size) + self.guess_reading(batch)
         for depth in range(min(self.n_draft, plan.head_nodes)):
@@ -178,12 +189,15 @@ def measure_steps(policy, decoder, end):
     decoder.set_heads(None)
     alone = pair(plain)
     decoder.set_heads(heads)
+    measured = {}
     promising = sorted(policy.plans, key=policy.rates.get, reverse=True)
     for plan in sorted(promising, key=plain.__ne__):
         if time.perf_counter() < end:
-            cost.measured[plan] = pair(plan)
-    if plain in cost.measured:
-        cost.reading = [max(a - b, 0.0) for a, b in zip(cost.measured[plain], alone)]
+            measured[plan] = pair(plan)
+    reading = None
+    if plain in measured:
+        reading = [max(a - b, 0.0) for a, b in zip(measured[plain], alone)]
+    cost.set_measured(measured, reading)
     gains = {n: math.log(by_threads[min(gains)] / by_threads[n]) for n in gains}
     policy.set_times(StepTimes(cost, policy.plans, gains))
     KNOWN[policy.key] = policy.times
