@@ -449,11 +449,13 @@ class Engine:
         self.kept_text = []  # with one slot: what a call with keep=True left in the caches
 
     @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None, keep=False):
+    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None, keep=False,
+                 on_end=None):
         """Continues prompts (lists of token ids) -> `Output`. stop, encoding: see `generate`.
 
         on_step(index, tokens, path, plan) is called with the tokens of each step and the accepted
-        nodes, root first, of which those after plan.head_nodes are lookup's alone. keep: for one
+        nodes, root first, of which those after plan.head_nodes are lookup's alone; on_end(sequence)
+        with a `Sequence` that ended. keep: for one
         prompt in one slot, as in a chat. What the prompt has in common with the text of the last
         call that kept it is not computed again; the model must be the same still.
         Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
@@ -471,6 +473,8 @@ class Engine:
             output.count(tokens, path, plan)
             if on_step:
                 on_step(sequence.index, tokens, path, plan)
+            if sequence.ended and on_end:
+                on_end(sequence)
 
         threads = torch.get_num_threads()  # which the policy may change
         self.policy.start(may_drop_heads=not keep)

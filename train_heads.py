@@ -82,7 +82,7 @@ class Run:
                                                    gradient_as_bucket_view=True)
 
     def train(self, corpus, distillation=None):
-        """Trains to the last step -> True, or until Ctrl-C or SIGTERM come -> False."""
+        """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code."""
         a = self.args
         show = progress(self.step, a.steps, self.step_tokens)
         log = Log(self.out / "log.jsonl", self.step) if self.world.rank == 0 else None
@@ -102,7 +102,7 @@ class Run:
                                 loss=loss.item(), accuracy=accuracies.tolist(), lr=lr)
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
-        return self.step == a.steps
+        return 0 if self.step == a.steps else signals.exit_code
 
     def batch(self, parts):
         """This process's part of the step's windows, from (Tokens, number of windows) pairs."""
@@ -334,13 +334,14 @@ def main(argv=None):
                 f"{human(len(splits['train'].ids))} training tokens")
     if not run.step:
         run.save()  # so that --resume has something to continue from
-    done = run.train(splits["train"], distillation)
+    interrupted = run.train(splits["train"], distillation)
     run.save()  # before the evaluation, so that Ctrl-C there loses nothing
-    if done:
-        finish(run, splits["heldout"])
-    else:
+    if interrupted:
         world.print(f"\ninterrupted at step {run.step}; --resume goes on from here")
         world.close()
+    else:
+        finish(run, splits["heldout"])
+    return interrupted
 
 
 if __name__ == "__main__":

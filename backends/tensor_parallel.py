@@ -392,6 +392,14 @@ def joined(args, argv):
 # How ranks speak and end
 
 stopping = threading.Event()  # set when Ctrl-C or SIGTERM has come to a rank
+signals = []                  # SIGTERM, once it has come
+
+
+def interrupt(number, frame):
+    """A signal's handler: SIGTERM acts as Ctrl-C, but is remembered."""
+    if number == signal.SIGTERM:
+        signals.append(number)
+    raise KeyboardInterrupt
 
 
 def error_printer():
@@ -435,7 +443,7 @@ def watch_signals(rank):
     def handle(*at):
         stopping.set()
         if not rank:
-            signal.default_int_handler(*at)
+            interrupt(*at)
 
     def watch():
         while os.read(arrived, 1)[0] not in (signal.SIGINT, signal.SIGTERM):

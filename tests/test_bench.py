@@ -404,7 +404,8 @@ def test_real_sizes_are_those_of_the_models():
     ("decode --heads a/lookup b/clover", "called plain, heads or lookup"), ("decode --text novel", "'novel'"),
     ("decode --heads none b/clover", "only the last can be none"), ("kernels --heads 9b", "of 7b, 8b, 70b, not"),
     ("heads --base 124m", "--base needs --train"), ("gpu --out x --minutes 10", "a whole number from 1 to 9"),
-    ("roofline --gpu h3", "'h3' .*'h200', 'h100'"), ("roofline --acceptance 1.5", "a number from 0.0 to 1.0, not '1.5'")])
+    ("roofline --gpu h3", "'h3' .*'h200', 'h100'"), 
+    ("roofline --acceptance 1.5", "a number from 0.0 to 1.0, not '1.5'")])
 def test_bad_flags_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         bench.main(flags.split())

@@ -157,7 +157,8 @@ def test_the_first_four_files_decode_alone(tmp_path):
                                      "train_heads.py --steps none", "train_heads.py --help"])
 def test_mistakes_are_told_before_torch_is_loaded(command):
     """Bug: four seconds until a typo is reported."""
-    done = subprocess.run([sys.executable, "-X", "importtime", *command.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-X", "importtime", *command.split()], cwd=ROOT, capture_output=True,
+                          text=True)
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == (0 if "--help" in command else 2) and len(told) == ("--help" not in command)
     assert not re.findall(r"\b(torch|numpy|triton)\b", done.stderr)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import contextlib
 import json
 import re
 import shutil
@@ -70,8 +71,11 @@ def one_step_of_each_plan(monkeypatch):
 
 
 def run(capsys, *flags):
-    cli.generate_main([str(flag) for flag in flags])
-    return capsys.readouterr().out
+    """What is printed: with --json on standard output alone."""
+    with contextlib.suppress(KeyboardInterrupt):  # raised where the texts were interrupted
+        cli.generate_main([str(flag) for flag in flags])
+    out, err = capsys.readouterr()
+    return out if "--json" in flags else out + err
 
 
 def test_the_command_line_prints_text_and_statistics(folder, capsys):

@@ -1,9 +1,11 @@
 """What the command lines share: loading, errors in one line; and generate.py's."""
 
+import errno
 import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,17 +29,18 @@ from tools.tune import explain, keep_times, times_file
 # For every command line
 
 def command(main):
-    """Runs a command line. Bad input and a lack of memory are one line on standard error and exit
-    code 2. SIGTERM acts as Ctrl-C."""
+    """Runs a command line. Bad input, a lack of memory, and output that has no room are one line on
+    standard error and exit code 2; Ctrl-C and SIGTERM are 130 and 143, or what main returns."""
     spec = sys.modules["__main__"].__spec__
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, tensor_parallel.interrupt)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
     print_error = tensor_parallel.error_printer()
     code = 0
     try:
-        main()
+        code = main() or 0
+        sys.stdout.flush()
     except InputError as error:
         print_error(f"{name}: {error}")
         code = 2
@@ -51,7 +54,14 @@ def command(main):
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output is gone, as with `| head`
+        code = 128 + (tensor_parallel.signals or [signal.SIGINT])[0]
+    except OSError as error:
+        # a pipe breaks where the reader of our output is gone, as with `| head`
+        if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print_error(f"{name}: standard output cannot be written: {error.strerror}")
+            code = 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     tensor_parallel.end_rank(code or 1)  # others may be waiting
     sys.exit(code)
@@ -88,9 +98,9 @@ def generate_main(argv=None):
 def answer(session):
     """Prints what the command line was asked for."""
     args = session.args
-    if not args.prompt:
+    if not session.conversations:
         return converse(session)
-    prompts = [session.encode([dict(role="user", content=text)]) for text in session.texts]
+    prompts = list(map(session.encode, session.conversations))
     engine = session.engine(prompts)
     if args.compare:  # what is compiled or loaded comes before what is timed
         engine.generate(prompts[:1], min(4, args.max_new_tokens))
@@ -99,8 +109,9 @@ def answer(session):
     keep_times(engine)
     finished = None not in output.ended
     result = session.report(output)
-    say = (lambda text: None) if args.json else print
-    say(f"\n{statistics(output)}")
+    say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
+    if not args.quiet:
+        say(f"\n{statistics(output)}")
     if trees:
         result["drafts"] = trees.steps
         say("\n".join(trees.lines()))
@@ -110,17 +121,20 @@ def answer(session):
     if args.compare and finished:
         engine = trees = None  # frees their memory for the next one
         result |= against_plain(session, prompts, output, say)
-    if args.json:
+    if args.json and not args.prompts:
         print(json.dumps(result))
+    if not finished:
+        raise KeyboardInterrupt
 
 
 class Session:
     """What generate.py's command line was asked for, loaded."""
 
-    def __init__(self, args, texts, group=None):
-        """texts: the prompts, from `read_prompts`."""
+    def __init__(self, args, conversations, group=None):
+        """conversations: the prompts, from `read_prompts`."""
         self.args = args
-        self.texts = texts
+        self.conversations = conversations
+        self.texts = [messages[-1]["content"] for messages in conversations]
         self.sampling = self.sampling_flags() | dict(seed=args.seed)
         Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
@@ -215,8 +229,8 @@ class Session:
 
 def open_session(args, group):
     """The `Session` of a rank, which has read what the others have."""
-    texts = tensor_parallel.on_first(group, lambda: read_prompts(args.prompt or []))
-    session = tensor_parallel.raise_together(group, lambda: Session(args, texts, group))
+    conversations = tensor_parallel.on_first(group, lambda: read_prompts(args))
+    session = tensor_parallel.raise_together(group, lambda: Session(args, conversations, group))
     if group.size > 1:
         model, heads = session.model, session.heads
         files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
@@ -225,17 +239,50 @@ def open_session(args, group):
     return session
 
 
-def read_prompts(texts):
-    """--prompt flags -> texts; "-" is standard input."""
-    prompts = []
-    for text in texts:
-        if text == "-":
-            try:
-                text = sys.stdin.buffer.read().decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise InputError(f"standard input is not UTF-8 text ({error.reason} at byte "
-                                 f"{error.start})") from None
-        if not text:
-            raise InputError("a prompt is empty; give it at least one character")
-        prompts.append(text)
-    return prompts
+def read_prompts(args):
+    """--prompt and --prompts -> conversations, lists of messages. "-" is standard input."""
+    if args.prompts:
+        return read_file(Path(args.prompts), args.chat)
+    texts = [decode_text(sys.stdin.buffer.read(), "standard input") if text == "-" else text
+             for text in args.prompt or []]
+    if "" in texts:
+        raise InputError("a prompt is empty; give it at least one character")
+    return [[dict(role="user", content=text)] for text in texts]
+
+
+def decode_text(data, name):
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text ({error.reason} at byte "
+                         f"{error.start})") from None
+
+
+def read_file(path, chat):
+    """The conversations of --prompts FILE. Raises InputError, with the line, for a bad one."""
+    try:
+        lines = decode_text(path.read_bytes(), path).splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(f"{path}: holds no prompt")
+    if path.suffix != ".jsonl":
+        return [[dict(role="user", content=line)] for _, line in numbered]
+    found = []
+    for number, line in numbered:
+        try:
+            value = json.loads(line)
+            messages = value.get("messages", [dict(role="user", content=value.get("prompt"))])
+            good = messages and all(
+                isinstance(message["role"], str) and isinstance(message["content"], str)
+                and message["content"] for message in messages)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            good = False
+        if not good:
+            raise InputError(f'{path}, line {number}: expected an object with "prompt", a text, or '
+                             '"messages", a list of objects with "role" and "content"')
+        if "messages" in value and not chat:
+            raise InputError(f'{path}, line {number}: "messages" need --chat')
+        found.append(messages)
+    return found

@@ -94,8 +94,10 @@ def parse(argv):
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
     for name in ("compare", "json", "explain", "show_tree"):
-        if getattr(args, name) and not args.prompt:
+        if getattr(args, name) and not (args.prompt or args.prompts):
             parser.error(f"--{flag(name)} needs a --prompt")
+    if args.prompt and args.prompts:
+        parser.error("give --prompt or --prompts, not both")
     return args
 
 
@@ -103,6 +105,8 @@ def add_prompt_flags(group):
     add = group.add_argument
     add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
         "without any, each line typed is one")
+    add("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
+        "line's \"prompt\", or \"messages\" of a chat")
     add("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
         "folder's template; without a prompt: a conversation")
     add("--system", help="the system message of a chat")
@@ -145,6 +149,8 @@ def add_output_flags(group):
     add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
         "was accepted; with --json those of all steps. Runs without a graph")
     add("--compare", action="store_true", help="also decode plainly and compare speed and text")
+    add("--quiet", action="store_true", help="leave out the statistics that end a run, on standard "
+        "error")
     add("--json", action="store_true", help="print one json object instead of text")
 
 

@@ -1,5 +1,6 @@
 """What generate.py prints: texts as they come, and the statistics that end a run."""
 
+import json
 import os
 import sys
 
@@ -11,13 +12,15 @@ LOOKUP_COLOUR = 33
 
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
-    the head that guessed it, or of lookup. Several texts are printed at the end, and with --json
-    none is. trees: a `Drafts`."""
+    the head that guessed it, or of lookup. Several texts are printed in order, when all before them
+    have ended. With --json none is; of --prompts FILE, an object for each. trees: a `Drafts`."""
 
     def __init__(self, session, trees=None):
         self.session = session
         self.trees = trees
         self.streams = len(session.texts) <= 1 and not session.args.json
+        self.done = {}     # index -> (tokens, why it ended), of texts that were not printed yet
+        self.printed = 0   # texts
         self.stream = session.text_stream()
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.shown = ["" if session.template else text for text in session.texts]
@@ -37,12 +40,34 @@ class Printer:
                 text = f"\x1b[{colour}m{text}\x1b[0m"
             print(text, end="", flush=True)
 
+    def end(self, sequence):
+        """What `on_end` calls."""
+        if not self.streams:
+            self.done[sequence.index] = sequence.tokens, sequence.ended
+            self.print_done()
+
+    def print_done(self):
+        while self.printed in self.done:
+            self.print_text(self.printed, *self.done.pop(self.printed))
+            self.printed += 1
+        if len(self.shown) > 1 and sys.stderr.isatty():
+            done = self.printed + len(self.done)
+            print(f"\r{done} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
+
+    def print_text(self, index, tokens, ended):
+        text = self.session.decode(tokens)
+        if not self.session.args.json:
+            print(f"{self.shown[index]}{text}\n{'-' * 40}", flush=True)
+        elif self.session.args.prompts:
+            print(json.dumps(dict(prompt=self.session.texts[index], text=text, tokens=tokens,
+                                  ended=ended)), flush=True)
+
     def finish(self, output):
         if self.streams:
             print(self.stream.finish(), flush=True)
-        elif not self.session.args.json:
-            for text, tokens in zip(self.shown, output.tokens):
-                print(f"{text}{self.session.decode(tokens)}\n{'-' * 40}")
+        else:  # what was interrupted, too
+            self.done |= dict(enumerate(zip(output.tokens, output.ended)))
+            self.print_done()
 
 
 def print_texts(session, engine, prompts, trees=None, keep=False):
@@ -51,10 +76,16 @@ def print_texts(session, engine, prompts, trees=None, keep=False):
     printer = Printer(session, trees)
     try:
         output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
-                                 session.encoding, keep)
+                                 session.encoding, keep, printer.end)
     except Interrupted as interrupt:
         output = interrupt.output
     printer.finish(output)
+    full = output.ended.count("context")
+    if full and not session.args.json:
+        texts = "the text" if len(prompts) == 1 else f"{full} of {len(prompts)} texts"
+        context = session.model.config.block_size
+        print(f"\n{texts} ended where the model's context of {context} tokens is full",
+              file=sys.stderr)
     return output
 
 

@@ -10,6 +10,7 @@ from model import InputError
 from tools.printer import print_texts
 from tools.tune import keep_times
 
+HELP = "/clear starts anew, /help says this; Ctrl-C ends a reply, Ctrl-D the program"
 SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
 
@@ -20,14 +21,15 @@ def converse(session):
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
-        print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+        print(HELP, file=sys.stderr)
     messages, engine = [], None
     group = tensor_parallel.group_of(session.model)
     while (line := tensor_parallel.on_first(group, read_line)) is not None:
         if line.strip() == "/clear":
             messages = []
-            continue
-        if not line.strip():
+        if line.strip() == "/help":
+            print(HELP, file=sys.stderr)
+        if line.strip() in ("", "/clear", "/help"):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
@@ -43,10 +45,14 @@ def converse(session):
             engine = roomy_engine(session, prompt, no_room(group))
         output = print_texts(session, engine, [prompt], keep=True)
         keep_times(engine)
-        print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
-              "tokens per second]", file=sys.stderr)
-        if tensor_parallel.stopping.is_set():  # on ranks, Ctrl-C ends more than a reply
-            return
+        if not session.template:
+            print("-" * 40)
+        if not session.args.quiet:
+            print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
+                  "tokens per second]", file=sys.stderr)
+        # SIGTERM, and on ranks Ctrl-C, end more than a reply
+        if tensor_parallel.signals or tensor_parallel.stopping.is_set():
+            raise KeyboardInterrupt
         if session.template:
             messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
 

@@ -137,7 +137,8 @@ class Run:
         save_run(self.out, state, partial(self.model.save_pretrained, self.out, torch.bfloat16))
 
     def train(self, tokens):
-        """Trains to the last step, or to the end of that in which Ctrl-C or SIGTERM come."""
+        """Trains to the last step -> 0, or to the end of that in which Ctrl-C or SIGTERM come ->
+        the exit code."""
         a = self.args
         show = progress(self.step, a.steps, a.batch_size * a.block_size)
         with Signals() as signals:
@@ -155,8 +156,10 @@ class Run:
                 if self.step % SAVE_EVERY == 0:
                     self.save()
         self.save()
-        if self.step < a.steps:
-            print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
+        if self.step == a.steps:
+            return 0
+        print(f"\ninterrupted at step {self.step}; --resume goes on from here", flush=True)
+        return signals.exit_code
 
 
 def parse(argv):
@@ -218,10 +221,11 @@ def main(argv=None):
     size = sum(p.numel() for p in run.model.parameters())
     print(f"{human(size)} parameters; {human(len(tokens.ids))} training tokens, "
           f"{human(len(heldout.ids))} held out", flush=True)
-    run.train(tokens)
-    if run.step == args.steps:
+    interrupted = run.train(tokens)
+    if not interrupted:
         evaluate(run.model, args.data, encoding)
         print(f"\nnext:  python train_heads.py --model {out}")
+    return interrupted
 
 
 if __name__ == "__main__":

@@ -162,11 +162,12 @@ class Log:
 
 
 class Signals:
-    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`. A second
-    Ctrl-C interrupts; a second SIGTERM does not, as a parent process may have sent it too."""
+    """Inside `with Signals() as signals`, Ctrl-C and SIGTERM only set `signals.came`, to their
+    number. A second Ctrl-C interrupts; a second SIGTERM does not, as a parent process may have sent
+    it too."""
 
     def __enter__(self):
-        self.came = False
+        self.came = 0
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.note) for number in numbers}
         return self
@@ -174,7 +175,12 @@ class Signals:
     def note(self, number, frame):
         if self.came and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.came = True
+        self.came = number
+
+    @property
+    def exit_code(self):
+        """What a command ends with, as shells count. Of ranks only one may have been signalled."""
+        return 128 + (self.came or signal.SIGTERM)
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
