@@ -1,9 +1,10 @@
 """generate.py's command line, with tools/cli.py, compare.py and repl.py: it says what it did, or what went wrong."""
 
+import contextlib
 import io
 import itertools
-import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,10 +13,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from backends import tensor_parallel
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import DraftPlan, Sequence, generate
@@ -71,11 +74,11 @@ def one_step_of_each_plan(monkeypatch):
 
 
 def run(capsys, *flags):
-    """What is printed: with --json on standard output alone."""
+    """What is printed: with --json, or without a prompt, on standard output alone."""
     with contextlib.suppress(KeyboardInterrupt):  # raised where the texts were interrupted
         cli.generate_main([str(flag) for flag in flags])
     out, err = capsys.readouterr()
-    return out if "--json" in flags else out + err
+    return out + err if "--prompt" in flags and "--json" not in flags else out
 
 
 def test_the_command_line_prints_text_and_statistics(folder, capsys):
@@ -255,7 +258,7 @@ def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
     flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 10]
     want = [json.loads(run(capsys, *flags, "--json", "--prompt", text))["texts"][0] for text in ("abc", "  import")]
     typed(monkeypatch, "abc", "  import")
-    assert run(capsys, *flags) == f"{want[0]}\n{want[1]}\n"
+    assert run(capsys, *flags) == f"{want[0]}\n{'-' * 40}\n{want[1]}\n{'-' * 40}\n"
 
 
 def test_flags_that_cannot_be_end_a_conversation(chat_folder, monkeypatch):
@@ -429,3 +432,88 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(InputError, match="do not belong together"):
         cli.generate_main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "a"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where output goes, and how a run ends
+
+def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
+    """Catches statistics in `> out.txt`, and ones that --quiet leaves there."""
+    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "5"]
+    cli.generate_main(flags)
+    out, err = capsys.readouterr()
+    assert out.startswith("abc") and "tokens per" not in out and "tokens per second" in err
+    cli.generate_main([*flags, "--quiet"])
+    quiet = capsys.readouterr()
+    assert quiet.out == out and "tokens per second" not in quiet.err
+
+
+def test_a_full_context_is_told(folder, capsys):
+    """Catches a text that ends without a reason that its reader could see."""
+    cli.generate_main(["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9999"])
+    assert re.search(r"the text ended where the model's context of \d+ tokens is full", capsys.readouterr().err)
+
+
+def test_prompts_of_a_file(folder, capsys, tmp_path):
+    """Catches answers in the order in which they end, and lines that are dropped."""
+    texts = ["abc", "import os", "x", "def f(", "abc"]
+    flags = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "2"]
+    want = [json.loads(run(capsys, *flags, "--prompt", text, "--json"))["texts"][0] for text in texts]
+    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("\n\n".join(texts))
+    objects.write_text("".join(json.dumps(dict(prompt=text)) + "\n" for text in texts))
+    for file in (lines, objects):
+        shown = run(capsys, *flags, "--prompts", file)
+        assert shown == "".join(f"{text}{more}\n{'-' * 40}\n" for text, more in zip(texts, want))
+        found = [json.loads(line) for line in run(capsys, *flags, "--prompts", file, "--json").splitlines()]
+        assert [(one["prompt"], one["text"]) for one in found] == list(zip(texts, want))
+        assert {one["ended"] for one in found} == {"length"}
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"), ("[]", "line 1"),
+    ('{"prompt": ""}', "line 1"), ("{", "line 1"), ('{"messages": [{"role": "user"}]}', "line 1: expected"),
+    ('{"messages": [{"role": "user", "content": "hi"}]}', "line 1: .* need --chat"), (None, "cannot be read")])
+def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, content, message):
+    """Catches a file of which some prompts are decoded before a bad line is found."""
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError, match=message):
+        cli.generate_main(["--model", str(folder), "--device", "cpu", "--prompts", str(file)])
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch, number, code):
+    """Catches `a && b` that goes on after Ctrl-C, and a preempted job that counts as done."""
+    take = Sequence.take
+
+    def interrupted(self, tokens):
+        os.kill(os.getpid(), number)
+        return take(self, tokens)
+    monkeypatch.setattr(Sequence, "take", interrupted)
+    monkeypatch.setattr(tensor_parallel, "signals", [])
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc"]
+    try:
+        with patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO())) as out, pytest.raises(SystemExit) as ended:
+            with patch.object(sys, "stderr", io.TextIOWrapper(io.BytesIO())):
+                cli.command(lambda: cli.generate_main(flags))
+        assert out.buffer.getvalue().startswith(b"abc")
+    finally:
+        for n, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(n, handler)
+    assert ended.value.code == code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_output_without_room_is_one_line(folder, more):
+    """Catches a traceback, and exit code 0 for a text that nobody has."""
+    command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "abc", "--quiet"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True,
+                              cwd=Path(__file__).parents[1])
+    assert done.returncode == 2
+    assert done.stderr == "generate.py: standard output cannot be written: No space left on device\n"

@@ -145,7 +145,7 @@ def test_heads_of_every_family_are_trained_and_used(family, shape, checkpoint, t
     for flags in ([], ["--temperature", "0.9", "--seed", "3"]):
         generate_main([*"--device cpu --tree-size 9 --max-new-tokens 30 --compare".split(), "--prompt", "line 7",
                        "--model", str(tmp_path), "--heads", str(tmp_path / "out"), *flags])
-        assert "the text is identical, all" in capsys.readouterr().out
+        assert "the text is identical, all" in capsys.readouterr().err
 
 
 def trained(out):
