@@ -20,7 +20,7 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 2020, "model.py": 733, "clover.py": 440, "generate.py": 755, "train_heads.py": 350, "backends": 1001,
-    "hf": 1510, "tools": 1612, "training": 1645, "bench": 2301, "tests": 11130, "without tests": 12345}
+    "hf": 1510, "tools": 1615, "training": 1645, "bench": 2301, "tests": 11130, "without tests": 12350}
 ABOVE_THE_RULE = 755  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
