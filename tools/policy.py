@@ -15,7 +15,7 @@ NOISE = 0.1 ** 2    # variance of a step's log time, all else being equal
 DRIFT = 0.05 ** 2   # of the machine's log speed, from step to step
 GUESSED = 0.3 ** 2  # of a log ratio of times, where it is a guess
 TIMED = 0.1 ** 2    # where it was measured, in this run or an earlier one
-AGEING = 3e-5       # what the variance of a plan's ratio gains in a step of another
+AGEING = 3e-5       # what the variance of a plan's ratio gains in a step
 CHANGED = 0.25      # of the log speed, against its mean: other work has come or gone
 FADING = 1 / 64     # share that a mean forgets in a step
 WAITS = 1.0         # of the log speed: several threads wait for one that does not run
@@ -26,7 +26,8 @@ MOST_LOST = 8       # steps' time of a trial that later ones make up for
 # plain decoding is taken where it is this near the best: a batch's texts then end together
 MARGIN = 0.06
 USELESS = 2         # steps' time of a sequence that heads may lose by reading, until they stop
-SHARED = 32         # steps after which ranks learn the times of rank 0
+EVERY = 4           # steps between two trials, at least
+SHARED = 32         # steps after which ranks learn the times of rank 0, and ratios age
 
 
 class Estimate:
@@ -82,9 +83,6 @@ class StepTimes:
             if threads > min(self.speeds) and error > WAITS:
                 speed.mean += error
         speed.variance += DRIFT
-        for other, estimate in self.plans.items():
-            if other != plan:
-                estimate.variance = min(estimate.variance + AGEING, GUESSED)
         for n, other in self.speeds.items():
             if n != threads:
                 other.variance += FADING * (GUESSED - other.variance)
@@ -96,6 +94,11 @@ class StepTimes:
                             for n, gain in self.gains.items() if n != threads}
         else:
             self.usual[threads] = usual + FADING * (speed.mean - usual)
+
+    def age(self, steps):
+        """What was learnt of the plans' ratios counts less after these steps."""
+        for correction in self.plans.values():
+            correction.variance = min(correction.variance + steps * AGEING, GUESSED)
 
 
 class AdaptivePolicy:
@@ -172,11 +175,12 @@ class AdaptivePolicy:
 
     def select(self):
         """The plan of the next step, for which it sets the number of threads."""
-        best = self.best, self.best_threads
-        gains = self.trials()
-        trial = max(gains, key=gains.get, default=best)
-        affordable = self.loss(trial[0], self.time(*trial)) <= self.allowance
-        plan, threads = trial if affordable else best
+        plan, threads = self.best, self.best_threads
+        if self.step % EVERY == 0:
+            gains = self.trials()
+            trial = max(gains, key=gains.get, default=(plan, threads))
+            if self.loss(trial[0], self.time(*trial)) <= self.allowance:
+                plan, threads = trial
         self.set_threads(threads)
         return plan
 
@@ -224,6 +228,7 @@ class AdaptivePolicy:
             self.allowance -= self.loss(plan, taken)
         self.allowance = max(min(self.allowance + TRIALS, FIRST), -MOST_LOST)
         if self.step % SHARED == 0:
+            self.observed.age(SHARED)
             self.share()
 
     def gain_without_heads(self):
