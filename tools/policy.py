@@ -43,14 +43,14 @@ class StepTimes:
     machine's speed by this number of threads: a Kalman filter that takes the two for independent.
 
     cost: a `tools.tune.StepCost`. gains: {number of threads: the log of how much quicker than one
-    it is expected to be}."""
+    it is expected to be}. spread: the variance of the log speed, before the first step."""
 
-    def __init__(self, cost, plans, gains):
+    def __init__(self, cost, plans, gains, spread=1e3):
         self.cost = cost
         self.gains = gains
         self.plans = {plan: Estimate(variance=TIMED if plan in cost.measured else GUESSED)
                       for plan in plans}
-        self.speeds = {n: Estimate(-gain, variance=1e3) for n, gain in gains.items()}
+        self.speeds = {n: Estimate(-gain, spread) for n, gain in gains.items()}
         self.usual = {}  # number of threads -> a running mean of its speed
         self.noise = NOISE
 

@@ -26,7 +26,7 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import FEWER, GUESSED, AdaptivePolicy, StepTimes
+from tools.policy import FEWER, GUESSED, TIMED, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -172,6 +172,7 @@ def probe(engine):
 def measure_steps(policy, decoder, end):
     plain, heads = DraftPlan(), decoder.heads
     cost, gains = policy.times.cost, policy.times.gains
+    decoder.slots.cache.lengths.fill_(3 * decoder.capacity // 4)
 
     def times(plan, n):
         decoder.run_first(n)
@@ -199,7 +200,7 @@ def measure_steps(policy, decoder, end):
         reading = [max(a - b, 0.0) for a, b in zip(measured[plain], alone)]
     cost.set_measured(measured, reading)
     gains = {n: math.log(by_threads[min(gains)] / by_threads[n]) for n in gains}
-    policy.set_times(StepTimes(cost, policy.plans, gains))
+    policy.set_times(StepTimes(cost, policy.plans, gains, spread=TIMED))
     KNOWN[policy.key] = policy.times
 
 
@@ -236,7 +237,8 @@ def fit(model, heads, lookup, batch_size, sampling, *, tree_size=None, beams=Non
                              for n, gain in thread_gains(model, threads).items()})
     found = TokensFound({plan.head_nodes: by_heads(plan.head_nodes) for plan in plans},
                         {plan.lookup_tokens for plan in plans} - {0})
-    policy = AdaptivePolicy(StepTimes(cost, plans, gains), found, group)
+    spread = GUESSED if cost.measured else 1e3
+    policy = AdaptivePolicy(StepTimes(cost, plans, gains, spread), found, group)
     policy.key = key
     KNOWN[key] = policy.observed
     return policy
