@@ -476,7 +476,7 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed_key", "first_token", "M", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, vocab_ids_ptr, sequence_ptr, position_ptr,
+    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, sequence_ptr, position_ptr,
     values_ptr, columns_ptr, lse_ptr,
     stride_hm, stride_hc, stride_wv, stride_wc,
     temperature, seed_key, first_token, M, V, programs, k,
@@ -522,6 +522,8 @@ def _project_kernel(
         weight = tl.load(weight_ptrs, mask=inside, other=0.0)
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
+        if scales_ptr is not None:
+            weight = weight.to(tl.float32).to(hidden.dtype)  # exact
         if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
             acc = _dot(weight, tl.trans(hidden), acc)
         else:  # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
@@ -529,6 +531,8 @@ def _project_kernel(
         if step % CHUNKS == CHUNKS - 1:
             # [BLOCK_M, BLOCK_V]
             scores = tl.trans(acc) if VOCABULARY_FIRST else acc
+            if scales_ptr is not None:
+                scores *= tl.load(scales_ptr + token)[None, :]
             scores = tl.where((column < V)[None, :], scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
@@ -579,7 +583,7 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, vocab_ids, k, noise=None):
+def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     """Launches both kernels -> (logprobs float32 [M, k] or None, tokens int64 [M, k]). noise: for
     samples, with k = 1: (temperature, seed_key, sequence, position, first_token)."""
     M, C = hidden.shape
@@ -605,7 +609,7 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     with torch.cuda.device_of(hidden):
         _project_kernel[(m_tiles, programs)](
-            hidden, weight, vocab_ids, sequence, position, values, columns, lse,
+            hidden, weight, scales, vocab_ids, sequence, position, values, columns, lse,
             *_strides(hidden), *_strides(weight), float(temperature), seed_key, first_token,
             M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
         _merge_lists_kernel[(M,)](
@@ -614,60 +618,68 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None):
     return logprobs, tokens
 
 
-@takes(hidden="M C float", weight="V C float", vocab_ids="n int32 0..V-1?",
-       k="1..min(32,V if vocab_ids is None else n)")
-def project_topk(hidden, weight, k, vocab_ids=None):
+@takes("(scales is None) == weight.is_floating_point()", hidden="M C float",
+       weight="V C float|int8", vocab_ids="n int32 0..V-1?",
+       k="1..min(32,V if vocab_ids is None else n)", scales="V float32 contiguous?")
+def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]).
 
     The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight take
     part, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
+    scales: of the rows of a weight of int8.
     """
     if not runs_triton(hidden):
-        return project_topk_reference(hidden, weight, k, vocab_ids)
-    return _project_triton(hidden, weight, vocab_ids, k)
+        return project_topk_reference(hidden, weight, k, vocab_ids, scales)
+    return _project_triton(hidden, weight, vocab_ids, k, scales=scales)
 
 
 @project_topk.takes
-def project_topk_reference(hidden, weight, k, vocab_ids=None):
+def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
     """`project_topk` by torch, through the [M, V] logits."""
-    logits = float_logits(hidden, weight, vocab_ids)
+    logits = float_logits(hidden, weight, vocab_ids, scales)
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     logprobs = logits.log_softmax(-1).gather(1, tokens)
     return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-@takes("0 <= temperature < inf", hidden="M C float", weight="V C float",
-       sequence="M int", position="M int", vocab_ids="n int32 0..V-1?")
+@takes("0 <= temperature < inf", "(scales is None) == weight.is_floating_point()",
+       hidden="M C float", weight="V C float|int8", sequence="M int", position="M int",
+       vocab_ids="n int32 0..V-1?", scales="V float32 contiguous?")
 def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
-                   first_token=0):
+                   first_token=0, scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
     at temperature 0, else a sample. Of equals the lowest wins, or the first in vocab_ids.
 
     seed: int of at most 64 bits. sequence, position: the token's sequence and its position there.
     vocab_ids: only these rows of the weight take part. first_token: where the weight is a part of a
-    larger one, the token id of its first row. The noise depends on token ids, not on rows.
+    larger one, the token id of its first row. The noise depends on token ids, not on rows. scales:
+    of the rows of a weight of int8.
     """
     if not runs_triton(hidden):
         return project_sample_reference(
-            hidden, weight, temperature, seed, sequence, position, vocab_ids, first_token)
+            hidden, weight, temperature, seed, sequence, position, vocab_ids, first_token, scales)
     noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(hidden, weight, vocab_ids, 1, noise)[1][:, 0]
+    return _project_triton(hidden, weight, vocab_ids, 1, noise, scales)[1][:, 0]
 
 
 @project_sample.takes
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
-                             first_token=0):
+                             first_token=0, scales=None):
     """`project_sample` by torch, through the [M, V] logits."""
-    logits = float_logits(hidden, weight, vocab_ids)
+    logits = float_logits(hidden, weight, vocab_ids, scales)
     ids = None if vocab_ids is None else first_token + vocab_ids
     tokens = gumbel_argmax(logits, temperature, seed, sequence, position, ids, first_token)
     return tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-def float_logits(hidden, weight, vocab_ids=None):
-    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties."""
+def float_logits(hidden, weight, vocab_ids=None, scales=None):
+    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties. scales:
+    of the rows of a weight of int8."""
     weight = weight if vocab_ids is None else weight[vocab_ids]
+    if scales is not None:
+        scales = scales if vocab_ids is None else scales[vocab_ids]
+        return float_logits(hidden, weight.to(hidden.dtype)) * scales
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (weight.float() @ hidden.float().T).T.contiguous()  # on a CPU twice as fast for small M
@@ -768,6 +780,12 @@ def sm_count(device):
     if device.type != "cuda":
         return 4  # for the interpreter: a few, so that tests meet several splits
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _capability(device):
+    """The first number of a GPU's compute capability, 9 for Hopper; that where there is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 @lru_cache
@@ -875,6 +893,25 @@ def _project_blocks(M, dtype, aligned, gathered):
                 **(_max_registers(255) if BLOCK_M < 64 else {}))
 
 
+def _quantized_blocks(M, dtype, group, capability):
+    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
+    step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight.
+
+    Hopper and the Blackwell of data centres take the planes of a step as one operand. Others would
+    move them through shared memory, so a plane is an operand, as it is for groups of fewer channels
+    than a step; Blackwell's own products of planes would need too much of their memory."""
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
+    if dtype == torch.float32:
+        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, num_warps=8, JOINED=False,
+                    **_max_registers(128))
+    JOINED = group == 128 and capability in (9, 10)
+    STAGES = 4 if BLOCK_M == 16 else 3
+    if capability == 10 and not JOINED:
+        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=2, JOINED=False)
+    return dict(BLOCK_N=128, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=4 if BLOCK_M <= 32 else 8,
+                JOINED=JOINED)
+
+
 def _pair_blocks(n):
     """Tile sizes and launch options to compare n entries with one another."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
@@ -893,6 +930,236 @@ def _column(n, device):
     """0..n - 1, int64 [n, 1]."""
     with torch.inference_mode(False):
         return torch.arange(n, device=device)[:, None]
+
+
+# --------------------------------------------------------------------------------------------------
+# linear_quantized
+#
+#   weight[n, c] = (q[n, c] - zeros[g, n]) * scales[g, n]  for the group g = c // (C / G) of channels
+#   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
+#
+# q - zero is exact in half precision: only the float32 sums are rounded, and the result.
+#
+# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros are a 20th of 4
+# bits in groups of 128. Weights are unpacked in registers, from which Hopper's wide instructions
+# take the first operand. So weights come first whatever M is, and sums have one order. Outputs that
+# are too few to fill a GPU are computed in splits over C, whose number does not depend on M.
+#
+# A row is stored in steps of 128 channels, padded. A step is 16 words of 8 times 4 bits, or 32 of 4
+# times 8. Plane i, bits 4 i to 4 i + 3 of the 16 words, has the channels 16 i to 16 i + 15 of the
+# step, and so with 8 bits. So each plane meets consecutive channels, and no weight is moved.
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [N, C] of 4 or 8 bits."""
+    packed: torch.Tensor  # int32 [N, words], as above
+    scales: torch.Tensor  # float [G, N], of C / G = 32, 64 or 128 channels, or of whole rows: G = 1
+    zeros: torch.Tensor | None  # int8 [G, N]: what stands for 0; None: 8 for int4, else 0
+    kind: str             # "int4", "int8", or "e4m3": 8-bit floats
+
+
+@triton.jit
+def _unpack(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """The weights of a plane of words [BLOCK_N, WIDTH], less zero [BLOCK_N], exact in dtype."""
+    if KIND == "e4m3":  # by its bits, moved to those of a float32: older GPUs have no such type
+        bits = ((words << (24 - 8 * PLANE)) >> 4) & -0x78100000
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2**120
+    if KIND == "int8":
+        q = (words << (24 - 8 * PLANE)) >> 24
+    else:
+        q = (words >> (4 * PLANE)) & 15
+        if dtype != tl.float32 and not INTERPRETED:  # a third less instructions than a conversion
+            ONE: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300  # 1024 and 128, as bits
+            q = (q | ONE).to(tl.int16).to(dtype, bitcast=True)
+            return q - (zero.to(tl.int16) | ONE).to(dtype, bitcast=True)[:, None]
+    return (q - zero.to(tl.int32)[:, None]).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _unpack_two(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """A plane and the one half of them later -> [BLOCK_N, WIDTH, 2]"""
+    LATER: tl.constexpr = PLANE + (4 if KIND == "int4" else 2)
+    return tl.join(_unpack(words, zero, PLANE, KIND, dtype),
+                   _unpack(words, zero, LATER, KIND, dtype))
+
+
+@triton.jit
+def _unpack_all(words, zero, KIND: tl.constexpr, dtype: tl.constexpr):
+    """All planes, side by side: [BLOCK_N, STEP]."""
+    even = _unpack_two(words, zero, 0, KIND, dtype)
+    odd = _unpack_two(words, zero, 1, KIND, dtype)
+    if KIND == "int4":
+        even = tl.join(even, _unpack_two(words, zero, 2, KIND, dtype))
+        odd = tl.join(odd, _unpack_two(words, zero, 3, KIND, dtype))
+        planes = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
+    else:
+        planes = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
+    return planes.reshape(words.shape[0], 128)
+
+
+@triton.jit
+def _load_group(scales_ptrs, zeros_ptrs, offset, KIND: tl.constexpr):
+    """(scale float32 [BLOCK_N], zero int8 [BLOCK_N])"""
+    scale = tl.load(scales_ptrs + offset).to(tl.float32)
+    if zeros_ptrs is not None:
+        zero = tl.load(zeros_ptrs + offset)
+    else:
+        zero = tl.full(scale.shape, 8 if KIND == "int4" else 0, tl.int8)
+    return scale, zero
+
+
+@triton.jit(do_not_specialize=["M", "N", "G"])
+def _linear_quantized_kernel(
+    x_ptr, packed_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, stride_xm, stride_xc, M, N, G,
+    C: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, JOINED: tl.constexpr,
+):
+    """Program (tile of rows, tile of outputs, split): the sums over STEPS steps."""
+    STEP: tl.constexpr = 128
+    PLANES: tl.constexpr = 8 if KIND == "int4" else 4
+    WIDTH: tl.constexpr = STEP // PLANES
+    ALL_STEPS: tl.constexpr = (C + STEP - 1) // STEP
+    # channels that are multiplied at once: all of a step, or those of a plane
+    BLOCK_C: tl.constexpr = STEP if JOINED else WIDTH
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    packed_ptrs = packed_ptr + row.to(tl.int64)[:, None] * (ALL_STEPS * WIDTH)
+    packed_ptrs += tl.arange(0, WIDTH)[None, :]
+    x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_xm
+    scales_ptr += row
+    if zeros_ptr is not None:
+        zeros_ptr += row
+    first = tl.program_id(2) * STEPS
+    group = first * (STEP // GROUP)
+    # a group's scale is loaded while the one before it is summed
+    scale, zero = _load_group(scales_ptr, zeros_ptr, tl.minimum(group, G - 1) * N, KIND)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(first, tl.minimum(first + STEPS, ALL_STEPS), num_stages=STAGES):
+        # [BLOCK_N, WIDTH]
+        words = tl.load(packed_ptrs + step * WIDTH)
+        for begin in tl.static_range(0, STEP, BLOCK_C):
+            if begin % GROUP == 0:
+                group += 1
+                next_offset = tl.minimum(group, G - 1) * N
+                next_scale, next_zero = _load_group(scales_ptr, zeros_ptr, next_offset, KIND)
+            channels = (tl.arange(0, BLOCK_C) + step * STEP + begin).to(tl.int64)[None, :]
+            # [BLOCK_M, BLOCK_C]
+            x = tl.load(x_ptrs + channels * stride_xc, mask=(channels < C) | (C % STEP == 0),
+                        other=0.0)
+            # [BLOCK_N, BLOCK_C]
+            if JOINED:
+                weight = _unpack_all(words, zero, KIND, x.dtype)
+            else:
+                weight = _unpack(words, zero, begin // WIDTH, KIND, x.dtype)
+            # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
+            sums = _dot(weight, tl.trans(x), sums)
+            if (begin + BLOCK_C) % GROUP == 0:
+                acc += sums * scale[:, None]
+                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                scale, zero = next_scale, next_zero
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + (tl.program_id(2).to(tl.int64) * M + m[None, :]) * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@takes("words == (C + 127) // 128 * (16 if kind == 'int4' else 32)",
+       "kind in ('int4', 'int8', 'e4m3')", "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
+       x="M C float", M="1..128", packed="N words int32 contiguous",
+       scales="G N float16|bfloat16|float32 contiguous", zeros="G N int8 contiguous?",
+       bias="N float?")
+def linear_quantized(x, packed, scales, zeros, kind, bias=None):
+    """x times a `QuantizedWeight`, plus a bias -> [M, N]. A row's bits do not depend on others."""
+    if not runs_triton(x):
+        return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
+    (M, C), (G, N) = x.shape, scales.shape
+    GROUP = C // G if G > 1 else 128
+    blocks = _quantized_blocks(M, x.dtype, GROUP, _capability(x.device))
+    grid = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])
+    steps = triton.cdiv(C, 128)
+    STEPS = max(triton.cdiv(steps * grid[1], 2 * sm_count(x.device)), min(steps, 4))
+    splits = triton.cdiv(steps, STEPS)
+    out = x.new_empty((splits, M, N), dtype=x.dtype if splits == 1 else torch.float32)
+    with torch.cuda.device_of(x):
+        _linear_quantized_kernel[(*grid, splits)](
+            x, packed, scales, zeros, bias if splits == 1 else None, out, *_strides(x), M, N, G,
+            C=C, GROUP=GROUP, STEPS=STEPS, KIND=kind, **blocks)
+    return out[0] if splits == 1 else sum_parts(out.view(splits, -1), bias, x.dtype).view(M, N)
+
+
+@linear_quantized.takes
+def linear_quantized_reference(x, packed, scales, zeros, kind, bias=None):
+    """`linear_quantized` by torch, through the whole weight."""
+    out = x.float() @ dequantize(packed, scales, zeros, kind, x.shape[1], torch.float32).T
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def dequantize(packed, scales, zeros, kind, C, dtype, out=None):
+    """A `QuantizedWeight` of C channels as [N, C] of a dtype, rounded once; into out, if given."""
+    (G, N), planes = scales.shape, 8 if kind == "int4" else 4
+    words = packed.view(N, -1, 1, 128 // planes)
+    shifts = torch.arange(planes, dtype=torch.int32, device=words.device)[:, None] * (32 // planes)
+    q = words >> shifts & 15 if kind == "int4" else words << 24 - shifts >> 24
+    if kind == "e4m3":
+        q = q.to(torch.int8).view(torch.float8_e4m3fn)
+    q = q.float().view(N, -1)[:, :C].view(N, G, -1)
+    if zeros is not None or kind == "int4":
+        q -= 8 if zeros is None else zeros.T[:, :, None]
+    value = (q * scales.T.float()[:, :, None]).view(N, C)
+    return value.to(dtype) if out is None else out.copy_(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# sum_parts
+#
+#   out[i] = parts[0, i] + parts[1, i] + ... + bias[i % C], in float32 or more, then rounded
+#
+# Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
+
+
+@triton.jit
+def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Program i: BLOCK_I sums."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = offsets < n
+    # [BLOCK_I]
+    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
+    for part in tl.static_range(1, N):
+        total += tl.load(parts_ptr + part * n + offsets, mask=mask).to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + offsets % C, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@takes("bias is None or n % C == 0", parts="N n real", bias="C real|float16|bfloat16?")
+def sum_parts(parts, bias=None, dtype=None):
+    """The sums of N parts, such as the ranks' or the splits', plus a bias for each run of C numbers
+    -> [n] in a dtype, default that of the parts. The order is fixed, so a number does not depend on
+    those beside it."""
+    if not runs_triton(parts, bias):
+        return sum_parts_reference(parts, bias, dtype)
+    N, n = parts.shape
+    parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
+    out = parts.new_empty(n, dtype=dtype or parts.dtype)
+    C = 1 if bias is None else len(bias)
+    with torch.cuda.device_of(parts):
+        _sum_parts_kernel[(triton.cdiv(n, 1024),)](
+            parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
+    return out
+
+
+@sum_parts.takes
+def sum_parts_reference(parts, bias=None, dtype=None):
+    """`sum_parts` by torch; it has gradients."""
+    first, *terms = parts
+    total = first.to(torch.promote_types(parts.dtype, torch.float32))
+    for term in terms:
+        total = total + term
+    if bias is not None:
+        total = (total.view(-1, len(bias)) + bias).flatten()
+    return total.to(dtype or parts.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1900,7 +2167,8 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 DTYPES = dict(float=FLOATS, real=(*FLOATS, torch.float64), int=(torch.int32, torch.int64))
-DTYPES |= {name: (getattr(torch, name),) for name in ("int32", "int64", "float32", "float64")}
+DTYPES |= {name: (getattr(torch, name),) for name in (
+    "uint8", "int8", "int32", "int64", "float8_e4m3fn", "float16", "bfloat16", "float32", "float64")}
 
 
 _checking = ContextVar("checking", default=True)

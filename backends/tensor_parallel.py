@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gumbel, runs_triton, takes, tl, triton
+from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
 # what torchrun sets
@@ -70,7 +70,7 @@ class Group:
         """The sum over the ranks, plus a bias, in float32 or more and in the order of their
         numbers. So all get the same bits, and a row's do not depend on the other rows, as those of
         an all-reduce may."""
-        return sum_ranks(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
+        return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
 
     def shard_config(self, config):
         """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
@@ -268,55 +268,6 @@ class VocabParallelHead(nn.Module):
     def sum_of_squares(self):
         """As `LMHead.sum_of_squares`."""
         return self.group.sum(self.local.sum_of_squares())
-
-
-# --------------------------------------------------------------------------------------------------
-# sum_ranks
-#
-#   out[i] = parts[0, i] + parts[1, i] + ... + bias[i % C], in float32 or more, then rounded
-#
-# Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
-
-@triton.jit
-def _sum_ranks_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Program i: BLOCK_I sums."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = offsets < n
-    # [BLOCK_I]
-    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
-    for rank in tl.static_range(1, N):
-        total += tl.load(parts_ptr + rank * n + offsets, mask=mask).to(tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + offsets % C, mask=mask).to(tl.float32)
-    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@takes("bias is None or n % C == 0", parts="N n real", bias="C real?")
-def sum_ranks(parts, bias=None):
-    """The sums over the ranks of what each of them has, plus a bias for each run of C numbers ->
-    [n]. The order is fixed, so a number does not depend on those beside it."""
-    if not runs_triton(parts, bias):
-        return sum_ranks_reference(parts, bias)
-    N, n = parts.shape
-    parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
-    out = parts.new_empty(n)
-    C = 1 if bias is None else len(bias)
-    with torch.cuda.device_of(parts):
-        _sum_ranks_kernel[(triton.cdiv(n, 1024),)](
-            parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
-    return out
-
-
-@sum_ranks.takes
-def sum_ranks_reference(parts, bias=None):
-    """`sum_ranks` by torch; it has gradients."""
-    first, *terms = parts
-    total = first.to(torch.promote_types(parts.dtype, torch.float32))
-    for term in terms:
-        total = total + term
-    if bias is not None:
-        total = (total.view(-1, len(bias)) + bias).flatten()
-    return total.to(parts.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

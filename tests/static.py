@@ -27,7 +27,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from backends import tensor_parallel
 from bench import Record, Table
 from bench.report import STATIC, TARGETS
 from clover import CloverHeads
@@ -36,10 +35,9 @@ from model import GPT, InputError
 from tools.cli import command
 from tools.flags import DEMO, Parser
 
-FILES = kernels, tensor_parallel
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT32 = torch.int32
-DTYPES = {"int": torch.int64, "int32": INT32, "int64": torch.int64, "float32": FP32}
+DTYPES = {name: kinds[-1] for name, kinds in kernels.DTYPES.items()}
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000)  # by default
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
         "_unsafe_view"}
@@ -65,14 +63,8 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
-          patch.object(tensor_parallel, "runs_triton", lambda *_: True),
           patch.object(kernels, "sm_count", lambda _: multiprocessors)):
         yield launches
-
-
-def find(name):
-    """A function or kernel of the files that have some."""
-    return next(vars(file)[name] for file in FILES if name in vars(file))
 
 
 def short_name(kernel):
@@ -143,7 +135,7 @@ def signature(name, args, named):
     """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
-    parameters = find(name).params
+    parameters = getattr(kernels, name).params
     values = [*args, *(named[parameter.name] for parameter in parameters[len(args):])]
     found = [("constexpr", None) if parameter.is_constexpr else native_specialize_impl(
         BaseBackend, value, False, not parameter.do_not_specialize, True)
@@ -164,14 +156,14 @@ def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132,
     """The launches of one of the kernels' functions, with tensors as its `takes` declares them.
     given: sizes, dtypes of tensors of ints, and other arguments. aligned: whether the caches' and
     weights' last stride is 1. present: the tensors that are given, of those that may be None."""
-    function = find(name)
+    function = getattr(kernels, name)
     scope = SIZES | given
     arguments = {}
     for argument, spec in inspect.getclosurevars(function.takes).nonlocals["specs"].items():
         tensors = []
         for sizes, (kind, *_), _ in kernels._parse(spec):
             shape = [3 if size == "..." else kernels._evaluate(size, scope) for size in sizes]
-            kind = dtype if kind in ("float", "real") else scope.get(argument, DTYPES.get(kind))
+            kind = scope.get(argument, dtype if kind in ("float", "real") else DTYPES.get(kind))
             x = torch.empty(shape, dtype=kind, device="meta")
             if argument in ("k_cache", "v_cache", "weight") and not aligned:
                 x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
@@ -232,7 +224,7 @@ def all_launches():
     found += cases("rope_cache", D=21, present=["", "q_weight k_weight"], **both)
     found += cases("rope_cache", D=[16, 64, 80, 128, 256],
                    present=["rope", "rope q_weight k_weight"], **both)
-    found += cases("sum_ranks", N=[2, 8], C=4096, n=16 * 4096, present=["", "bias"], **both)
+    found += cases("sum_parts", N=[2, 8], C=4096, n=16 * 4096, present=["", "bias"], **both)
     found += cases("glu", C=2 * 11008, activation=["silu", "gelu"], **both)
     found += cases("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
     draft = partial(cases, "select_candidates")
@@ -258,7 +250,7 @@ def compile_launch(target, launch):
     from triton.compiler import ASTSource
     name, kinds, constants, multiples, options = launch
     backend, arch = target.split(":")
-    kernel = find(name)
+    kernel = getattr(kernels, name)
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)),
                        {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
@@ -313,7 +305,7 @@ def compile_all(pairs):
 def shape_class(launch):
     """CLASS of a signature: launches with equal ones share a row of the table."""
     name, kinds, constants, _, options = launch
-    parameters = find(name).arg_names
+    parameters = getattr(kernels, name).arg_names
     options = dict(options)
     constants = {parameters[i]: value for i, value in constants}
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))

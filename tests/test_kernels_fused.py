@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kernels
-from backends.tensor_parallel import sum_ranks
 from test_kernels import BF16, FP16, FP32, INTERPRETED, device, plain, slow_to_interpret
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
@@ -99,7 +98,7 @@ def test_operations_of_training_have_the_gradients_of_their_formulas():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# sum_ranks, of backends/tensor_parallel.py
+# sum_parts
 
 @DTYPES
 @pytest.mark.parametrize("N, M, C, biased", [(2, 1, 64, True), (3, 5, 111, False), (8, 33, 80, True)])
@@ -111,7 +110,7 @@ def test_ranks_are_added_in_order_in_float32(N, M, C, biased, dtype, device):
     for part in parts[1:]:
         want = want + part.float()
     want = (want.view(M, C) + (bias if biased else 0)).to(dtype).flatten()
-    got = sum_ranks(parts.to(device), bias if bias is None else every_second(bias.to(device)))
+    got = kernels.sum_parts(parts.to(device), bias if bias is None else every_second(bias.to(device)))
     truncates = INTERPRETED and dtype == BF16  # the interpreter does not round
     torch.testing.assert_close(got.cpu(), want, atol=0, rtol=2**-7 if truncates else 0)
 

@@ -38,7 +38,7 @@ def sample():
         add_norm=dict(C=4096, present="delta weight"), rope_cache=dict(D=128, present="rope q_weight k_weight"),
         glu=dict(C=22016), cosine_mix=dict(C=1024, n_head=8), ngram_lookup=dict(n=10), merge_chain=dict(T=16, n=10),
         select_candidates=dict(w=4, W=4, n=15, K=4, depth=3), best_tree=dict(n=15, K=4, tree_size=16),
-        accept_path=dict(T=16, max_path=5), sum_ranks=dict(N=8, C=4096, n=65536, present="bias"),
+        accept_path=dict(T=16, max_path=5), sum_parts=dict(N=8, C=4096, n=65536, present="bias"),
         filtered_sample=dict(temperature=0.8, top_k=0, top_p=0.9, min_p=0.0, seed=0))
     gathered = dict(M=32, temperature=0.8, seed=0, present="vocab_ids")
     return [*static.launches_of("tree_attention", T=2, D=64, present="slopes")[:1],
@@ -74,7 +74,7 @@ def test_every_launch_compiles_without_spills_on_every_target():
 def test_a_launch_of_every_kernel_compiles_without_spills(sample):
     """Bug: as above, in a sample of seconds."""
     launches = static.signatures(sample)
-    names = {name for file in static.FILES for name in vars(file) if name.endswith("_kernel")}
+    names = {name for name in vars(kernels) if name.endswith("_kernel")}
     assert {launch[0] for launch in launches} == names
     assert set(launches) <= set(static.all_launches())
     pairs = [("cuda:90", launch) for launch in launches]
@@ -84,7 +84,7 @@ def test_a_launch_of_every_kernel_compiles_without_spills(sample):
 def test_kernel_arguments_are_named_by_what_they_are(sample):
     """Bug: a pointer without _ptr, a stride or another number with it, a constant in small letters."""
     for name, _, args, named in sample:
-        for i, parameter in enumerate(static.find(name).params):
+        for i, parameter in enumerate(getattr(kernels, name).params):
             value = args[i] if i < len(args) else named[parameter.name]
             is_pointer = value is None or isinstance(value, torch.Tensor)
             assert is_pointer == parameter.name.endswith("_ptr"), (name, parameter.name)
@@ -112,7 +112,7 @@ def random_launches(generator):
                      C=draw(16, 1000, 4096, 9000))
     launches += call("rope_cache", small, present=draw("rope", "rope q_weight k_weight"), D=draw(16, 64, 80, 128, 160))
     launches += call("rope_cache", small, present=draw("", "q_weight k_weight"), D=21)
-    launches += call("sum_ranks", small, present=draw("", "bias"), N=draw(2, 8), C=4096, n=4096 * draw(1, 16))
+    launches += call("sum_parts", small, present=draw("", "bias"), N=draw(2, 8), C=4096, n=4096 * draw(1, 16))
     launches += call("glu", small, C=22016, activation=draw("silu", "gelu"))
     launches += call("filtered_sample", V=draw(100, 151936), temperature=0.8, top_k=draw(0, 50), top_p=0.9, min_p=0.0,
                      seed=0)
@@ -179,7 +179,7 @@ def test_an_accumulator_that_is_read_too_early_is_seen():
 def with_runtime_strides(launch):
     """The launch with every stride an int32 argument: none is known to be 1, 0 or a multiple of 16."""
     name, kinds, constants, multiples, options = launch
-    strides = {i for i, parameter in enumerate(static.find(name).arg_names) if parameter.startswith("stride_")}
+    strides = {i for i, parameter in enumerate(getattr(kernels, name).arg_names) if parameter.startswith("stride_")}
     kinds = tuple("i32" if i in strides else kind for i, kind in enumerate(kinds))
     return (name, kinds, tuple((i, value) for i, value in constants if i not in strides),
             tuple(i for i in multiples if i not in strides), options)
@@ -205,7 +205,7 @@ def products(ttir, arguments):
 def test_addresses_have_64_bits(name, given):
     """Bug: an offset computed in 32 bits: from 2^31 elements on, 4 GB in bfloat16, a cache is read at random places."""
     for launch in map(with_runtime_strides, static.signatures(static.launches_of(name, **given))):
-        strides = [name for name in static.find(launch[0]).arg_names if name.startswith(("stride_", "splits"))]
+        strides = [name for name in getattr(kernels, launch[0]).arg_names if name.startswith(("stride_", "splits"))]
         found = products(static.compile_launch("cuda:90", launch).asm["ttir"], strides)  # splits: partial results
         for name, kinds in found.items():
             assert kinds and all(re.fullmatch("i64|tensor<.*xi64>", kind) for kind in kinds), (launch[0], name, kinds)
