@@ -33,7 +33,7 @@ class Table(list):
         super().__init__(kept)
         self.columns, self.save = list(columns.values()), save
         print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
-        for row in kept:
+        for row in self:
             self.show(row)
 
     def add(self, *rows, **shown):
