@@ -27,7 +27,14 @@ from bench import (
 )
 from model import MAX_TREE, InputError
 from tools.cli import command
-from tools.flags import DEMO, Parser, add_model_flags, add_number
+from tools.flags import (
+    DEMO,
+    Parser,
+    add_model_flags,
+    add_number,
+    add_original_heads_flag,
+    add_quantize_flag,
+)
 from tools.timing import PREFIX
 from training.flags import add_data_flag
 
@@ -105,6 +112,8 @@ def parse(argv):
     for name in ("heads", "decode", "policy"):
         add_model_flags(parsers[name])
         add_data_flag(parsers[name])
+    add_quantize_flag(parsers["decode"])
+    add_original_heads_flag(parsers["decode"])
     parsers["tests"].add_argument("files", nargs="*", default=["tests"], help="for pytest")
     parsers["gpu"].add_argument("--out", required=True, metavar="DIR", help="for the records")
     parsers["report"].add_argument("folder")
@@ -138,6 +147,9 @@ def check_flags(args):
     if getattr(args, "draft_vocabulary", None) is not None and not args.random_weights:
         raise InputError("--draft-vocabulary needs --random-weights SIZE; train_heads.py gives "
                          "trained heads theirs")
+    if getattr(args, "random_weights", None) and (args.quantize or args.heads_of_original):
+        raise InputError("--quantize and --heads-of-original need a --model, and go without "
+                         "--random-weights")
     if args.what == "kernels" and set(args.heads) - {*operations.MODELS}:
         raise InputError(f"--heads must be of {', '.join(operations.MODELS)}, not {args.heads}")
     if args.what in ("heads", "decode"):
