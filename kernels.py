@@ -909,7 +909,7 @@ def _quantized_blocks(M, dtype, group, capability):
     if capability == 10 and not JOINED:
         return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=2, JOINED=False)
     return dict(BLOCK_N=128, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=4 if BLOCK_M <= 32 else 8,
-                JOINED=JOINED)
+                JOINED=JOINED, **_max_registers(255))
 
 
 def _pair_blocks(n):
@@ -1065,8 +1065,8 @@ def _linear_quantized_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-@takes("words == (C + 127) // 128 * (16 if kind == 'int4' else 32)",
-       "kind in ('int4', 'int8', 'e4m3')", "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
+@takes("kind in ('int4', 'int8', 'e4m3')",
+       "words == (C + 127) // 128 * (16 if kind == 'int4' else 32)", "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
        x="M C float", M="1..128", packed="N words int32 contiguous",
        scales="G N float16|bfloat16|float32 contiguous", zeros="G N int8 contiguous?",
        bias="N float?")

@@ -45,13 +45,14 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 # Shared memory per program, bytes. For NVIDIA the limit of the RTX 30, 40 and 50, smaller than that
 # of the target itself: these GPUs get binaries of their own, not compiled here, of the same tiles.
 SHARED = dict(zip(TARGETS, (101376, 101376, 101376, 65536)))
+DATA_CENTRES = TARGETS[1:3]  # what only these GPUs launch may take 232448
 CLASS = "kernel", "dtype", "tile", "warps", "stages"
 STEP = {"tree size": "tree_size {}", "drafted by": "drafted_by {}", "launches": "launches {}",
         "most of them": "most {}"}
 
 
 @contextlib.contextmanager
-def recorded(multiprocessors=132):
+def recorded(multiprocessors=132, capability=9):
     """Yields the list of launches (kernel name, grid, args, named), none of which runs."""
     if not kernels.HAS_TRITON:
         raise InputError("this needs triton, which is not installed; pip install triton")
@@ -63,6 +64,7 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
+          patch.object(kernels, "_capability", lambda _: capability),
           patch.object(kernels, "sm_count", lambda _: multiprocessors)):
         yield launches
 
@@ -124,9 +126,9 @@ def table_of_launches(tree_sizes=(1, 5, 16, 64)):
 # -------------------------------------------------------------------------------------------------
 # All launches of the host functions
 
-def record(function, *args, multiprocessors=132, **named):
+def record(function, *args, multiprocessors=132, capability=9, **named):
     """The launches of one of the kernels' functions."""
-    with recorded(multiprocessors) as launches:
+    with recorded(multiprocessors, capability) as launches:
         function(*args, **named)
     return launches
 
@@ -152,7 +154,8 @@ def signatures(launches):
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
-def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132, **given):
+def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132, capability=9,
+                **given):
     """The launches of one of the kernels' functions, with tensors as its `takes` declares them.
     given: sizes, dtypes of tensors of ints, and other arguments. aligned: whether the caches' and
     weights' last stride is 1. present: the tensors that are given, of those that may be None."""
@@ -175,7 +178,8 @@ def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132,
     if "candidates" in arguments:
         arguments["candidates"] = kernels.Candidates(*arguments["candidates"])
     others = {key: given[key] for key in inspect.signature(function).parameters.keys() & given}
-    return record(function, multiprocessors=multiprocessors, **others | arguments)
+    return record(function, multiprocessors=multiprocessors, capability=capability,
+                  **others | arguments)
 
 
 def cases(name, **choices):
@@ -217,7 +221,18 @@ def all_launches():
     for project in (sample, partial(topk, k=[1, 32])):  # multiprocessors: how many lists to merge
         found += project(M=8, V=128256, multiprocessors=[2**i for i in range(9)])
     found += topk(M=8, k=1, V=100)
+    found += topk(M=M, k=8, weight=torch.int8, present=["scales", "scales vocab_ids"])
+    found += sample(M=8, weight=torch.int8, present="scales")
     both = dict(dtype=[BF16, FP32])  # float16 takes what bfloat16 does
+    linear = partial(cases, "linear_quantized", capability=[8, 9, 10], C=4096, N=4096)
+    four = partial(linear, kind="int4", words=512, present="zeros")
+    eight = partial(linear, words=1024)
+    M = [8, 32, 64]  # more rows are more tiles
+    found += four(M=M, G=[32, 64, 128]) + four(M=64, G=32, dtype=[FP32, FP16])
+    found += four(M=8, G=129, C=4128, words=528) + four(M=8, G=32, N=28672)  # padding; one split
+    found += eight(kind=["int8", "e4m3"], M=M, G=1) + eight(kind="int8", M=M, G=[32, 64, 128],
+                                                            present="zeros")
+    found += eight(kind="e4m3", M=64, G=32, dtype=[BF16, FP32])
     found += cases("commit_path", P=[1, 5, 17, 64], D=[16, 80, 256], count=INT32, **both)
     norms = ["", "delta weight", "delta weight bias"]
     found += cases("add_norm", C=[16, 1000, 4096, 16384], present=norms, **both)
@@ -241,6 +256,24 @@ def all_launches():
     found += cases("filtered_sample", V=[100, 32000, 128256, 151936], top_k=[0, 50], top_p=0.9,
                    min_p=0.0, temperature=0.8, seed=0)
     return signatures(found)
+
+
+def targets_of(launch):
+    """Those of TARGETS for which a signature is launched. Where `_quantized_blocks` joins planes is
+    Hopper and the Blackwell of data centres, which has planes of its own."""
+    _, _, constants, _, options = launch
+    constants = {getattr(kernels, launch[0]).arg_names[i]: value for i, value in constants}
+    options = dict(options)
+    if "JOINED" not in constants or options["num_warps"] == 8 and constants["BLOCK_N"] == 32:
+        return TARGETS
+    if constants["JOINED"]:
+        return DATA_CENTRES
+    return TARGETS[2:3] if options["num_warps"] == 2 else (*TARGETS[:2], TARGETS[3])
+
+
+def shared_limit(target, launch):
+    """Bytes of shared memory that a signature may take on a target."""
+    return 232448 if targets_of(launch) == DATA_CENTRES else SHARED[target]
 
 
 def compile_launch(target, launch):
@@ -311,15 +344,17 @@ def shape_class(launch):
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
     alibi = "slopes_ptr" in parameters and "slopes_ptr" not in constants
     window = constants.get("WINDOW", 0) > 0
-    return (short_name(name) + " alibi" * alibi + " window" * window, kinds[0][1:], tile,
-            options["num_warps"], options.get("num_stages", "-"))
+    kind = f" {constants['KIND']}" if "KIND" in constants else ""
+    kind += " joined" * constants.get("JOINED", False) + " alibi" * alibi + " window" * window
+    return (short_name(name) + kind, kinds[0][1:], tile, options["num_warps"],
+            options.get("num_stages", "-"))
 
 
 def table_of_figures(out=None):
     """Prints a row per shape class, its worst for each target -> the Record, kept in a file."""
     launches = all_launches()
     classes = defaultdict(lambda: defaultdict(Counter))
-    pairs = [(target, launch) for launch, target in product(launches, TARGETS)]
+    pairs = [(target, launch) for launch in launches for target in targets_of(launch)]
     for (target, launch), used in zip(pairs, compile_all(pairs)):
         worst = classes[shape_class(launch)][target]
         worst["launches"] += 1

@@ -1,0 +1,128 @@
+"""linear_quantized and LM heads of int8, tested three ways as in test_kernels.py: by the torch references here, by the
+Triton kernels under the interpreter in another process, and on CUDA where there is a device. The results are compared
+with products in float64 of weights that are made one number at a time."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import QuantizedWeight
+from test_kernels import BF16, FP16, FP32, INTERPRETED, device, slow_to_interpret
+
+ERROR = {FP32: 1e-6, FP16: 1e-3, BF16: 2**-7}  # of the largest result; the interpreter does not round
+__all__ = ["device"]  # the fixture
+
+
+def quantized(kind, N, C, group=None, zeros=False, scales=FP16):
+    """(a random QuantizedWeight, its values float64 [N, C]): each number is put where the layout says."""
+    G = C // group if group else 1
+    scale = (torch.rand(G, N) / 10 + 0.01).to(scales)
+    zero = torch.randint(0, 17, (G, N), dtype=torch.int8) if zeros else None
+    bits = 4 if kind == "int4" else 8
+    width = 128 * bits // 32  # words of a step
+    words = torch.randint(-2**31, 2**31, (N, -(-C // 128) * width))  # padding holds anything
+    value = torch.empty(N, C, dtype=torch.float64)
+    for c in range(C):
+        step, plane, lane = c // 128, c % 128 // width, c % width
+        code = words[:, step * width + lane] >> plane * bits & 2**bits - 1
+        if kind == "e4m3":
+            code[code & 127 == 127] -= 1  # no NaN
+            words[:, step * width + lane] &= ~(255 << plane * bits)
+            words[:, step * width + lane] |= code << plane * bits
+            q = code.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        else:
+            q = code - 256 * (code > 127)
+        offset = 8 if kind == "int4" else 0
+        g = c // (C // G)
+        value[:, c] = (q - (zero[g] if zeros else offset)) * scale[g].double()
+    packed = (words + 2**31) % 2**32 - 2**31  # as int32
+    return QuantizedWeight(packed.int(), scale, zero, kind), value
+
+
+# kind, N, C, channels of a group, zeros, bias, M, dtype. Between them: N that fills no tile, C that fills no step, all
+# groups, one split and several, M of all tiles.
+CASES = {
+    "int4": ("int4", 37, 256, 128, True, True, 1, BF16),
+    "int4-half": ("int4", 130, 512, 64, True, False, 17, FP16),
+    "int4-groups-of-32": ("int4", 129, 288, 32, False, True, 3, BF16),
+    "int4-float32": ("int4", 70, 320, 64, True, True, 64, FP32),
+    "int4-rows": ("int4", 33, 1000, None, False, False, 128, BF16),
+    "int4-splits": ("int4", 64, 2048, 128, True, True, 5, BF16),
+    "int8-rows": ("int8", 37, 100, None, False, True, 3, BF16),
+    "int8-groups": ("int8", 131, 1280, 128, True, False, 16, FP16),
+    "int8-groups-of-32": ("int8", 20, 160, 32, True, False, 100, FP32),
+    "e4m3-blocks": ("e4m3", 131, 384, 128, False, True, 128, BF16),
+    "e4m3-rows": ("e4m3", 31, 700, None, False, False, 16, FP16),
+}
+
+
+@pytest.mark.parametrize("capability", [8, 9, 10])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_linear_quantized(case, capability, device, monkeypatch):
+    """Bug: a number of another plane, a group's scale or zero one step off, padding that counts, a split that is left
+    out, on GPUs that multiply planes one by one and on those that join them; NaN beside a row reaches it."""
+    if device == "cpu":
+        monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+    kind, N, C, group, zeros, biased, M, dtype = case
+    weight, value = quantized(kind, N, C, group, zeros)
+    x = torch.full((2 * M, C + 3), torch.nan, dtype=dtype)[::2, :C]
+    x[:] = torch.randn(M, C)
+    bias = torch.randn(N).to(dtype) if biased else None
+    want = x.double() @ value.T + (0 if bias is None else bias.double())
+    given = [y if y is None or isinstance(y, str) else y.to(device) for y in (x, *weight, bias)]
+    got = kernels.linear_quantized(*given)
+    assert got.dtype == dtype and got.shape == (M, N)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=ERROR[dtype] * want.abs().max().item())
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("int4", 32), ("int8", None), ("e4m3", 128)])
+def test_a_row_does_not_depend_on_the_others(kind, group, capability, device, monkeypatch):
+    """Bug: tiles of other sizes, or splits, that sum in another order; a row of NaN that reaches its neighbours."""
+    if not (INTERPRETED or device == "cuda"):
+        pytest.skip("the reference takes torch's products")
+    if device == "cpu":
+        monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+    weight = [y if y is None or isinstance(y, str) else y.to(device)
+              for y in quantized(kind, 70, 1280, group, kind == "int4")[0]]
+    x = torch.randint(-8, 9, (128, 1280)).to(BF16).to(device)  # numpy's sums, too, are exact then
+    x = x if device == "cpu" else torch.randn_like(x)
+    x[2] = torch.nan
+    together = kernels.linear_quantized(x, *weight)
+    assert together[2].isnan().all() and together[3:].isfinite().all()
+    for M in (1, 2, 17, 64):
+        assert torch.equal(kernels.linear_quantized(x[3:3 + M], *weight), together[3:3 + M])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_dequantize(kind, dtype):
+    """Bug: a second rounding, or a result beside the buffer."""
+    weight, value = quantized(kind, 5, 160, 32, kind == "int4")
+    out = torch.empty(5, 160, dtype=dtype)
+    assert kernels.dequantize(*weight, 160, dtype, out) is out
+    assert torch.equal(out, value.to(dtype)) and torch.equal(kernels.dequantize(*weight, 160, dtype), out)
+
+
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=slow_to_interpret)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("M", [1, pytest.param(33, marks=slow_to_interpret), pytest.param(70, marks=slow_to_interpret)])
+@pytest.mark.parametrize("gathered", [False, True], ids=["all", "gathered"])
+def test_lm_heads_of_int8(M, gathered, dtype, device):
+    """Bug: a scale of another row, or noise that is scaled too."""
+    V, C = 300, 96
+    hidden = torch.randn(M, C).to(dtype)
+    weight = torch.randint(-127, 128, (V, C), dtype=torch.int8)
+    scales = torch.rand(V) / 50 + 0.001
+    ids = torch.randperm(V)[:77].int() if gathered else None
+    rows = slice(None) if ids is None else ids.long()
+    logits = hidden.double() @ (weight[rows].double() * scales[rows, None].double()).T
+    on = lambda y: None if y is None else y.to(device)
+    logprobs, tokens = kernels.project_topk(on(hidden), on(weight), 4, on(ids), scales=on(scales))
+    want = logits.log_softmax(-1).topk(4)
+    assert torch.equal(tokens.cpu(), want.indices if ids is None else ids[want.indices].long())
+    torch.testing.assert_close(logprobs.cpu().double(), want.values, rtol=0, atol=1e-4)
+    at = torch.arange(M)
+    sample = kernels.project_sample(on(hidden), on(weight), 0.8, 7, on(at), on(at), on(ids), scales=on(scales))
+    noise = kernels.gumbel(7, at, at, torch.arange(V) if ids is None else ids)
+    best = (logits / 0.8 + noise).argmax(-1)
+    assert torch.equal(sample.cpu(), best if ids is None else ids[best].long())
