@@ -278,6 +278,9 @@ def evaluate_folder(args, world):
     tokenizer = encoding.hash
     template = load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
+    if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
+        raise InputError(f"{args.out}: these heads were trained on the model before it was "
+                         "rounded; measure them without --quantize")
     block_size = common.check_sizes(args, heads)
     load_split, measured_on = evaluation_data(args, heads, encoding, template, world.print)
     heldout = load_split("heldout")

@@ -269,6 +269,6 @@ def rounded_layouts(model, quantize):
         if quantize == "int4" and name != "head.weight":
             found[name] = Layout("int4", largest_group(C), torch.bfloat16, True)
             if found[name].group is None:
-                raise InputError(f"--quantize int4 takes groups of 128, 64 or 32 inputs, but {name} "
-                                 f"has {C} inputs; take --quantize int8")
+                raise InputError(f"--quantize int4 takes groups of 128, 64 or 32 inputs, but "
+                                 f"{name} has {C} inputs; take --quantize int8")
     return found

@@ -274,8 +274,8 @@ def combine_layer(stem, parts, scheme, values, scales):
         without_ones = lambda shape: [size for size in shape if size != 1]
         if without_ones(found.shape) != without_ones(shape) or dtype not in types:
             *kinds, kind = (str(x).removeprefix("torch.") for x in (*types, dtype))
-            raise InputError(f"{file}: {stem}.{name} should be {' or '.join(kinds)} of shape {shape} "
-                             f"for {scheme}, but is {kind} of {found.shape}")
+            raise InputError(f"{file}: {stem}.{name} should be {' or '.join(kinds)} of shape "
+                             f"{shape} for {scheme}, but is {kind} of {found.shape}")
     group = 0 if columns >= C else largest_group(math.gcd(C, columns))
     if group is None:
         raise InputError(f"{file}: {stem} has {C} inputs in groups of {columns}; groups of 128, 64 "
@@ -286,7 +286,7 @@ def combine_layer(stem, parts, scheme, values, scales):
 
 
 def stored_dtype(tensor):
-    """The torch dtype of a StoredTensor; what a safetensors header calls it, where there is none."""
+    """The torch dtype of a StoredTensor, or what its header calls it, where there is none."""
     return TYPES.get(tensor.dtype, tensor.dtype)
 
 

@@ -1,5 +1,5 @@
-"""quantization.py: quantised folders, packed here from their formats' descriptions, hold the weights that they say; broken
-ones are refused in one line."""
+"""quantization.py: quantised folders, packed here from their formats' descriptions, hold the weights that they say;
+broken ones are refused in one line."""
 
 import json
 from collections.abc import Callable
@@ -192,8 +192,8 @@ def test_what_compressed_tensors_writes(kind, tmp_path, monkeypatch):
 
 
 def test_what_transformers_reads_of_fp8(tmp_path):
-    """Catches a folder that the rest of the world reads otherwise. transformers takes the size of blocks from the number
-    of scales, so they are whole here."""
+    """Catches a folder that the rest of the world reads otherwise. transformers takes the size of blocks from the
+    number of scales, so they are whole here."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     path = write_quantised(tmp_path, "fp8", n_inner=256)
