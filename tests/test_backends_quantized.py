@@ -1,5 +1,6 @@
 """quantized.py: packed layers compute what dequantised ones do, and --quantize rounds to the nearest."""
 
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from backends.quantized import (
     rounded_layouts,
 )
 from backends.tensor_parallel import Group
+from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, read_record
 from conftest import random_prompts, toy_model, write_tokenizer
 from generate import generate
@@ -29,6 +31,7 @@ from model import InputError
 from test_hf_quantization import write_quantised
 from test_kernels import needs_triton, run_python
 from tools.cli import generate_main
+from training import base
 
 ROOT = Path(__file__).parent.parent
 INT4 = lambda group: Layout("int4", group, torch.bfloat16, True)
@@ -300,3 +303,21 @@ def test_heads_are_trained_on_a_quantised_base(request, tmp_path, capsys):
     capsys.readouterr()
     run(folder, "--quantize", "int8", "--heads", str(tmp_path / "out"))
     assert "before it was quantised" not in capsys.readouterr().err
+
+
+def test_measuring_never_records_a_rounding_as_the_heads_own(tmp_path):
+    """Catches demo/clover's record, written anew with the rounded weights' hash."""
+    shutil.copytree(ROOT / "demo" / "clover", tmp_path / "heads")
+    before = (tmp_path / "heads" / "heads.json").read_bytes()
+    with pytest.raises(InputError, match="before it was rounded; measure them without --quantize"):
+        train_heads.main(["--model", str(ROOT / "demo"), "--out", str(tmp_path / "heads"), "--evaluate", "--quantize",
+                          "int8", "--device", "cpu"])
+    assert (tmp_path / "heads" / "heads.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("main, argv, says", [
+    (base.main, ["--quantize", "int8"], "--quantize is for --evaluate"),
+    (bench.main, ["decode", "--quantize", "int8", "--random-weights", "0.5b"], "go without --random-weights")])
+def test_flags_that_need_others(main, argv, says):
+    with pytest.raises(InputError, match=says):
+        main(argv)
