@@ -5,7 +5,6 @@ kernels run. Elsewhere weights are dequantised as they are read, and layers stay
 torch's own products of 8 and 4 bits on a CPU lose where trees are, see docs/models.md. The folders
 that hold such weights are hf/quantization.py's."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from model import InputError
 
 GROUPS = 128, 64, 32   # channels that share a scale
 MAX_ROWS = 128         # of linear_quantized
-MAX_TOKENS = 16384     # whose rows of the LM head are dequantised at once
+MAX_DEQUANTIZED = 4096 # rows at once, on the way to a dtype; they take five times its memory
 STEP = 128             # channels that are packed together
 
 
@@ -98,9 +97,16 @@ class Scratch(nn.Module):
 
     def dequantize(self, weight, C, dtype):
         """A QuantizedWeight [N, C] -> its values in the buffer, until the next layer's."""
-        shape = weight.packed.shape[0], C
-        out = self.buffer[:math.prod(shape)].view(shape) if dtype == self.buffer.dtype else None
-        return dequantize(*weight, C, dtype, out)
+        N = len(weight.packed)
+        if dtype != self.buffer.dtype:
+            return dequantize(*weight, C, dtype)
+        out = self.buffer[:N * C].view(N, C)
+        packed, scales, zeros, kind = weight
+        for first in range(0, N, MAX_DEQUANTIZED):
+            rows = slice(first, first + MAX_DEQUANTIZED)
+            zero = None if zeros is None else zeros[:, rows]
+            dequantize(packed[rows], scales[:, rows], zero, kind, C, dtype, out[rows])
+        return out
 
 
 class PackedLayer(nn.Module):
@@ -181,7 +187,7 @@ class QuantizedLMHead(PackedLayer):
                               first_token=first_token, scales=self.scales)
 
     def logits(self, hidden):
-        parts = zip(self.weight.split(MAX_TOKENS), self.scales.split(MAX_TOKENS))
+        parts = zip(self.weight.split(4 * MAX_DEQUANTIZED), self.scales.split(4 * MAX_DEQUANTIZED))
         return torch.cat([float_logits(hidden, rows, scales=scales) for rows, scales in parts], -1)
 
     def forward(self, x):
@@ -197,7 +203,7 @@ class QuantizedLMHead(PackedLayer):
 
     def sum_of_squares(self):
         ids = torch.arange(len(self.weight), device=self.weight.device)
-        return sum(self.rows(part).pow(2).sum(dtype=torch.float64) for part in ids.split(4096))
+        return sum(self.rows(part).pow(2).sum(dtype=torch.float64) for part in ids.split(MAX_DEQUANTIZED))
 
 
 def pack_layers(model, layouts):
@@ -236,7 +242,7 @@ def packed_bytes(module):
 def round_weight(value, layout):
     """value float [N, C] -> `Unpacked`, rounded to the nearest: 8 bits from -127 to 127, or 4 bits
     between each group's own least and largest."""
-    q, scales, zeros = zip(*(round_rows(rows, layout) for rows in value.split(4096)))
+    q, scales, zeros = zip(*(round_rows(rows, layout) for rows in value.split(MAX_DEQUANTIZED)))
     zeros = torch.cat(zeros, dim=1) if layout.has_zeros else None
     return Unpacked(torch.cat(q), torch.cat(scales, dim=1), zeros, layout.kind)
 

@@ -328,7 +328,7 @@ def weight_layouts(model, matches):
     found = {name: layouts.pop() for name, layouts in parts.items()
              if name in linear and len(layouts) == 1 and None not in layouts}
     head = found.get("head.weight")
-    if head and (model.config.unit_head or head != INT8_ROWS):
+    if head and (model.config.unit_head or head._replace(scales=INT8_ROWS.scales) != INT8_ROWS):
         del found["head.weight"]
     return found
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends.quantized import QuantizedLMHead
 from conftest import toy_model
 from hf import checkpoint
 from hf.checkpoint import describe
@@ -161,6 +162,30 @@ def test_packed_layers_hold_the_same_values(kind, tmp_path, monkeypatch):
     tokens = torch.randint(0, 97, (2, 70))  # more rows than a kernel takes, then fewer
     for rows in (tokens, tokens[:1, :9]):
         torch.testing.assert_close(got.lm_head(got(rows)), want.lm_head(want(rows)), rtol=1e-4, atol=1e-3)
+
+
+def test_biases_of_zeros_are_no_biases(tmp_path):
+    """Catches AutoGPTQ's folders, of which every layer has a bias, refused; and one that counts, dropped."""
+    path = write_quantised(tmp_path, "gptq-4")
+    edit(path, lambda tensors: tensors.update({LAYER + "bias": torch.zeros(128)}))
+    checkpoint.load(path, torch.float32, "cpu")
+    edit(path, lambda tensors: tensors.update({LAYER + "bias": torch.ones(128)}))
+    with pytest.raises(InputError, match="down_proj.bias too"):
+        checkpoint.load(path, torch.float32, "cpu")
+
+
+def test_an_int8_head_stays_packed(tmp_path, monkeypatch):
+    """Catches a stored head whose bfloat16 scales the packed head rounds or refuses, and one of another layout that is
+    packed."""
+    monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
+    for kind, packs in (("int8", True), ("float-channel", False)):
+        path = write_quantised(tmp_path / kind, kind)
+        parts, value = KINDS[kind].make(97, 128)
+        edit(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
+            {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
+        head = checkpoint.load(path, torch.float32, "cpu").head
+        assert isinstance(head, QuantizedLMHead) == packs
+        assert torch.equal(head.rows(torch.arange(97)) if packs else head.weight, value)
 
 
 def test_describe_says_how_a_folder_is_quantised(tmp_path):
