@@ -187,7 +187,7 @@ class QuantizedLMHead(PackedLayer):
                               first_token=first_token, scales=self.scales)
 
     def logits(self, hidden):
-        parts = zip(self.weight.split(4 * MAX_DEQUANTIZED), self.scales.split(4 * MAX_DEQUANTIZED))
+        parts = zip(*(x.split(4 * MAX_DEQUANTIZED) for x in (self.weight, self.scales)))
         return torch.cat([float_logits(hidden, rows, scales=scales) for rows, scales in parts], -1)
 
     def forward(self, x):
@@ -203,7 +203,8 @@ class QuantizedLMHead(PackedLayer):
 
     def sum_of_squares(self):
         ids = torch.arange(len(self.weight), device=self.weight.device)
-        return sum(self.rows(part).pow(2).sum(dtype=torch.float64) for part in ids.split(MAX_DEQUANTIZED))
+        parts = map(self.rows, ids.split(MAX_DEQUANTIZED))
+        return sum(rows.pow(2).sum(dtype=torch.float64) for rows in parts)
 
 
 def pack_layers(model, layouts):
