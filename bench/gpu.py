@@ -32,7 +32,7 @@ BASE = ("heads --base 124m --train {out}/124m --kinds medusa hydra clover clover
 SLICES = (  # {name: command of bench}; one that takes longer than a slice goes on in the next
     {"tests": "tests"},
     {"attention": "kernels --operations attention --heads 8b --tree-sizes 1 16 64 --no-flex",
-     "projections": "kernels --operations projections commit lookup merge --heads 8b",
+     "projections": "kernels --operations projections quantized commit lookup merge --heads 8b",
      "flex": "kernels --operations attention --heads 8b --batch-sizes 1 8 --prefixes 512 8192 "
              "--tree-sizes 16"},
     {"steps-8b": f"decode --random-weights 8b {TREES}",

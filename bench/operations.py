@@ -176,6 +176,55 @@ def projection_case(args, device, model, C, V, M, operation):
     return 2 * C * (V + M), inputs, ours, {rival.__name__: rival for rival in rivals}
 
 
+def layer_products(model):
+    """{name: (C, N)} of the products of a layer."""
+    c = size_config(model)
+    heads = c.n_head + 2 * c.n_kv_head
+    return dict(qkv=(c.n_embd, heads * c.head_size), proj=(c.n_head * c.head_size, c.n_embd),
+                up=(c.n_embd, 2 * c.n_inner), down=(c.n_inner, c.n_embd))
+
+
+def quantized_inputs(C, N, kind, M, device):
+    """Arguments of linear_quantized: random bits, and scales that give weights of about C ** -0.5."""
+    words = math.ceil(C / 128) * (16 if kind == "int4" else 32)
+    packed = torch.randint(-2**31, 2**31, (N, words), device=device, dtype=torch.int32)
+    G = max(C // 128, 1) if kind == "int4" else 1
+    scales = torch.full((G, N), C ** -0.5 / (4 if kind == "int4" else 64), device=device, dtype=BF16)
+    return torch.randn(M, C, device=device, dtype=BF16), packed, scales, None, kind
+
+
+def quantized_rivals(C, N, kind, inputs):
+    """{name: the same product by torch}: of the dequantised weight, and of torch's own layouts, which
+    are made beforehand. Of 4 bits that is CUDA's."""
+    dense, own = {}, {}
+    for x, packed, scales, zeros, kind in inputs:
+        dense[packed] = kernels.dequantize(packed, scales, zeros, kind, C, BF16)
+        ones = torch.ones_like(scales)
+        codes = kernels.dequantize(packed, ones, zeros, kind, C, BF16)
+        if kind == "int8":
+            own[packed] = codes.to(torch.int8)
+        elif x.is_cuda:
+            codes = (codes + 8).to(torch.uint8)
+            own[packed] = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1)  # (G, N, 2)
+
+    def torch_int8(x, packed, scales, *_):
+        return torch._weight_int8pack_mm(x, own[packed], scales[0])
+
+    def torch_int4(x, packed, *_):
+        return torch._weight_int4pack_mm(x, own[packed], C // len(scales), scales_and_zeros)
+    return {"matmul": lambda x, packed, *_: x @ dense[packed].T,
+            "torch": torch_int8 if kind == "int8" else torch_int4}
+
+
+def quantized_case(args, device, model, layer, kind, M):
+    C, N = layer_products(model)[layer]
+    _, packed, scales, *_ = quantized_inputs(C, N, kind, 1, device)
+    size = packed.nbytes + scales.nbytes + 2 * M * (C + N)
+    inputs = [quantized_inputs(C, N, kind, M, device) for _ in range(copies(size))]
+    return size, inputs, kernels.linear_quantized, quantized_rivals(C, N, kind, inputs)
+
+
 def commit_case(args, device, heads, batch):
     c = size_config(heads)
     L, Hkv, D = c.n_layer, c.n_kv_head, c.head_size
@@ -230,6 +279,10 @@ OPERATIONS = dict(
         ("operation", "model", "C", "V", "M"), ("log_softmax", "logsumexp", "argmax", "gumbel"),
         lambda args: ((operation, model, *PROJECTIONS[model], M) for operation, model, M in product(
             ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
+    quantized=Operation(
+        ("model", "layer", "kind", "M"), ("matmul", "torch"),
+        lambda args: product(args.heads, layer_products(args.heads[0]), ("int4", "int8"), args.rows),
+        quantized_case),
     commit=Operation(("heads", "batch"), (),
                      lambda args: product(args.heads, args.batch_sizes), commit_case),
     lookup=Operation(("batch", "prefix"), (),
