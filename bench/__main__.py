@@ -71,6 +71,7 @@ TEXTS = {  # flag: options of add_argument; those with a list as default take se
     "results": dict(metavar="DIR", help="the records"),
     "run": dict(metavar="FILE", help="what generate.py --prompt TEXT --json --show-tree printed"),
     "gpu": dict(choices=roofline.GPUS, type=str.lower, help="of a datasheet"),
+    "quantize": dict(choices=("int8", "int4"), help="with the model's weights packed"),
     "check": dict(metavar="DIR", help="hold the prediction against the steps measured there"),
     "out": dict(metavar="PATH", help="keep the numbers here, and go on from what is there"),
     "model": dict(help=f"a checkpoint folder; with roofline also {', '.join(steps.SIZES)}"),
@@ -101,7 +102,8 @@ COMMANDS = {  # name: (what runs it, help, {flag: default})
         out="docs/img", results="bench/results", run="docs/img/run.json")),
     "roofline": (roofline.bench, "predicts what speculation gains, from bytes and FLOPs", dict(
         model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0,
-        check=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256], tree_sizes=SIZES[1:])),
+        check=None, quantize=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256],
+        tree_sizes=SIZES[1:])),
 }
 
 
