@@ -21,7 +21,7 @@ FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 2290, "model.py": 733, "clover.py": 440, "generate.py": 755, "train_heads.py": 350, "backends": 1001,
     "hf": 1510, "tools": 1621, "training": 1645, "bench": 2370, "tests": 11310, "without tests": 12645}
-ABOVE_THE_RULE = 755  # lines of kernels.py
+ABOVE_THE_RULE = 763  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
     "model": {"GPT.from_pretrained": "hf", "GPT.save_pretrained": "hf", "__main__": "tools"},
