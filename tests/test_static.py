@@ -209,6 +209,7 @@ def products(ttir, arguments):
 
 @pytest.mark.parametrize("name, given", [
     ("tree_attention", dict(T=16, D=128)), ("project_topk", dict(M=8, k=8)),
+    ("linear_quantized", INT4 | dict(M=8, G=32)),
     ("commit_path", dict(P=5, D=80, count=torch.int32)), ("rope_cache", dict(D=80, present="rope q_weight k_weight")),
     ("select_candidates", dict(w=4, W=4, n=15, K=4, depth=3)), ("best_tree", dict(n=15, K=4, tree_size=16))],
     ids=lambda x: x if isinstance(x, str) else "")
