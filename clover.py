@@ -348,7 +348,7 @@ class CloverHeads(nn.Module):
                              "writes them")
         config, record = read_record(path / "heads.json")
         theirs, ours = record["base"], model_hash(model)
-        if theirs["weights"] != ours:
+        if theirs["weights"] not in (ours, getattr(model, "unrounded_hash", ours)):
             raise InputError(f"{path}: these heads belong to another model (theirs "
                              f"{theirs['weights']}, this one {ours}); train heads for this one "
                              "with train_heads.py")

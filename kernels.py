@@ -504,8 +504,8 @@ def _project_kernel(
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. Tiles of 32 stay first: as second operand the search for a tile's
-    # best would spill registers on Blackwell.
-    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
+    # best would spill registers on Blackwell. As first operand int8 would load 8 bytes at a time.
+    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32 and scales_ptr is None
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
     tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
@@ -935,7 +935,7 @@ def _column(n, device):
 # --------------------------------------------------------------------------------------------------
 # linear_quantized
 #
-#   weight[n, c] = (q[n, c] - zeros[g, n]) * scales[g, n]  for the group g = c // (C / G) of channels
+#   weight[n, c] = (q[n, c] - zeros[g, n]) * scales[g, n]   for the group g = c // (C / G) of c
 #   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
 #
 # q - zero is exact in half precision: only the float32 sums are rounded, and the result.
@@ -1066,7 +1066,8 @@ def _linear_quantized_kernel(
 
 
 @takes("kind in ('int4', 'int8', 'e4m3')",
-       "words == (C + 127) // 128 * (16 if kind == 'int4' else 32)", "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
+       "words == (C + 127) // 128 * (16 if kind == 'int4' else 32)",
+       "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
        x="M C float", M="1..128", packed="N words int32 contiguous",
        scales="G N float16|bfloat16|float32 contiguous", zeros="G N int8 contiguous?",
        bias="N float?")
@@ -2168,7 +2169,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 DTYPES = dict(float=FLOATS, real=(*FLOATS, torch.float64), int=(torch.int32, torch.int64))
 DTYPES |= {name: (getattr(torch, name),) for name in (
-    "uint8", "int8", "int32", "int64", "float8_e4m3fn", "float16", "bfloat16", "float32", "float64")}
+    "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")}
 
 
 _checking = ContextVar("checking", default=True)

@@ -152,7 +152,8 @@ class Run:
         a = self.args
         training = dict(steps=self.step, tokens=self.step * self.step_tokens, **flags(a),
                         **data_record(a.data, a.key))
-        state = dict(settings=settings(a, self.heads), flags=dict(steps=a.steps, **path_flags(a)),
+        kept = dict(steps=a.steps, quantize=a.quantize, **path_flags(a))
+        state = dict(settings=settings(a, self.heads), flags=kept,
                      step=self.step, heads=self.heads.state_dict(),
                      optimizer=self.optimizer.state_dict())
         save_run(self.out, state, partial(self.heads.save_pretrained, self.out, self.tokenizer,
@@ -253,7 +254,8 @@ def measure_run(run, heldout, sizes):
         run.heads = run.wrapped = run.optimizer = None  # frees the sharded model
         world.barrier()  # process 0 has saved
         gc.collect()  # FSDP's parts refer to each other
-        model = checkpoint.load(run.args.model, dtype, world.device, world.group)
+        model = checkpoint.load(run.args.model, dtype, world.device, world.group,
+                                run.args.quantize, packed=False)
     else:
         world.close()
         if world.rank:
@@ -272,10 +274,13 @@ def evaluate_folder(args, world):
     """Measures the heads in --out, and adds that to their record. All processes hold the model."""
     if world.size > 1:
         tensor_parallel.watch_signals(world.rank)
-    model, encoding = load_model(args, world.group)
+    model, encoding = load_model(args, world.group, packed=False)
     tokenizer = encoding.hash
     template = load_chat_template(args.model)
     heads = CloverHeads.from_pretrained(args.out, model, tokenizer)
+    if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
+        raise InputError(f"{args.out}: these heads were trained on the model before it was "
+                         "rounded; measure them without --quantize")
     block_size = common.check_sizes(args, heads)
     load_split, measured_on = evaluation_data(args, heads, encoding, template, world.print)
     heldout = load_split("heldout")

@@ -238,7 +238,9 @@ class PackedBlock(Block):
 
     def forward(self, hidden, residual, rope, context, kv=None):
         attn, mlp = self.attn, self.mlp
-        if kv is None or not isinstance(attn.proj, PackedLinear) or attn.proj.packed() is None:
+        linears = attn.qkv, attn.proj, mlp.up, mlp.down  # where some are quantised, all are slow
+        packed = all(isinstance(layer, PackedLinear) for layer in linears)
+        if kv is None or not packed or attn.proj.packed() is None:
             return super().forward(hidden, residual, rope, context, kv)
         stream = hidden if residual is None else residual + hidden
         B, T = context.shape

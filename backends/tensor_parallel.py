@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from backends.quantized import QuantizedLMHead
 from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
@@ -201,7 +202,10 @@ class VocabParallelHead(nn.Module):
 
     def row_logits(self, hidden, tokens):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
-        return (hidden.double() * self.local.weight[tokens].double()).sum(dim=-1)
+        rows = self.local.weight[tokens].double()
+        if isinstance(self.local, QuantizedLMHead):
+            rows = self.local.rows(tokens).double()
+        return (hidden.double() * rows).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `LMHead.topk`; of equal logits on two ranks, either may come first."""

@@ -27,7 +27,14 @@ from bench import (
 )
 from model import MAX_TREE, InputError
 from tools.cli import command
-from tools.flags import DEMO, Parser, add_model_flags, add_number
+from tools.flags import (
+    DEMO,
+    Parser,
+    add_model_flags,
+    add_number,
+    add_original_heads_flag,
+    add_quantize_flag,
+)
 from tools.timing import PREFIX
 from training.flags import add_data_flag
 
@@ -64,6 +71,7 @@ TEXTS = {  # flag: options of add_argument; those with a list as default take se
     "results": dict(metavar="DIR", help="the records"),
     "run": dict(metavar="FILE", help="what generate.py --prompt TEXT --json --show-tree printed"),
     "gpu": dict(choices=roofline.GPUS, type=str.lower, help="of a datasheet"),
+    "quantize": dict(choices=("int8", "int4"), help="with the model's weights packed"),
     "check": dict(metavar="DIR", help="hold the prediction against the steps measured there"),
     "out": dict(metavar="PATH", help="keep the numbers here, and go on from what is there"),
     "model": dict(help=f"a checkpoint folder; with roofline also {', '.join(steps.SIZES)}"),
@@ -94,7 +102,8 @@ COMMANDS = {  # name: (what runs it, help, {flag: default})
         out="docs/img", results="bench/results", run="docs/img/run.json")),
     "roofline": (roofline.bench, "predicts what speculation gains, from bytes and FLOPs", dict(
         model="8b", gpu="h200", heads=HEADS[1], acceptance=None, temperature=0.0,
-        check=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256], tree_sizes=SIZES[1:])),
+        check=None, quantize=None, prefix=PREFIX, batch_sizes=[*SIZES, 128, 256],
+        tree_sizes=SIZES[1:])),
 }
 
 
@@ -105,6 +114,8 @@ def parse(argv):
     for name in ("heads", "decode", "policy"):
         add_model_flags(parsers[name])
         add_data_flag(parsers[name])
+    add_quantize_flag(parsers["decode"])
+    add_original_heads_flag(parsers["decode"])
     parsers["tests"].add_argument("files", nargs="*", default=["tests"], help="for pytest")
     parsers["gpu"].add_argument("--out", required=True, metavar="DIR", help="for the records")
     parsers["report"].add_argument("folder")
@@ -138,6 +149,9 @@ def check_flags(args):
     if getattr(args, "draft_vocabulary", None) is not None and not args.random_weights:
         raise InputError("--draft-vocabulary needs --random-weights SIZE; train_heads.py gives "
                          "trained heads theirs")
+    if getattr(args, "random_weights", None) and (args.quantize or args.heads_of_original):
+        raise InputError("--quantize and --heads-of-original need a --model, and go without "
+                         "--random-weights")
     if args.what == "kernels" and set(args.heads) - {*operations.MODELS}:
         raise InputError(f"--heads must be of {', '.join(operations.MODELS)}, not {args.heads}")
     if args.what in ("heads", "decode"):

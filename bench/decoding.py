@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from backends.quantized import packed_bytes
 from backends.tensor_parallel import Group, group_of
 from bench import Record, Table, peers
-from clover import CloverHeads
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, Sampling, prepare
 from hf.chat import load_chat_template
-from tools.cli import load_model
+from tools.cli import load_heads, load_model
 from tools.timing import PREFIX, copy_bandwidth, step_time, timing_decoder
 from tools.tune import fit
 from training.data import load_tokens, prompts
@@ -40,8 +40,8 @@ NEW_NAME = "renamed_item"  # which --text rename puts in the place of another
 def load(args, folders, group=None):
     """The model of --model, {folder name: heads}, the held-out tokens of --data, the tokenizer."""
     model, encoding = load_model(args, group)
-    heads = {Path(path).name: CloverHeads.from_pretrained(path, model, encoding.hash)
-             for path in folders}
+    of_original = getattr(args, "heads_of_original", False)
+    heads = {Path(path).name: load_heads(path, model, encoding, of_original) for path in folders}
     heldout = load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
     return model, heads, heldout, encoding
 
@@ -111,7 +111,7 @@ def reserved_gb(make, device):
 
 
 def parameter_bytes(module):
-    return sum(p.nbytes for p in module.parameters())
+    return sum(p.nbytes for p in module.parameters()) + packed_bytes(module)
 
 
 def step_bytes(model, batch_size):

@@ -185,22 +185,23 @@ def layer_products(model):
 
 
 def quantized_inputs(C, N, kind, M, device):
-    """Arguments of linear_quantized: random bits, and scales that give weights of about C ** -0.5."""
+    """Arguments of linear_quantized: random bits, scaled to weights of about C ** -0.5."""
     words = math.ceil(C / 128) * (16 if kind == "int4" else 32)
     packed = torch.randint(-2**31, 2**31, (N, words), device=device, dtype=torch.int32)
     G = max(C // 128, 1) if kind == "int4" else 1
-    scales = torch.full((G, N), C ** -0.5 / (4 if kind == "int4" else 64), device=device, dtype=BF16)
+    scale = C ** -0.5 / (4 if kind == "int4" else 64)
+    scales = torch.full((G, N), scale, device=device, dtype=BF16)
     return torch.randn(M, C, device=device, dtype=BF16), packed, scales, None, kind
 
 
-def quantized_rivals(C, N, kind, inputs):
-    """{name: the same product by torch}: of the dequantised weight, and of torch's own layouts, which
-    are made beforehand. Of 4 bits that is CUDA's."""
-    dense, own = {}, {}
-    for x, packed, scales, zeros, kind in inputs:
-        dense[packed] = kernels.dequantize(packed, scales, zeros, kind, C, BF16)
-        ones = torch.ones_like(scales)
-        codes = kernels.dequantize(packed, ones, zeros, kind, C, BF16)
+def quantized_rivals(C, kind, inputs):
+    """{name: the same product by torch}: of the dequantised weight in bfloat16, and of torch's own
+    layouts, made beforehand. Its product of 4 bits is CUDA's."""
+    dense = {}
+    own = {}
+    for x, packed, scales, *_ in inputs:
+        dense[packed] = kernels.dequantize(packed, scales, None, kind, C, BF16)
+        codes = kernels.dequantize(packed, torch.ones_like(scales), None, kind, C, BF16)
         if kind == "int8":
             own[packed] = codes.to(torch.int8)
         elif x.is_cuda:
@@ -213,6 +214,7 @@ def quantized_rivals(C, N, kind, inputs):
 
     def torch_int4(x, packed, *_):
         return torch._weight_int4pack_mm(x, own[packed], C // len(scales), scales_and_zeros)
+
     return {"matmul": lambda x, packed, *_: x @ dense[packed].T,
             "torch": torch_int8 if kind == "int8" else torch_int4}
 
@@ -222,7 +224,7 @@ def quantized_case(args, device, model, layer, kind, M):
     _, packed, scales, *_ = quantized_inputs(C, N, kind, 1, device)
     size = packed.nbytes + scales.nbytes + 2 * M * (C + N)
     inputs = [quantized_inputs(C, N, kind, M, device) for _ in range(copies(size))]
-    return size, inputs, kernels.linear_quantized, quantized_rivals(C, N, kind, inputs)
+    return size, inputs, kernels.linear_quantized, quantized_rivals(C, kind, inputs)
 
 
 def commit_case(args, device, heads, batch):
@@ -281,8 +283,8 @@ OPERATIONS = dict(
             ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
     quantized=Operation(
         ("model", "layer", "kind", "M"), ("matmul", "torch"),
-        lambda args: product(args.heads, layer_products(args.heads[0]), ("int4", "int8"), args.rows),
-        quantized_case),
+        lambda args: product(args.heads, layer_products(args.heads[0]), ("int4", "int8"),
+                             [M for M in args.rows if M <= 128]), quantized_case),
     commit=Operation(("heads", "batch"), (),
                      lambda args: product(args.heads, args.batch_sizes), commit_case),
     lookup=Operation(("batch", "prefix"), (),

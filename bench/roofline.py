@@ -4,9 +4,9 @@
 
 Counted are: a product's weights once, for any number of rows, and 2 FLOPs for each weight and row;
 the cached keys and values; K passes of drafting over the heads and the LM head or its draft
-vocabulary. Free are activations, norms, sampling and choosing a tree. All weights are bfloat16, on
-one GPU. This is about the least that a step can take: real kernels reach 80 to 90% of the bandwidth
-and 60 to 80% of the peak.
+vocabulary. Free are activations, norms, sampling, choosing a tree and unpacking weights. All are
+bfloat16, on one GPU; with --quantize those of the model are packed. This is about the least that a
+step can take: real kernels reach 80 to 90% of the bandwidth and 60 to 80% of the peak.
 """
 
 from itertools import product
@@ -42,7 +42,9 @@ GPUS = {  # by the vendors' datasheets and architecture whitepapers; SXM where n
 }
 PER_LAYER, PER_STEP = 10, 10  # launches, by tests/static.py: of a layer, of the rest of a step,
 PER_HEAD, PER_TREE = 14, 6    # of drafting with a head, of the rest that a tree takes
-BYTES = 2        # of a weight
+BYTES = 2        # of a weight that is not packed, and of a number in the cache
+# of a weight of the blocks and of the LM head; 128 of 4 bits have a scale and a zero of 3 bytes
+PACKED = {None: (BYTES, BYTES), "int8": (1, 1), "int4": (0.5 + 3 / 128, 1)}
 MOST = 1024      # the largest batch size that is tried
 COLUMNS = {**SIZED, "tokens per step": "tokens_per_step {:.2f}", "ms per step": "step_ms {:.2f}",
            "tokens per second": "tokens_per_second {:.0f}", "plain, ms per step": "plain_ms {:.2f}",
@@ -54,14 +56,16 @@ CHECKED = {"model": "model {}", **SIZED, "predicted, ms": "predicted_ms {:.2f}",
 
 class Prediction:
     """Steps of a model (GPTConfig) with draft heads (CloverConfig) on a GPU; `prefix` tokens in the
-    cache of each sequence. chain: draft a chain, with a head for each guess, instead of a tree."""
+    cache of each sequence. chain: draft a chain, with a head for each guess, instead of a tree.
+    quantize: a key of PACKED, for the model's weights; the heads' own are bfloat16."""
 
-    def __init__(self, gpu, config, heads, prefix=PREFIX, chain=False):
+    def __init__(self, gpu, config, heads, prefix=PREFIX, chain=False, quantize=None):
         self.gpu = gpu
         self.config = config
         self.heads = heads
         self.prefix = prefix
         self.chain = chain
+        self.block_bytes, self.lm_head_bytes = PACKED[quantize]
         with torch.device("meta"):
             self.model, self.block, self.head = (
                 sum(p.numel() for p in module.parameters())
@@ -78,20 +82,21 @@ class Prediction:
         longest = max(size / self.gpu.bandwidth, work / self.gpu.peak)
         return longest / 1e12 + launches * self.gpu.launch / 1e6
 
-    def product(self, weights, rows, launches):
-        return self.seconds(BYTES * weights, 2 * weights * rows, launches)
+    def product(self, weights, rows, launches, size=BYTES):
+        """Seconds of a product; size: bytes of a weight."""
+        return self.seconds(size * weights, 2 * weights * rows, launches)
 
-    def layers(self, n, batch_size, rows):
+    def layers(self, n, batch_size, rows, size=BYTES):
         """Seconds of n blocks on this many rows of each sequence."""
         keys = n * batch_size * (self.prefix + rows) * self.config.head_size
-        return (self.product(n * self.block, batch_size * rows, n * PER_LAYER)
+        return (self.product(n * self.block, batch_size * rows, n * PER_LAYER, size)
                 + self.seconds(2 * BYTES * keys * self.config.n_kv_head,
                                4 * rows * keys * self.config.n_head))
 
     def step(self, B, T):
         """Seconds of a step, B sequences of T nodes: verify, then draft and commit if T > 1."""
-        seconds = self.layers(self.config.n_layer, B, T)
-        seconds += self.product(self.lm_head, B * T, PER_STEP)
+        seconds = self.layers(self.config.n_layer, B, T, self.block_bytes)
+        seconds += self.product(self.lm_head, B * T, PER_STEP, self.lm_head_bytes)
         if T == 1:
             return seconds
         heads = self.heads
@@ -100,7 +105,8 @@ class Prediction:
         reads_tokens = heads.mix != "none" or heads.projector == "linear"
         for depth in range(K):
             rows = B * W if depth and reads_tokens else B  # one state at the root, then one a beam
-            seconds += self.product(self.head + self.draft_lm_head, rows, PER_HEAD)
+            seconds += self.product(self.head, rows, PER_HEAD)
+            seconds += self.product(self.draft_lm_head, rows, 0, self.lm_head_bytes)
         return seconds + self.layers(heads.augment_layers, B, K + 1) + self.seconds(0, 0, PER_TREE)
 
     def memory(self, batch_size, tree_size):
@@ -108,6 +114,10 @@ class Prediction:
         c = self.config
         weights = self.model + self.n_heads(tree_size) * self.head
         weights += self.heads.augment_layers * self.block if tree_size > 1 else 0
+        weights -= c.n_layer * self.block * (1 - self.block_bytes / BYTES)
+        lm_head = self.lm_head * self.lm_head_bytes / BYTES
+        # a packed LM head that is tied stands beside the embeddings
+        weights += lm_head * (self.lm_head_bytes < BYTES) if c.tied else lm_head - self.lm_head
         rows = batch_size * (self.prefix + tree_size) * 2 * c.n_layer * c.n_kv_head * c.head_size
         return BYTES * (weights + rows) / GB
 
@@ -156,8 +166,9 @@ def bench(args):
         return check(args)
     heads, tokens = acceptance(args.heads, args.temperature, args.acceptance)
     prediction = Prediction(GPUS[args.gpu], sizes(args.model), heads, args.prefix,
-                            chain=args.acceptance is not None)
+                            chain=args.acceptance is not None, quantize=args.quantize)
     title = f"{Path(args.model).name} on {args.gpu}, {args.prefix} tokens in each cache"
+    title += f", {args.quantize}" if args.quantize else ""
     rows = [prediction.row(B, T, tokens(T)) for T, B in product(args.tree_sizes, args.batch_sizes)]
     if not any(rows):
         raise InputError(f"{title}: takes {prediction.memory(1, 1):.0f} GB or more, and there are "
@@ -168,7 +179,7 @@ def bench(args):
     pays = {T: prediction.pays_up_to(T, tokens(T)) for T in args.tree_sizes}
     print("", *(f"T = {T}: {words}" for T, words in pays.items()), sep="\n")
     return dict(bench="roofline", predicted=True, model=args.model, on=args.gpu, prefix=args.prefix,
-                rows=rows, pays=pays)
+                quantize=args.quantize, rows=rows, pays=pays)
 
 
 def check(args):

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from backends.cpu import default_dtype
+from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
 from clover import samples_hash
 from hf.chat import describe_texts
@@ -31,7 +33,10 @@ from hf.families import (
     read_config,
     split_weight,
     stored_parts,
+    text_config,
 )
+from hf.quantization import QuantizedTensor, combine, describe_scheme, read_scheme, weight_layouts
+from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
@@ -144,17 +149,20 @@ def read_headers(path):
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch "
                          "it again") from None
-    return model, match_tensors(path, model, tensors)
+    scheme = read_scheme(text_config(read_json(Path(path) / "config.json"))
+                         .get("quantization_config"))
+    return model, match_tensors(path, model, tensors, scheme)
 
 
-def match_tensors(path, model, tensors):
+def match_tensors(path, model, tensors, scheme=None):
     """[(stored tensor, parameter's name, the first of its rows that it fills)] for a folder's
-    tensors, {name: StoredTensor}. Raises InputError for one that is missing, unknown, quantised or
-    of another shape."""
+    tensors, {name: StoredTensor}; scheme: how they are quantised. Raises InputError for one that is
+    missing, unknown, quantised otherwise or of another shape."""
     family = FAMILIES[model.config.family]
     if any("language_model." in name for name in tensors):  # of a text model inside another
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
+    tensors = combine(path, tensors, scheme)
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
         order = -1 if is_transposed(name, model.config) else 1
@@ -167,13 +175,15 @@ def match_tensors(path, model, tensors):
         found.setdefault(f"{family.names['embed'][0]}.weight", table)
     matches = []
     for part, tensor in found.items():
+        if scheme and part.endswith(".bias") and part not in expected and not tensor.load().any():
+            continue  # GPTQ's writers gave every layer a bias, of zeros
         if part not in expected:
             raise InputError(f"{tensor.file}: expected the tensors of its config.json, found "
-                             f"{part} too; a quantised checkpoint is not supported")
+                             f"{part} too; a quantised checkpoint needs its quantization_config")
         name, start, shape = expected[part]
         if tensor.dtype not in DTYPES.values():
-            raise InputError(f"{tensor.file}: {part} is quantised ({tensor.dtype}), which is not "
-                             "supported; use the float16 or bfloat16 checkpoint")
+            raise InputError(f"{tensor.file}: {part} is quantised ({tensor.dtype}), but not as its "
+                             "config.json says; fetch the checkpoint again")
         if tensor.shape != shape:
             raise InputError(f"{tensor.file}: {part} should have shape {shape} by config.json, but "
                              f"has {tensor.shape}")
@@ -185,48 +195,98 @@ def match_tensors(path, model, tensors):
     return matches
 
 
-def load(path, dtype=None, device=None, group=None):
+def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
 
     dtype: torch dtype, default `backends.cpu.default_dtype`; device: default CUDA where there is a
     GPU. group: the ranks that hold it together, a `backends.tensor_parallel.Group`: only this
-    rank's part is read. Raises InputError if the checkpoint is invalid, or the device has no room
-    for it."""
+    rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised weights
+    stay packed where kernels run, unless `packed` is False. Raises InputError if the checkpoint is
+    invalid, or the device has no room for it."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
+    stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
+    if quantize and stored:
+        raise InputError(f"{path}: the checkpoint is quantised already ({stored[0].scheme}); leave "
+                         "out --quantize")
+    for tensor in stored:
+        tensor.check_values()
+    if quantize and model.config.tied:
+        untie(model, matches)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
+    layouts = weight_layouts(model, matches)
+    if quantize:
+        layouts = rounded_layouts(model, quantize)
+    packed = packed and runs_triton(torch.empty(0, device=device))
     with torch.device("meta"):
         group.divide(model)
-    size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+        pack_layers(model, layouts if packed else {})
+    model = model.to(dtype)
+    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    model.hash = read_weights(model, matches, shapes, group)
+    model = model.to_empty(device=device).requires_grad_(False).eval()
+    model.hash, model.unrounded_hash = read_weights(model, matches, shapes, group, layouts,
+                                                    quantize)
+    model.quantization = quantize or (str(stored[0].scheme) if stored else None)
     group.connect(model)
     return model
 
 
-def read_weights(model, matches, shapes, group):
-    """Fills a model, or this rank's part of it, from the files -> hash of the whole model.
+def untie(model, matches):
+    """Gives a model without weights an LM head of its own, of the same stored table."""
+    model.config.tied = False  # its layers' too: they have the same config
+    model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+    matches += [(tensor, "head.weight", start) for tensor, name, start in matches
+                if name == "embed.weight"]
 
-    shapes: {name: shape} of the whole parameters. The hash is of the values in the files, before
-    any cast. Takes the memory of about one tensor."""
+
+def read_weights(model, matches, shapes, group, layouts, quantize):
+    """Fills a model, or this rank's part of it, from the files -> (hash of the whole model, that of
+    the folder's values before rounding).
+
+    shapes: {name: shape} of the whole parameters; layouts: {name: `Layout`} of those that are
+    quantised. The hash is of the values in the files, dequantised, before any cast. Takes the
+    memory of about one tensor."""
     config = model.config
     parameters = dict(model.named_parameters())
     samples = {name: {} for name in shapes}
+    unrounded = {name: {} for name in shapes}
     for tensor, name, start in show_files(matches):
-        value = from_stored(name, tensor.load(), start, config)
-        copy_shard(parameters[name], value, start, group.shard_slices(name, config))
+        arrange = partial(from_stored, name, start=start, config=config)
+        layout, weight = layouts.get(name), None
+        if layout is None:
+            given = value = arrange(tensor.load())
+        elif quantize:
+            given = arrange(tensor.load()).to(model.device)
+            weight = round_weight(given, layout)
+            value = weight.values()
+        else:
+            weight = tensor.weight(model.device, arrange)
+            given = value = weight.values()
+        cut = group.shard_slices(name, config)
+        if name in parameters:
+            copy_shard(parameters[name], value, start, cut)
+        else:
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            for target, stored, columns in layer.slots(weight, cut):
+                copy_shard(target, stored, start, columns)
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
         samples[name][start] = value.flatten()[first::stride].clone()
+        unrounded[name][start] = given.flatten()[first::stride].clone()
     if config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
+    return [hash_of(config, shapes, found) for found in (samples, unrounded)]
+
+
+def hash_of(config, shapes, samples):
+    """The hash of a model by its parameters' samples, {name: {first row: values}}."""
     joined = {name: (shapes[name], torch.cat([values for _, values in sorted(parts.items())]))
               for name, parts in samples.items()}
     if config.tied:
@@ -299,7 +359,7 @@ norms         {norms}"""
 def describe(path):
     """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
     Raises InputError as read_headers does."""
-    model, _ = read_headers(path)
+    model, matches = read_headers(path)
     c = model.config
     files = weight_files(path)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -314,6 +374,6 @@ vocabulary    {c.vocab_size:,}, LM head {"tied to the embeddings" if c.tied else
 context       {c.block_size:,} tokens
 {special_layers(c)}
 parameters    {human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
-weights       {shards}, {gb(sum(file.stat().st_size for file in files))}
+weights       {shards}, {gb(sum(file.stat().st_size for file in files))}{describe_scheme(matches)}
 KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16
 {describe_texts(path, c.vocab_size)}"""

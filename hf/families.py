@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf.quantization import read_scheme
 from model import GPTConfig, InputError, check, read_json
 
 # Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
@@ -279,11 +280,9 @@ def parse_config(raw):
             if str(raw.get("model_type")).startswith(word) or raw.get(word):
                 raise InputError(f"{what} ({word}) is not supported; take {instead}")
     name = one_of(FAMILIES, "model_type", raw.get("model_type"))
-    if quantised := raw.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise InputError(f"the checkpoint is quantised ({method or 'by an unknown method'}), which "
-                         "is not supported; use the float16 or bfloat16 one")
     family = FAMILIES[name]
+    if read_scheme(raw.get("quantization_config")) and family.transposed:
+        raise InputError(f"a quantised checkpoint of {name} is not supported; take the plain one")
     keys = family.keys
     defaults = family.defaults(raw)
     C = value_of(raw, keys["n_embd"], int)

@@ -72,6 +72,10 @@ def test_tables_hold_what_was_timed(monkeypatch, capsys):
     top, top32, argmax, sample = rows["projections"]
     assert top["bytes"] == 2 * 64 * 303 and (top["operation"], top32["operation"]) == ("top 8", "top 32")
     assert "gumbel" in sample and "argmax" in argmax and "flex" in five
+    *_, four, eight = rows["quantized"]
+    assert (eight["layer"], eight["kind"], eight["M"]) == ("down", "int8", 3) and four["kind"] == "int4"
+    assert four["bytes"] == 64 * 16 * 4 + 2 * 64 + 2 * 3 * 160 and eight["bytes"] == 64 * 32 * 4 + 2 * 64 + 2 * 3 * 160
+    assert len(rows["quantized"]) == 8 and four["matmul"] == eight["matmul"] == eight["torch"] == 2000.0
     moved, = rows["commit"]
     assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
     found, = rows["lookup"]

@@ -77,6 +77,20 @@ def test_a_step_is_the_sum_that_is_written_down():
     assert step(SLOW)(B, T) - step(SLOW, few)(B, T) == pytest.approx(2 * 4 * 900 * 128 / 1e9)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind, size", [("int8", 1), ("int4", 67 / 128)])
+def test_packed_weights_take_fewer_bytes(kind, size, tied):
+    """Bug: an LM head of 4 bits, heads that are packed too, a tied LM head that takes the embeddings' place."""
+    config = GPTConfig(**vars(CONFIG) | dict(tied=tied))
+    layer = sum(p.numel() for p in GPT(config).blocks[0].parameters())
+    whole, packed = (roofline.Prediction(SLOW, config, PRESETS["clover"], quantize=name) for name in (None, kind))
+    saved = 3 * layer * (2 - size) + 1000 * 128  # bytes
+    assert (whole.step(2, 1) - packed.step(2, 1)) * 1e9 == pytest.approx(saved, rel=1e-6)
+    assert (whole.step(2, 3) - packed.step(2, 3)) * 1e9 == pytest.approx(saved + 2 * 1000 * 128, rel=1e-6)
+    kept = 2 * 1000 * 128 if tied else 0
+    assert (whole.memory(2, 3) - packed.memory(2, 3)) * 1e9 == pytest.approx(saved - kept, rel=1e-6)
+
+
 @pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value, reason="needs triton, not interpreted")
 @pytest.mark.parametrize("n_layer, tree_size", [(2, 1), (8, 4), (8, 16)])
 def test_launches_are_about_those_of_a_step(n_layer, tree_size):

@@ -271,8 +271,8 @@ def test_a_text_model_inside_another_under_either_name(name, tmp_path):
     tensors |= {key: value.to(torch.int8) for key, value in tensors.items() if "vision" in key}
     save_file(tensors, tmp_path / "model.safetensors")
     assert GPT.from_pretrained(tmp_path, device="cpu").hash == want.hash
-    edit_config(tmp_path, quantization_config=dict(quant_method="fp8"))
-    with pytest.raises(InputError, match="the checkpoint is quantised .fp8."):
+    edit_config(tmp_path, quantization_config=dict(quant_method="bitsandbytes"))
+    with pytest.raises(InputError, match="the checkpoint is quantised .bitsandbytes."):
         read_config(tmp_path)
 
 
@@ -604,11 +604,13 @@ BROKEN = {
         "version https://git-lfs.github.com/spec/v1"),
         "truncated or not a bin file (it is not a pickle); fetch it again"),
     "family of another type": (dict(model_type=[]), "not supported"),
-    "quantised": (dict(quantization_config=dict(quant_method="gptq")), "quantised (gptq)"),
+    "quantised": (dict(quantization_config=dict(quant_method="gptq")), "gptq's bits None is not supported"),
     "quantised, says a name": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})), "up_proj.qweight too; a quantised"),
+        {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})),
+        "up_proj.qweight too; a quantised checkpoint needs its quantization_config"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "quantised (F8_E4M3)"),
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})),
+        "is quantised (F8_E4M3), but not as its config.json says"),
     "other shape": (dict(intermediate_size=95), "should have shape"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lacks what norm.weight"),
     "tensor too many": (lambda p: edit_weights(p, lambda t: t.update(extra=torch.ones(1))), "extra"),

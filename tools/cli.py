@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from backends import tensor_parallel
-from clover import CloverHeads, state_hash
+from clover import CloverHeads, read_record, state_hash
 from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
@@ -67,9 +67,9 @@ def command(main):
     sys.exit(code)
 
 
-def load_model(args, group=None):
-    """--model, --device, --dtype -> (GPT, its tokenizer as `load_encoding` gives it). group: the
-    ranks that hold it."""
+def load_model(args, group=None, packed=True):
+    """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
+    group, packed: as in `checkpoint.load`."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     vocab_size = read_config(args.model).vocab_size
@@ -77,7 +77,29 @@ def load_model(args, group=None):
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
                          f"the model only {vocab_size} embeddings; they do not belong together")
-    return checkpoint.load(args.model, dtype, device, group), encoding
+    quantize = getattr(args, "quantize", None)
+    return checkpoint.load(args.model, dtype, device, group, quantize, packed), encoding
+
+
+def load_heads(path, model, encoding, of_original=False):
+    """`CloverHeads.from_pretrained`, which also takes heads trained on the weights before they were
+    quantised, and says so: by --quantize, or by whoever made the folder and --heads-of-original."""
+    quantised_folder = model.quantization and model.unrounded_hash == model.hash
+    if of_original and not quantised_folder:
+        raise InputError("--heads-of-original is for a folder that is quantised; leave it out")
+    if quantised_folder and Path(path).is_dir():
+        theirs = read_record(Path(path) / "heads.json")[1]["base"]["weights"]
+        if theirs != model.hash and not of_original:
+            raise InputError(f"{path}: these heads belong to other weights (theirs {theirs}, these "
+                             f"{model.hash}); if they were trained on this model before it was "
+                             "quantised, give --heads-of-original")
+        model.unrounded_hash = theirs
+    heads = CloverHeads.from_pretrained(path, model, encoding.hash)
+    if heads.info["base"]["weights"] != model.hash:
+        print(f"{path}: these heads were trained on the model before it was quantised "
+              f"({model.quantization}); texts are the quantised model's own, but fewer guesses may "
+              "be right", file=sys.stderr)
+    return heads
 
 
 def describe():
@@ -176,7 +198,7 @@ class Session:
         path = args.heads or (beside if beside.is_dir() else "none")
         heads = None
         if args.draft not in ("lookup", "none") and path != "none":
-            heads = CloverHeads.from_pretrained(path, self.model, self.encoding.hash)
+            heads = load_heads(path, self.model, self.encoding, args.heads_of_original)
         if args.draft in ("heads+lookup", "heads") and heads is None:
             raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} "
                              "needs; train some with train_heads.py, give --heads, or take "

@@ -69,6 +69,17 @@ def add_model_flags(parser):
                         "that has instructions for it, else float32")
 
 
+def add_quantize_flag(parser):
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="round the model's weights as "
+                        "they are read: int8 with a scale per row, or int4 in groups of 128, the "
+                        "LM head to int8")
+
+
+def add_original_heads_flag(parser):
+    parser.add_argument("--heads-of-original", action="store_true", help="take heads that were "
+                        "trained on a quantised folder's model before it was quantised")
+
+
 # --------------------------------------------------------------------------------------------------
 # model.py's and generate.py's
 
@@ -132,6 +143,7 @@ def add_draft_flags(group):
     add = group.add_argument
     add("--heads", metavar="FOLDER", help="draft heads, or none; default: the model folder's "
         "clover, if it has one")
+    add_original_heads_flag(group)
     add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
         "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
         "else lookup")
@@ -156,6 +168,7 @@ def add_output_flags(group):
 
 def add_machine_flags(group):
     add_model_flags(group)
+    add_quantize_flag(group)
     add_number(group, "--batch-size", 1, 2**16, metavar="N", help="prompts decoded together; "
                "default: up to 8")
     add_number(group, "--threads", 1, os.cpu_count() or 1, auto=True, metavar="N|auto",
@@ -172,6 +185,8 @@ def check_draft_flags(parser, args):
         parser.error(f"--draft {draft} needs heads; leave out --heads none")
     if draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
         parser.error(f"--heads and --beams are for heads, which --draft {draft} leaves out")
+    if args.heads_of_original and (draft in ("lookup", "none") or args.heads == "none"):
+        parser.error("--heads-of-original needs heads, which --draft or --heads leaves out")
     least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(draft, 1)
     if draft and size is not None and size < least:
         parser.error(f"--draft {draft} needs --tree-size {least} or more, not {size}")

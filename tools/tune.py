@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from backends import cpu
+from backends.quantized import packed_bytes
 from backends.tensor_parallel import group_of
 from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
@@ -84,9 +85,9 @@ class StepCost:
     def __init__(self, model, heads, beams, batch_size):
         self.batch_size = batch_size
         self.set_measured({}, None)
-        count = lambda part: sum(p.numel() for p in part.parameters())
+        count = lambda part: sum(p.nbytes for p in part.parameters()) + packed_bytes(part)
         self.row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
-        lm_head = model.head.weight.numel() if hasattr(model.head, "weight") else count(model.head)
+        lm_head = count(model.head)
         self.model = count(model.blocks) + lm_head
         self.n_draft = 0
         if heads:
@@ -270,7 +271,8 @@ def times_key(model, heads, batch_size, sampling, beams):
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
     what = ("times", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
             batch_size, beams, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
-            os.cpu_count(), torch.__version__, group_of(model).size)
+            os.cpu_count(), torch.__version__, group_of(model).size,
+            getattr(model, "quantization", None))
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 

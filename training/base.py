@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf import checkpoint
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, atomic_write, human, pick_device
 from tools.cli import command
-from tools.flags import Parser, add_number
+from tools.flags import Parser, add_number, add_quantize_flag
 from training import common
 from training.common import (
     Signals,
@@ -174,7 +175,10 @@ def parse(argv):
                         help="torch.compile the loss; needs a C++ compiler on a CPU")
     parser.add_argument("--evaluate", action="store_true",
                         help="measure the model in --out on held-out text")
+    add_quantize_flag(parser)
     args = parse_run(parser, argv, STATE, lambda args: "out/base")
+    if args.quantize and not args.evaluate:
+        parser.error("--quantize is for --evaluate")
     c = args.config = GPTConfig(block_size=args.block_size, **sizes(args))
     if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
         raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
@@ -206,7 +210,7 @@ def main(argv=None):
     device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:
-        model = GPT.from_pretrained(out, torch.float32, device)
+        model = checkpoint.load(out, torch.float32, device, quantize=args.quantize, packed=False)
         return evaluate(model, args.data, load_encoding(out))
     state = vars(args).pop("state")  # which is large: nothing may keep it
     if state:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tools.flags import Parser, add_model_flags, add_number
+from tools.flags import Parser, add_model_flags, add_number, add_quantize_flag
 
 # names and limits of clover.py and of training/, which would load torch
 PRESETS = ("medusa", "hydra", "clover", "clover2")
@@ -19,6 +19,7 @@ def heads_parser():
     """train_heads.py's."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     add_model_flags(parser)
+    add_quantize_flag(parser)
     add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
     add_head_flags(parser)
     parser.add_argument("--out", help="default: out/ and the preset's name")

@@ -127,7 +127,7 @@ def load_for_training(args, world):
         mesh = init_device_mesh(world.device.type, (world.size,))
     # when sharded, each process loads into the host's memory
     with world.one_by_one() if args.shard_base else contextlib.nullcontext():
-        model, encoding = load_model(given)
+        model, encoding = load_model(given, packed=False)
         torch.manual_seed(args.seed)
         heads = CloverHeads(args.config, model)  # copies the last block, so before that is divided
         if args.shard_base:

@@ -1,0 +1,281 @@
+"""Weights of 8 and 4 bits: layers that keep them packed, and how `--quantize` rounds them.
+
+`pack_layers` puts QuantizedLinear and QuantizedLMHead in the place of a model's layers, where
+kernels run. Elsewhere weights are dequantised as they are read, and layers stay what they are:
+torch's own products of 8 and 4 bits on a CPU lose where trees are, see docs/models.md. The folders
+that hold such weights are hf/quantization.py's."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import (
+    QuantizedWeight,
+    dequantize,
+    float_logits,
+    linear_quantized,
+    project_sample,
+    project_topk,
+)
+from model import InputError
+
+GROUPS = 128, 64, 32   # channels that share a scale
+MAX_ROWS = 128         # of linear_quantized
+MAX_DEQUANTIZED = 4096 # rows at once, on the way to a dtype; they take five times its memory
+STEP = 128             # channels that are packed together
+
+
+# --------------------------------------------------------------------------------------------------
+# The layout
+
+class Layout(NamedTuple):
+    """What differs between `QuantizedWeight`s of one shape."""
+    kind: str            # "int4", "int8" or "e4m3"
+    group: int           # channels that share a scale; 0: all
+    scales: torch.dtype
+    has_zeros: bool
+
+    def empty(self, N, C):
+        """A QuantizedWeight [N, C] without values."""
+        G = C // self.group if self.group else 1
+        words = -(-C // STEP) * STEP // (8 if self.kind == "int4" else 4)
+        zeros = torch.empty(G, N, dtype=torch.int8) if self.has_zeros else None
+        return QuantizedWeight(torch.empty(N, words, dtype=torch.int32),
+                               torch.empty(G, N, dtype=self.scales), zeros, self.kind)
+
+
+# what --quantize int8 gives, and the one that an LM head can have
+INT8_ROWS = Layout("int8", 0, torch.float32, False)
+
+
+class Unpacked(NamedTuple):
+    """A weight [N, C] before it is packed."""
+    q: torch.Tensor             # uint8 [N, C]: 0 to 15, or the bits of int8 or e4m3
+    scales: torch.Tensor        # [G, N]
+    zeros: torch.Tensor | None  # int8 [G, N]
+    kind: str
+
+    def pack(self):
+        """-> kernels.QuantizedWeight, which says how."""
+        N, C = self.q.shape
+        planes = 8 if self.kind == "int4" else 4
+        q = F.pad(self.q, (0, -C % STEP)).view(N, -1, planes, STEP // planes).transpose(2, 3)
+        if self.kind == "int4":
+            q = q[..., ::2] | q[..., 1::2] << 4
+        packed = q.contiguous().view(torch.int32).view(N, -1)
+        return QuantizedWeight(packed, self.scales, self.zeros, self.kind)
+
+    def values(self):
+        """float32 [N, C]"""
+        return dequantize(*self.pack(), self.q.shape[1], torch.float32)
+
+    def columns(self, part):
+        """A slice of the channels, at the borders of groups."""
+        groups = slice(0, 1)
+        if len(self.scales) > 1:
+            size = self.q.shape[1] // len(self.scales)
+            groups = slice(part.start // size, part.stop // size)
+        zeros = None if self.zeros is None else self.zeros[groups]
+        return self._replace(q=self.q[:, part], scales=self.scales[groups], zeros=zeros)
+
+
+def largest_group(size):
+    return next((group for group in GROUPS if size % group == 0), None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+class Scratch(nn.Module):
+    """The buffer of all layers, into which one after another is dequantised."""
+
+    def __init__(self, size, dtype):
+        super().__init__()
+        self.register_buffer("buffer", torch.empty(size, dtype=dtype), persistent=False)
+
+    def dequantize(self, weight, C, dtype):
+        """A QuantizedWeight [N, C] -> its values in the buffer, until the next layer's."""
+        N = len(weight.packed)
+        if dtype != self.buffer.dtype:
+            return dequantize(*weight, C, dtype)
+        out = self.buffer[:N * C].view(N, C)
+        packed, scales, zeros, kind = weight
+        for first in range(0, N, MAX_DEQUANTIZED):
+            rows = slice(first, first + MAX_DEQUANTIZED)
+            zero = None if zeros is None else zeros[:, rows]
+            dequantize(packed[rows], scales[:, rows], zero, kind, C, dtype, out[rows])
+        return out
+
+
+class PackedLayer(nn.Module):
+    """A layer whose values are buffers that keep their dtypes."""
+
+    def __init__(self, scratch, **buffers):
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.scratch = scratch
+
+    def _apply(self, fn, *args, **kwargs):
+        """The buffers go to another device as bytes."""
+        dtypes = {name: x.dtype for name, x in self.named_buffers(recurse=False)}
+        for name in dtypes:
+            self._buffers[name] = self._buffers[name].view(torch.uint8)
+        super()._apply(fn, *args, **kwargs)
+        for name, dtype in dtypes.items():
+            self._buffers[name] = self._buffers[name].view(dtype)
+        return self
+
+
+class QuantizedLinear(PackedLayer):
+    """nn.Linear whose weight stays packed, for inference. A product of at most MAX_ROWS rows reads
+    the packed words; for more rows the weight is dequantised first."""
+
+    def __init__(self, weight, C, bias, scratch):
+        super().__init__(scratch, packed=weight.packed, scales=weight.scales, zeros=weight.zeros)
+        self.kind = weight.kind
+        self.in_features = C
+        self.bias = bias
+
+    def quantized(self):
+        return QuantizedWeight(self.packed, self.scales, self.zeros, self.kind)
+
+    def values(self, dtype=torch.float32):
+        """The weight [N, C]."""
+        return dequantize(*self.quantized(), self.in_features, dtype)
+
+    def forward(self, x):
+        """x [..., C] -> [..., N]"""
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) <= MAX_ROWS:
+            return linear_quantized(rows, *self.quantized(), self.bias).view(*x.shape[:-1], -1)
+        if torch.is_grad_enabled() and x.requires_grad:  # which keeps the weight for its gradient
+            return F.linear(x, self.values(x.dtype), self.bias)
+        weight = self.scratch.dequantize(self.quantized(), self.in_features, x.dtype)
+        return F.linear(x, weight, self.bias)
+
+    def slots(self, weight, cut):
+        """[(a buffer with a row for each output, those of an `Unpacked` weight that go there, what
+        this rank holds of them)]; cut: as `Group.shard_slices` gives it."""
+        dim, parts = cut or (0, None)
+        if dim == 1:  # of a weight that is stored in one piece
+            weight, cut = weight.columns(*parts), None
+        mine, stored = self.quantized(), weight.pack()
+        found = [(mine.packed, stored.packed, cut), (mine.scales.T, stored.scales.T, cut)]
+        if stored.zeros is not None:
+            found.append((mine.zeros.T, stored.zeros.T, cut))
+        return found
+
+
+class QuantizedLMHead(PackedLayer):
+    """`model.LMHead` of int8 rows, each with a scale. Methods as there."""
+
+    def __init__(self, N, C, scratch):
+        super().__init__(scratch, weight=torch.empty(N, C, dtype=torch.int8), scales=torch.empty(N))
+
+    def slots(self, weight, cut):
+        """As `QuantizedLinear.slots`."""
+        return [(self.weight, weight.q.view(torch.int8), cut), (self.scales, weight.scales[0], cut)]
+
+    def topk(self, hidden, k, vocab_ids=None):
+        return project_topk(hidden, self.weight, k, vocab_ids, self.scales)
+
+    def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
+        return project_sample(hidden, self.weight, temperature, seed, sequence, position,
+                              first_token=first_token, scales=self.scales)
+
+    def logits(self, hidden):
+        parts = zip(*(x.split(4 * MAX_DEQUANTIZED) for x in (self.weight, self.scales)))
+        return torch.cat([float_logits(hidden, rows, scales=scales) for rows, scales in parts], -1)
+
+    def forward(self, x):
+        """x [..., C] -> logits [..., V]"""
+        return self.logits(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
+
+    def rows(self, tokens):
+        """The rows of token ids [...], float32 [..., C]."""
+        return self.weight[tokens].float() * self.scales[tokens, None]
+
+    def embedding(self, tokens):
+        return self.rows(tokens).to(self.scratch.buffer.dtype)
+
+    def sum_of_squares(self):
+        ids = torch.arange(len(self.weight), device=self.weight.device)
+        parts = map(self.rows, ids.split(MAX_DEQUANTIZED))
+        return sum(rows.pow(2).sum(dtype=torch.float64) for rows in parts)
+
+
+def pack_layers(model, layouts):
+    """Puts packed layers, without values yet, in the place of a model's linear layers. layouts:
+    {name of the weight: its `Layout`}. Raises InputError where a rank's part of a layer would cut a
+    group of channels."""
+    if not layouts:
+        return
+    linears = [name for name in layouts if name != "head.weight"]
+    largest = max((model.get_parameter(name).numel() for name in linears), default=0)
+    with torch.device(model.device):
+        scratch = Scratch(largest, model.dtype)
+        for name, layout in layouts.items():
+            stem = name.removesuffix(".weight")
+            linear = model.get_submodule(stem)
+            N, C = linear.weight.shape
+            if layout.group and C % layout.group:
+                raise InputError(f"a rank's {C} inputs of {name} cut a group of {layout.group}; "
+                                 "take another --nproc-per-node")
+            if stem == "head":
+                layer = QuantizedLMHead(N, C, scratch)
+            else:
+                layer = QuantizedLinear(layout.empty(N, C), C, linear.bias, scratch)
+            model.set_submodule(stem, layer)
+
+
+def packed_bytes(module):
+    """Bytes of the quantised weights of a module's layers."""
+    return sum(x.nbytes for layer in module.modules() if isinstance(layer, PackedLayer)
+               for x in layer.buffers(recurse=False))
+
+
+# --------------------------------------------------------------------------------------------------
+# Rounding: --quantize
+
+def round_weight(value, layout):
+    """value float [N, C] -> `Unpacked`, rounded to the nearest: 8 bits from -127 to 127, or 4 bits
+    between each group's own least and largest."""
+    q, scales, zeros = zip(*(round_rows(rows, layout) for rows in value.split(MAX_DEQUANTIZED)))
+    zeros = torch.cat(zeros, dim=1) if layout.has_zeros else None
+    return Unpacked(torch.cat(q), torch.cat(scales, dim=1), zeros, layout.kind)
+
+
+def round_rows(value, layout):
+    groups = value.float().reshape(len(value), -1, layout.group or value.shape[1])  # (N, G, group)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    steps = (high - low) / 15 if layout.has_zeros else torch.maximum(-low, high) / 127
+    scales = steps.to(layout.scales)
+    scales = scales.where(scales > 0, 1)  # of zeros alone
+    q = (groups / scales.float()[..., None]).round()
+    zeros = None
+    if layout.has_zeros:
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+        q = (q + zeros[..., None]).clamp(0, 15).to(torch.uint8)
+        zeros = zeros.to(torch.int8).T.contiguous()
+    else:
+        q = q.clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return q.view(value.shape), scales.T.contiguous(), zeros
+
+
+def rounded_layouts(model, quantize):
+    """{name of a weight: the `Layout` that it gets} by `--quantize`, "int8" or "int4"."""
+    layers = {f"{name}.weight": layer.in_features for name, layer in model.named_modules()
+              if isinstance(layer, nn.Linear)}
+    if model.config.unit_head:  # whose rows are scaled once all are read
+        del layers["head.weight"]
+    found = dict.fromkeys(layers, INT8_ROWS)
+    for name, C in layers.items():
+        if quantize == "int4" and name != "head.weight":
+            found[name] = Layout("int4", largest_group(C), torch.bfloat16, True)
+            if found[name].group is None:
+                raise InputError(f"--quantize int4 takes groups of 128, 64 or 32 inputs, but "
+                                 f"{name} has {C} inputs; take --quantize int8")
+    return found

@@ -1,0 +1,306 @@
+"""quantization.py: quantised folders, packed here from their formats' descriptions, hold the weights that they say;
+broken ones are refused in one line."""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backends.quantized import QuantizedLMHead
+from conftest import toy_model
+from hf import checkpoint
+from hf.checkpoint import describe
+from model import GPT, InputError
+
+SIZES = dict(n_embd=128, head_size=32, n_inner=192, tied=False)  # groups of 64, and a block of 128 that is cut
+FP8 = torch.float8_e4m3fn
+
+
+def words(values, bits):
+    """Numbers [M, n * 32 / bits] -> int32 [M, n], the first in the lowest bits."""
+    fields = 32 // bits
+    parts = [values[:, i::fields].long() << bits * i for i in range(fields)]
+    return sum(parts).numpy().astype("uint32").view("int32")
+
+
+def draw(N, C, rows, columns, bits, dtype=torch.float16):
+    """Random q and zeros of `bits`, unsigned, and scales -> (q [N, C], scales, zeros, the weight float32 [N, C])."""
+    shape = -(-N // rows), -(-C // columns)
+    q = torch.randint(0, 2**bits, (N, C))
+    zeros = torch.randint(1, 2**bits, shape)
+    scales = (0.01 + 0.02 * torch.rand(shape)).to(dtype)
+    return q, scales, zeros
+
+
+def value(q, scales, zeros, rows, columns):
+    """(q - zero) * scale, as each format's description has it: element by element."""
+    spread = lambda x: x.repeat_interleave(rows, 0)[:len(q)].repeat_interleave(columns, 1)[:, :q.shape[1]]
+    return (q.float() - spread(zeros.expand(scales.shape)).float()) * spread(scales).float()
+
+
+def awq(N, C):
+    q, scales, zeros = draw(N, C, 1, 64, 4)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    ordered = lambda x: torch.cat([x[:, i:i + 8][:, order] for i in range(0, N, 8)], dim=1)
+    parts = dict(qweight=words(ordered(q.T), 4), qzeros=words(ordered(zeros.T), 4), scales=scales.T)
+    return parts, value(q, scales, zeros, 1, 64)
+
+
+def gptq(bits, group, version=1):
+    def make(N, C):
+        columns = C if group == -1 else group
+        q, scales, zeros = draw(N, C, 1, columns, bits)
+        stored = zeros.T - 1 if version == 1 else zeros.T
+        parts = dict(qweight=words(q.T.reshape(-1, 32 // bits, N).transpose(1, 2).reshape(-1, 32 // bits), bits),
+                     qzeros=words(stored, bits), scales=scales.T, g_idx=(torch.arange(C) // columns).int())
+        parts["qweight"] = parts["qweight"].reshape(-1, N)
+        return parts, value(q, scales, zeros, 1, columns)
+    return make
+
+
+def packed(bits, group, symmetric):
+    def make(N, C):
+        columns = group or C
+        q, scales, zeros = draw(N, C, 1, columns, bits, torch.bfloat16)
+        parts = dict(weight_packed=words(q, bits), weight_scale=scales, weight_shape=torch.tensor([N, C]))
+        if symmetric:
+            zeros = torch.tensor(2**(bits - 1))
+        else:
+            parts["weight_zero_point"] = words(zeros.T, bits).T
+        return parts, value(q, scales, zeros, 1, columns)
+    return make
+
+
+def plain(dtype, rows, columns, name="weight_scale", scale_dtype=torch.bfloat16):
+    def make(N, C):
+        r, c = rows or N, columns or C
+        q, scales, _ = draw(N, C, r, c, 8, scale_dtype)
+        q = (q - 128).to(torch.int8) if dtype == torch.int8 else torch.randn(N, C).mul(20).to(FP8)
+        return {"weight": q, name: scales}, value(q, scales, torch.tensor(0), r, c)
+    return make
+
+
+def compressed(stored, **weights):
+    weights = dict(type="int", symmetric=True, strategy="channel") | weights
+    return dict(quant_method="compressed-tensors", format=stored, quantization_status="compressed",
+                config_groups=dict(group_0=dict(targets=["Linear"], weights=weights)))
+
+
+class Kind(NamedTuple):
+    config: dict
+    make: Callable  # (N, C) -> (the layer's parts, its weight)
+
+
+KINDS = {
+    "awq": Kind(dict(quant_method="awq", version="gemm", bits=4, group_size=64, zero_point=True), awq),
+    "gptq-4": Kind(dict(quant_method="gptq", bits=4, group_size=64, desc_act=False), gptq(4, 64)),
+    "gptq-8": Kind(dict(quant_method="gptq", bits=8, group_size=32, desc_act=True), gptq(8, 32)),
+    "gptq-v2": Kind(dict(quant_method="gptq", bits=4, group_size=-1, checkpoint_format="gptq_v2"), gptq(4, -1, 2)),
+    "packed-4": Kind(compressed("pack-quantized", num_bits=4, strategy="group", group_size=64), packed(4, 64, True)),
+    "packed-4-zeros": Kind(compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
+                           packed(4, 32, False)),
+    "packed-8": Kind(compressed("pack-quantized", num_bits=8), packed(8, None, True)),
+    "packed-8-zeros": Kind(compressed("pack-quantized", num_bits=8, symmetric=False), packed(8, None, False)),
+    "float-tensor": Kind(compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+                         plain(FP8, None, None)),
+    "float-channel": Kind(compressed("float-quantized", num_bits=8, type="float"), plain(FP8, 1, None)),
+    "int8": Kind(compressed("int-quantized", num_bits=8), plain(torch.int8, 1, None)),
+    "fp8": Kind(dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"),
+                plain(FP8, 128, 128, "weight_scale_inv", torch.float32)),
+}
+REFUSED = {
+    "packed-4-16": Kind(compressed("pack-quantized", num_bits=4, strategy="group", group_size=16), packed(4, 16, True))}
+
+
+def write_quantised(path, kind, **flags):
+    """Writes a folder of this kind at path / "quantised", and one of the same weights, not quantised, at path /
+    "plain" -> the first's path."""
+    config, make = (KINDS | REFUSED)[kind]
+    toy_model(**SIZES | flags).save_pretrained(path / "plain")
+    tensors = load_file(path / "plain" / "model.safetensors")
+    stored = dict(tensors)
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.dim() == 2:
+            parts, tensors[name] = make(*weight.shape)
+            stem = name.removesuffix("weight")
+            del stored[name]
+            stored |= {stem + part: torch.as_tensor(x).contiguous() for part, x in parts.items()}
+    save_file(tensors, path / "plain" / "model.safetensors")
+    (path / "quantised").mkdir()
+    save_file(stored, path / "quantised" / "model.safetensors")
+    raw = json.loads((path / "plain" / "config.json").read_text()) | dict(quantization_config=config)
+    (path / "quantised" / "config.json").write_text(json.dumps(raw))
+    return path / "quantised"
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(family="glm", rotary_size=16, qkv_bias=True)], ids=["llama", "glm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flags, tmp_path):
+    """Catches nibbles in another order, a zero that is off by one, a scale of another group, rows that a family's
+    rotation moves without their scales; and a hash of anything but the dequantised values."""
+    path = write_quantised(tmp_path, kind, **flags)
+    got = checkpoint.load(path, torch.float32, "cpu")
+    want = checkpoint.load(tmp_path / "plain", torch.float32, "cpu")
+    assert got.hash == want.hash
+    for name, parameter in want.named_parameters():
+        assert torch.equal(got.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_layers_hold_the_same_values(kind, tmp_path, monkeypatch):
+    """Catches packed rows in the folder's order, or scales that the layer lays out otherwise. Layers compute by the
+    kernels' references here, in test_backends_quantized.py by kernels."""
+    path = write_quantised(tmp_path, kind)
+    want = checkpoint.load(path, torch.float32, "cpu")
+    monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
+    got = checkpoint.load(path, torch.float32, "cpu")
+    assert got.hash == want.hash
+    assert len(list(got.parameters())) == len(list(want.parameters())) - 4 * len(got.blocks)
+    tokens = torch.randint(0, 97, (2, 70))  # more rows than a kernel takes, then fewer
+    for rows in (tokens, tokens[:1, :9]):
+        torch.testing.assert_close(got.lm_head(got(rows)), want.lm_head(want(rows)), rtol=1e-4, atol=1e-3)
+
+
+def test_biases_of_zeros_are_no_biases(tmp_path):
+    """Catches AutoGPTQ's folders, of which every layer has a bias, refused; and one that counts, dropped."""
+    path = write_quantised(tmp_path, "gptq-4")
+    edit(path, lambda tensors: tensors.update({LAYER + "bias": torch.zeros(128)}))
+    checkpoint.load(path, torch.float32, "cpu")
+    edit(path, lambda tensors: tensors.update({LAYER + "bias": torch.ones(128)}))
+    with pytest.raises(InputError, match="down_proj.bias too"):
+        checkpoint.load(path, torch.float32, "cpu")
+
+
+def test_an_int8_head_stays_packed(tmp_path, monkeypatch):
+    """Catches a stored head whose bfloat16 scales the packed head rounds or refuses, and one of another layout that is
+    packed."""
+    monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
+    for kind, packs in (("int8", True), ("float-channel", False)):
+        path = write_quantised(tmp_path / kind, kind)
+        parts, value = KINDS[kind].make(97, 128)
+        edit(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
+            {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
+        head = checkpoint.load(path, torch.float32, "cpu").head
+        assert isinstance(head, QuantizedLMHead) == packs
+        assert torch.equal(head.rows(torch.arange(97)) if packs else head.weight, value)
+
+
+def test_describe_says_how_a_folder_is_quantised(tmp_path):
+    path = write_quantised(tmp_path, "awq")
+    assert "\nquantised     awq: 4 bits, groups of 64; 14 weights in 1" in describe(path)
+    assert "quantised" not in describe(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("kind", ["packed-4", "packed-4-zeros", "packed-8", "packed-8-zeros", "float-channel", "int8"])
+def test_what_compressed_tensors_writes(kind, tmp_path, monkeypatch):
+    """Catches a description of ours that is not the library's."""
+    library = pytest.importorskip("compressed_tensors")
+    config = KINDS[kind].config
+    scheme = library.quantization.QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(config["format"])
+
+    def make(N, C):
+        bits, columns = scheme.weights.num_bits, scheme.weights.group_size or C
+        shape = N, C // columns
+        zeros = torch.zeros(shape) if scheme.weights.symmetric else torch.randint(-2**(bits - 1), 2**(bits - 1), shape)
+        state = dict(weight=torch.randn(N, C).bfloat16(), weight_zero_point=zeros.to(torch.int8),
+                     weight_scale=(0.05 + 0.1 * torch.rand(shape)).bfloat16())
+        parts = compressor.compress(state, scheme)
+        return parts, compressor.decompress(parts, scheme)["weight"]
+    monkeypatch.setitem(KINDS, kind, Kind(config, make))
+    path = write_quantised(tmp_path, kind)
+    got, want = (checkpoint.load(x, torch.bfloat16, "cpu") for x in (path, tmp_path / "plain"))
+    assert all(torch.equal(got.get_parameter(name), x) for name, x in want.named_parameters())
+
+
+def test_what_transformers_reads_of_fp8(tmp_path):
+    """Catches a folder that the rest of the world reads otherwise. transformers takes the size of blocks from the
+    number of scales, so they are whole here."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    path = write_quantised(tmp_path, "fp8", n_inner=256)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)  # dequantised on a CPU
+    ours = checkpoint.load(path, torch.bfloat16, "cpu")
+    for layer, block in zip(theirs.model.layers, ours.blocks):
+        q, k, v = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv")
+        assert torch.equal(torch.cat((q, k, v)), block.attn.qkv.weight)
+        assert torch.equal(torch.cat((layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight)), block.mlp.up.weight)
+        assert torch.equal(layer.self_attn.o_proj.weight, block.attn.proj.weight)
+        assert torch.equal(layer.mlp.down_proj.weight, block.mlp.down.weight)
+
+
+def edit(path, change=None, **config):
+    """Changes a folder's tensors by change(tensors), and its quantization_config."""
+    if change:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = raw["quantization_config"] | config
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+def without_config(path):
+    raw = json.loads((path / "config.json").read_text())
+    del raw["quantization_config"]
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+def replace_plain(path):
+    (path.parent / "plain" / "model.safetensors").rename(path / "model.safetensors")
+
+
+LAYER = "model.layers.0.mlp.down_proj."
+tensor = lambda part, f: lambda tensors: tensors.update({LAYER + part: f(tensors[LAYER + part])})
+BROKEN = {  # case: (kind, what breaks it, what is said)
+    "method by name": ("awq", dict(quant_method="bitsandbytes"), "quantised (bitsandbytes), which is not supported"),
+    "no method": ("awq", dict(quant_method=None), "quantised (by an unknown method)"),
+    "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
+    "bits that are text": ("gptq-4", dict(bits="4"), "bits '4' is not supported"),
+    "version": ("awq", dict(version="gemv"), "awq's version 'gemv' is not supported; supported: gemm"),
+    "group": ("awq", dict(group_size="x"), "group size must be a whole number"),
+    "group that does not divide": ("awq", dict(group_size=100), "which groups of 100 do not divide"),
+    "small group": ("packed-4-16", dict(), "in groups of 16; groups of 128, 64 or 32 are supported"),
+    "other group than the tensors": ("awq", dict(group_size=32), "qzeros should be int32 of shape (6, 16) for awq: 4 "
+                                     "bits, groups of 32, but is int32 of (3, 16)"),
+    "other bits than the tensors": ("gptq-4", dict(bits=8), "groups of 64 do not divide"),
+    "marlin": ("gptq-4", dict(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
+    "sparse": ("packed-4", dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity"),
+    "two schemes": ("packed-4", dict(config_groups=dict(a=dict(weights=dict(num_bits=4)),
+                                                        b=dict(weights=dict(num_bits=8)))), "all have the same"),
+    "groups of another type": ("packed-4", dict(config_groups=[]), "expected config_groups"),
+    "weights of another type": ("packed-4", dict(config_groups=dict(a=dict(weights=None))), "expected config_groups"),
+    "nvfp4": ("packed-4", dict(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not supported"),
+    "blocks of another type": ("fp8", dict(weight_block_size=128), "expected blocks as a list"),
+    "act-order": ("gptq-4", lambda p: edit(p, tensor("g_idx", lambda x: x.flip(0))), "act-order"),
+    "scales that are not finite": ("awq", lambda p: edit(p, tensor("scales", lambda x: x * torch.inf)), "not finite"),
+    "other shape": ("awq", lambda p: edit(p, tensor("qzeros", lambda x: x[:1])), "qzeros should be int32 of shape"),
+    "other type": ("fp8", lambda p: edit(p, tensor("weight", lambda x: x.float())), "should be float8_e4m3fn of"),
+    "part missing": ("awq", lambda p: edit(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
+    "values missing": ("awq", lambda p: edit(p, lambda t: t.pop(LAYER + "qweight")), "no qweight"),
+    "shape that lies": ("packed-4", lambda p: edit(p, tensor("weight_shape", lambda x: x + 1)), "weight_shape of"),
+    "quantised tensors without a config": ("awq", without_config, "needs its quantization_config"),
+    "fp8 without a config": ("fp8", without_config, "quantis"),
+    "config without quantised tensors": ("awq", replace_plain, "but no tensor is called scales"),
+    "GPT-2": ("awq", lambda p: edit_family(p), "a quantised checkpoint of gpt2 is not supported"),
+}
+
+
+def edit_family(path):
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | dict(model_type="gpt2")))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused_in_one_line(case, tmp_path, monkeypatch):
+    """Catches a folder that is believed before it is checked, and memory that is taken before."""
+    kind, breaks, says = BROKEN[case]
+    path = write_quantised(tmp_path, kind)
+    edit(path, **breaks) if isinstance(breaks, dict) else breaks(path)
+    monkeypatch.setattr(checkpoint, "check_memory", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(InputError) as caught:
+        GPT.from_pretrained(path, device="cpu")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
