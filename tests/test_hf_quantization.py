@@ -107,7 +107,11 @@ KINDS = {
     "float-tensor": Kind(compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
                          plain(FP8, None, None)),
     "float-channel": Kind(compressed("float-quantized", num_bits=8, type="float"), plain(FP8, 1, None)),
+    "float-block": Kind(compressed("float-quantized", num_bits=8, type="float", strategy="block",
+                                   block_structure=[128, 128]), plain(FP8, 128, 128)),
     "int8": Kind(compressed("int-quantized", num_bits=8), plain(torch.int8, 1, None)),
+    "naive": Kind(compressed("naive-quantized", num_bits=8), plain(torch.int8, 1, None)),
+    "fp8-tensor": Kind(dict(quant_method="fp8"), plain(FP8, None, None, "weight_scale_inv", torch.float32)),
     "fp8": Kind(dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"),
                 plain(FP8, 128, 128, "weight_scale_inv", torch.float32)),
 }
