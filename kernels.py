@@ -4,17 +4,17 @@
     project_topk        LM head + log-softmax + top-k, for drafting
     project_sample      LM head + argmax or Gumbel-argmax, for verifying
     commit_path         moves the accepted nodes' cache rows to the front
+    linear_quantized    a product with a weight of 4 or 8 bits; sum_parts adds its splits, or ranks
     add_norm            residual add + RMSNorm or LayerNorm
     rope_cache          norm and rotation of queries and keys, write of keys and values
     glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
-    select_candidates   the best proposals of a depth
-    best_tree           the best of all depths, as a tree
+    select_candidates   the best proposals of a depth; best_tree: of all depths, as a tree
     ngram_lookup        what followed when the text was here before
     merge_chain         adds that to a tree
     accept_path         the walk down the tree
     filtered_sample     a sample after top-k, top-p and min-p
 
-The first four move the bytes of a step, the others save launches between them. Each has its formula
+The first five move the bytes of a step, the others save launches between them. Each has its formula
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
 same signature. The function runs the kernel for CUDA tensors, and for CPU tensors if
 TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
@@ -938,7 +938,7 @@ def _column(n, device):
 #   weight[n, c] = (q[n, c] - zeros[g, n]) * scales[g, n]   for the group g = c // (C / G) of c
 #   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
 #
-# q - zero is exact in half precision: only the float32 sums are rounded, and the result.
+# N outputs, G groups of C. q - zero is exact in half precision: only sums and results are rounded.
 #
 # Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros are a 20th of 4
 # bits in groups of 128. Weights are unpacked in registers, from which Hopper's wide instructions
@@ -1072,7 +1072,8 @@ def _linear_quantized_kernel(
        scales="G N float16|bfloat16|float32 contiguous", zeros="G N int8 contiguous?",
        bias="N float?")
 def linear_quantized(x, packed, scales, zeros, kind, bias=None):
-    """x times a `QuantizedWeight`, plus a bias -> [M, N]. A row's bits do not depend on others."""
+    """x [M, C] times a `QuantizedWeight` [N, C], plus bias [N] -> [M, N] in x's dtype. A row's bits
+    do not depend on the rows beside it. For more rows: `dequantize`, and a product."""
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
     (M, C), (G, N) = x.shape, scales.shape
