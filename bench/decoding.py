@@ -75,9 +75,10 @@ def decode_in_turns(model, given, ways, args, runs=1, **options):
 
 def decode_once(model, given, max_new_tokens, policy=None, **options):
     """The Output of an engine of its own, after a few tokens that compile and load everything, with
-    `peak_gb` of a GPU's memory. A copy of the policy learns, from the prompts alone."""
+    `peak_gb` of a GPU's memory. policy: default what `prepare` fits, with the times that it
+    measures; a copy of it learns, from the prompts alone."""
     def ready_engine():
-        engine = prepare(model, given, max_new_tokens, policy=deepcopy(policy), **options)
+        engine = prepare(model, given, max_new_tokens, policy=policy, **options)
         afresh = deepcopy(engine.policy)
         engine.generate(given[:engine.decoder.batch_size], min(8, max_new_tokens))
         engine.policy = afresh
@@ -181,7 +182,7 @@ def ways_to_draft(heads, fitted, timed):
     drafters += [(str(plan), last, plan) for plan in plans]
     ways = {name: dict(heads=kind, policy=FixedPolicy(plan)) for name, kind, plan in drafters}
     times = {name: timed(kind if plan.head_nodes else None, plan) for name, kind, plan in drafters}
-    return ways | {"auto": dict(heads=last, policy=policy)}, times
+    return ways | {"auto": dict(heads=last, lookup=True)}, times
 
 
 def measure_batch(model, given, heads, batch_size, floor, args, record, table):
@@ -198,8 +199,9 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}
     steps = median_run(outputs["auto"]).plans
     rows["auto"]["plans"] = {str(plan): count for plan, (count, _) in steps.items()}
-    names = map(str, ways["auto"]["policy"].plans)
-    best = max(names, key=lambda name: rows[name]["tokens_per_second"])
+    singles = [name for name, way in ways.items() if way["heads"] in (None, ways["auto"]["heads"])
+               and name != "auto"]
+    best = max(singles, key=lambda name: rows[name]["tokens_per_second"])
     ratio = paired_ratio(outputs["auto"], outputs[best])
     record.setdefault("auto_over_best", {})[str(batch_size)] = ratio
     if batch_size == 1 or "transformers" not in record:

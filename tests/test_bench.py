@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,13 +19,13 @@ from bench import Table, decoding, kinds, steps
 from bench import __main__ as bench
 from bench.kinds import KINDS
 from clover import PRESETS, CloverHeads
-from generate import DraftPlan, FixedPolicy, Sampling, capture, generate
+from generate import DraftPlan, Engine, FixedPolicy, Sampling, capture, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig, InputError
 from tools import timing, tune
+from tools.policy import AdaptivePolicy
 from tools.timing import PREFIX, STAGES, timing_decoder
-from tools.tune import fit
 from training import base
 from training.data import load_tokens, prompts
 
@@ -210,8 +211,8 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round(monkeypatch):
 
 def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
     """Bug: auto beside other heads that were faster, beside a plan that is not the best, or a ratio of medians."""
-    ways = {name: {} for name in ("plain", "medusa 1", "lookup 3")} | dict(auto=dict(
-        policy=SimpleNamespace(plans=(DraftPlan(), DraftPlan(0, 3)))))
+    ways = {"plain": None, "medusa 1": "medusa", "lookup 3": "clover", "auto": "clover"}
+    ways = {name: dict(heads=heads) for name, heads in ways.items()}
     runs = {"plain": spent(8, 8, 8), "medusa 1": spent(1, 1, 1), "lookup 3": spent(4, 2, 6), "auto": spent(2, 8, 3)}
     rows = {name: dict(tokens_per_second=decoding.median_run(done).tokens_per_second) for name, done in runs.items()}
     monkeypatch.setattr(decoding, "ways_to_draft", lambda *_: (ways, {"plain": 2.0}))
@@ -223,15 +224,24 @@ def test_auto_is_held_against_the_best_variant_round_by_round(monkeypatch, toy):
     assert table[3]["plans"] == {"lookup 3": 8} and [row.get("step_ms") for row in table] == [2000, *[None] * 3]
 
 
-def test_every_run_of_auto_starts_afresh(toy):
-    """Bug: a run that knows what an earlier run learnt, from other runs of the same prompts or from warming up."""
-    policy = fit(toy, None, True, 2, Sampling(1.0))
-    ways = dict(plain=dict(policy=FixedPolicy(DraftPlan())), auto=dict(policy=policy))
-    args, given = SimpleNamespace(max_new_tokens=40), [[5, 9, 2], [7, 1]]
+def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
+    """Bug: a run that knows what an earlier run learnt, from the same prompts or from warming up; one that knows no
+    times, as nobody's does."""
+    ways = dict(plain=dict(policy=FixedPolicy(DraftPlan())), auto=dict(lookup=True))
+    args, given, policies = SimpleNamespace(max_new_tokens=40), [[5, 9, 2], [7, 1]], []
+    generate = Engine.generate
+
+    def noted(engine, prompts, max_new_tokens):
+        policies.append((max_new_tokens, deepcopy(engine.policy)))
+        return generate(engine, prompts, max_new_tokens)
+    monkeypatch.setattr(Engine, "generate", noted)
     rows, outputs = decoding.decode_in_turns(toy, given, ways, args, runs=2, temperature=1.0, batch_size=2)
     first, second = outputs["auto"]
-    assert first.tokens == second.tokens
-    assert policy.step == 0 and policy.tokens == policy.expected and rows["auto"]["identical"] == 1.0
+    assert first.tokens == second.tokens and rows["auto"]["identical"] == 1.0
+    starts = [policy for new, policy in policies if new == 40 and isinstance(policy, AdaptivePolicy)]
+    assert len(starts) == 2
+    for policy in starts:
+        assert policy.step == 0 and policy.tokens == policy.expected and policy.times.cost.measured
 
 
 def test_decode_on_random_weights(run, monkeypatch):
