@@ -53,7 +53,8 @@ class Text:
         self.hindsight = Hindsight(self.prompt, [])
 
     def step(self, plan):
-        source, start = self.hindsight.source, len(self.tokens)
+        start = len(self.tokens)
+        source = self.hindsight.source(start)
         self.tokens += [self.next_token(start + n) for n in range(11)]
         right = 0
         while source is not None and right < plan.lookup_tokens and (
@@ -62,8 +63,7 @@ class Text:
         path = [0, *(node for node in (1, 3, 5, 7) if node <= plan.head_nodes and self.rng.random() < self.heads)]
         path += [plan.head_nodes + 1] * (1 + right - len(path))
         del self.tokens[start + len(path):]
-        for token in self.tokens[start:]:
-            self.hindsight.append(token)
+        self.hindsight.append(self.tokens[start:])
         return self.tokens[start:], path
 
 
@@ -170,8 +170,11 @@ def test_hindsight_is_what_lookup_would_have_found(n):
         text = [rng.randrange(symbols) for _ in range(60)] * 2 + [rng.randrange(symbols) for _ in range(60)]
         start = rng.randrange(1, 9)
         hindsight, told, want = Hindsight(text[:start], [n]), [], []
-        for token in text[start:]:
-            told += hindsight.add(token).values()
+        at = start
+        while at < len(text):
+            step = rng.randrange(1, 13)
+            told += hindsight.add(text[at:at + step])[n]
+            at += step
         while start < len(text):
             lengths = torch.tensor([start - 1], dtype=torch.int32)
             chain = kernels.ngram_lookup(torch.tensor([text], dtype=torch.int32), lengths, n)[0].tolist()

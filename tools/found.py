@@ -1,7 +1,7 @@
 """What plans find in the texts of a run. What lookup finds is seen in the text, whether it drafted
 or not; what heads find is expected as in their table, as far as their own steps bear it out."""
 
-MEMORY = 32     # tokens of each sequence that running means look back on
+MEMORY = 16     # tokens of each sequence that running means look back on
 FEWEST = 4      # an expectation counts as much as this many steps of one sequence
 # expected of lookup until more is known: how likely a token is right if those before it are
 HOPE = 0.4
@@ -13,36 +13,43 @@ HEADS = 0.1 ** 2  # variance of the log of what the heads find, until their step
 class Hindsight:
     """What lookup would have found in one text, seen as it grows: the chains that
     `kernels.ngram_lookup` drafts, of some lengths, each in steps that begin where its last one
-    ended."""
+    ended. A token is a character here: nothing else of Python is searched as fast."""
 
     def __init__(self, prompt, lengths):
-        self.text = []
-        self.ends = {}    # the newest 1 to 4 tokens -> where they ended last
-        self.chains = {}  # length -> (right tokens so far, where it copies from, where it begins)
-        for token in prompt:
-            self.append(token)
-        self.begin(lengths)
+        self.text = ""
+        self.append(prompt)
+        chain = len(self.text), self.source(len(self.text)), 0
+        # length -> (where its step begins, where it copies from, right tokens so far)
+        self.chains = dict.fromkeys(lengths, chain)
 
-    def append(self, token):
-        self.text.append(token)
-        suffixes = [tuple(self.text[-n:]) for n in (4, 3, 2, 1)]
-        self.source = next((self.ends[x] for x in suffixes if x in self.ends), None)
-        self.ends.update(dict.fromkeys(suffixes, len(self.text)))
+    def append(self, tokens):
+        self.text += "".join([chr(token % 0x110000) for token in tokens])  # of all there are
 
-    def begin(self, lengths):
-        self.chains.update(dict.fromkeys(lengths, (0, self.source, len(self.text))))
+    def source(self, begin):
+        """What followed when the newest tokens before `begin`, 4 or fewer, stood in the text last;
+        None if they did not."""
+        for n in range(min(4, begin), 0, -1):
+            found = self.text.rfind(self.text[begin - n:begin], 0, begin - 1)
+            if found >= 0:
+                return found + n
 
-    def add(self, token):
-        """Adds a token to the text -> {length: right tokens} of the chains whose step it ends."""
-        ended = {}
-        for n, (right, source, start) in self.chains.items():
-            drafted = source is not None and right < n
-            if drafted and self.text[source + right % (start - source)] == token:
-                self.chains[n] = right + 1, source, start
+    def add(self, tokens):
+        """Adds tokens to the text -> {length: right tokens of each of its steps that they end}."""
+        self.append(tokens)
+        return {n: self.end_steps(n) for n in self.chains}
+
+    def end_steps(self, n):
+        text, ended = self.text, []
+        begin, source, right = self.chains[n]
+        while begin + right < len(text):
+            # after a period a chain copies itself, which is the text as long as it is right
+            if source and right < n and text[source + right] == text[begin + right]:
+                right += 1
             else:
-                ended[n] = right
-        self.append(token)
-        self.begin(ended)
+                ended.append(right)
+                begin += right + 1
+                source, right = self.source(begin), 0
+        self.chains[n] = begin, source, right
         return ended
 
 
@@ -86,17 +93,15 @@ class TokensFound:
             self.add_texts(found)
 
     def add_texts(self, found):
-        before = self.texts  # of sequences that ended, too
-        self.texts = {sequence: before.get(sequence) or Hindsight(sequence.prompt, self.lookup)
-                      for sequence, _, _ in found}
+        self.texts = {sequence: self.texts.get(sequence) or Hindsight(sequence.prompt, self.lookup)
+                      for sequence, _, _ in found}  # without those that ended
         tokens_per_sequence = sum(len(tokens) for _, tokens, _ in found) / len(found)
         kept = (1 - 1 / MEMORY) ** tokens_per_sequence
         for counts in self.lookup.values():
             counts[:] = [kept * count for count in counts]
         for sequence, tokens, _ in found:
-            for token in tokens:
-                for n, right in self.texts[sequence].add(token).items():
-                    counts = self.lookup[n]
-                    counts[0] += 1
-                    counts[1] += right
-                    counts[2] += right == 0
+            for n, ended in self.texts[sequence].add(tokens).items():
+                counts = self.lookup[n]
+                counts[0] += len(ended)
+                counts[1] += sum(ended)
+                counts[2] += ended.count(0)

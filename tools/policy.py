@@ -25,7 +25,7 @@ FIRST = 1           # steps' time that may be lost by them at once
 MOST_LOST = 8       # steps' time of a trial that later ones make up for
 # plain decoding is taken where it is this near the best: a batch's texts then end together
 MARGIN = 0.06
-USELESS = 2         # steps' time of a sequence that heads may lose by reading, until they stop
+USELESS = 1         # steps' time of a sequence that heads may lose by reading, until they stop
 EVERY = 4           # steps between two trials, at least
 SHARED = 32         # steps after which ranks learn the times of rank 0, and ratios age
 
