@@ -199,7 +199,8 @@ def measure_batch(model, given, heads, batch_size, floor, args, record, table):
         row |= dict(step_ms=1e3 * times[name]) if times.get(name) else {}
     steps = median_run(outputs["auto"]).plans
     rows["auto"]["plans"] = {str(plan): count for plan, (count, _) in steps.items()}
-    *singles, _ = ways
+    ours = None, ways["auto"]["heads"]
+    *singles, _ = (name for name, way in ways.items() if way["heads"] in ours)
     best = max(singles, key=lambda name: rows[name]["tokens_per_second"])
     ratio = paired_ratio(outputs["auto"], outputs[best])
     record.setdefault("auto_over_best", {})[str(batch_size)] = ratio
