@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter, deque
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
@@ -160,8 +159,7 @@ def compare(model, heads, record, temperature, batch_size, texts=slice(None)):
 def bench(args):
     """`python -m bench policy`: records what --out does not hold, then replays."""
     model, heads, heldout, encoding = load(args, args.heads[-1:])
-    heads, = heads.values()
-    name = Path(args.heads[-1]).name
+    (name, heads), = heads.items()
     record = Record(args.out, any_machine=True, bench="policy", **settings(args, model), heads=name,
                     text=args.text)
     given = text_prompts(heldout, encoding, args.prompts, args)
