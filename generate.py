@@ -173,7 +173,7 @@ class Decoder:
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.run_first(batch_size)
-        self.checked = set()   # plans whose step has run
+        self.checked = set()   # (plan, the heads that read or None) whose step has run
         self.has_read = False  # a prompt: then its shapes are not checked any more
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.pool = None       # the memory of all graphs; None: there are none
@@ -189,14 +189,15 @@ class Decoder:
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
     def step(self, plan):
-        with unchecked(plan in self.checked):  # fixed shapes are checked in the first step alone
+        run = plan, self.heads
+        with unchecked(run in self.checked):   # fixed shapes are checked in the first step alone
             tree = self.draft(plan)            # tokens, parents, depths, ancestors: [B, T]
             positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
             normed, hidden = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
             target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
             accepted = self.accept(plan, tree, target)         # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
-        self.checked.add(plan)
+        self.checked |= {run, (plan, None)}    # without heads a step does less
         return accepted.packed
 
     def draft(self, plan):
@@ -272,7 +273,7 @@ class Decoder:
         plan's first step runs eagerly, which compiles it; then it is captured, and replayed."""
         plan = plan or self.plans[0]
         step = partial(self.step, plan)
-        if self.pool is None or plan not in self.checked:
+        if self.pool is None or (plan, self.heads) not in self.checked:
             return step
         if plan not in self.graphs:
             self.graphs[plan] = capture(step, self.model.device, self.pool)
@@ -282,7 +283,8 @@ class Decoder:
     def launch(self, plan):
         """Starts one step -> a function that waits for it and returns (`Accepted.lists`, seconds,
         None for a plan's first steps, which compile and capture it)."""
-        usual = plan in self.checked and (self.pool is None or plan in self.graphs)
+        checked = (plan, self.heads) in self.checked
+        usual = checked and (self.pool is None or plan in self.graphs)
         P = self.max_path(plan)
         read = lambda packed: Accepted.views(packed, P).lists()
         started = time.perf_counter()
@@ -347,8 +349,6 @@ class Decoder:
                 torch.cuda.synchronize(self.model.device)  # a step may be in flight
             self.heads = heads
             self.graphs.clear()
-            if heads:  # else steps do less than those that ran
-                self.checked.clear()
 
     def release(self, slot):
         """Makes a slot idle. It still runs, since shapes are fixed, on an empty sequence."""

@@ -36,6 +36,7 @@ class Cost:
     def __init__(self, seconds=SECONDS.get, measured=()):
         self.measured = measured
         self.seconds = seconds
+        self.batch_size = 1
 
     def __call__(self, plan, batch, reads=True):
         return self.seconds(plan) * (1.0 if reads or plan.head_nodes else 0.9)

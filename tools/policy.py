@@ -113,7 +113,7 @@ class AdaptivePolicy:
         self.found = found
         self.plans = tuple(times.plans)
         self.step = 0
-        self.batch = 1          # sequences of the last step
+        self.batch = times.cost.batch_size  # sequences of the last step
         self.allowance = FIRST  # what trials may lose, in steps of the best plan
         self.set_times(times)
         self.expected = self.tokens
@@ -210,10 +210,12 @@ class AdaptivePolicy:
         self.batch = len(found)
         self.found.add(plan, found)
         self.add_time(plan, seconds)
+        self.decide()
         if self.may_drop_heads and not self.drops_heads:
             gain = self.batch * self.gain_without_heads()
             self.useless = max(self.useless + gain, -USELESS)
-        self.decide()
+            if self.drops_heads:
+                self.decide()
 
     def add_time(self, plan, seconds):
         """Learns what a step took, and charges what it lost if it was a trial."""
