@@ -173,7 +173,7 @@ class Decoder:
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
         self.run_first(batch_size)
-        self.checked = set()   # (plan, the heads that read or None) whose step has run
+        self.ran = set()       # (plan, the heads that read or None), of the steps until now
         self.has_read = False  # a prompt: then its shapes are not checked any more
         self.steps_ahead = 0   # steps in flight while the host reads an earlier one
         self.pool = None       # the memory of all graphs; None: there are none
@@ -189,16 +189,18 @@ class Decoder:
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
     def step(self, plan):
-        run = plan, self.heads
-        with unchecked(run in self.checked):   # fixed shapes are checked in the first step alone
+        with unchecked(self.has_run(plan)):    # fixed shapes are checked in the first step alone
             tree = self.draft(plan)            # tokens, parents, depths, ancestors: [B, T]
             positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
             normed, hidden = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
             target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
             accepted = self.accept(plan, tree, target)         # tokens, path [B, P], count [B]
             self.commit(plan, hidden, accepted)
-        self.checked |= {run, (plan, None)}    # without heads a step does less
+        self.ran |= {(plan, self.heads), (plan, None)}  # without heads a step does less
         return accepted.packed
+
+    def has_run(self, plan):
+        return (plan, self.heads) in self.ran
 
     def draft(self, plan):
         tree, slots = self.plain_tree, self.slots
@@ -273,7 +275,7 @@ class Decoder:
         plan's first step runs eagerly, which compiles it; then it is captured, and replayed."""
         plan = plan or self.plans[0]
         step = partial(self.step, plan)
-        if self.pool is None or (plan, self.heads) not in self.checked:
+        if self.pool is None or not self.has_run(plan):
             return step
         if plan not in self.graphs:
             self.graphs[plan] = capture(step, self.model.device, self.pool)
@@ -283,8 +285,7 @@ class Decoder:
     def launch(self, plan):
         """Starts one step -> a function that waits for it and returns (`Accepted.lists`, seconds,
         None for a plan's first steps, which compile and capture it)."""
-        checked = (plan, self.heads) in self.checked
-        usual = checked and (self.pool is None or plan in self.graphs)
+        usual = self.has_run(plan) and (self.pool is None or plan in self.graphs)
         P = self.max_path(plan)
         read = lambda packed: Accepted.views(packed, P).lists()
         started = time.perf_counter()
@@ -455,10 +456,9 @@ class Engine:
 
         on_step(index, tokens, path, plan) is called with the tokens of each step and the accepted
         nodes, root first, of which those after plan.head_nodes are lookup's alone; on_end(sequence)
-        with a `Sequence` that ended. keep: for one
-        prompt in one slot, as in a chat. What the prompt has in common with the text of the last
-        call that kept it is not computed again; the model must be the same still.
-        Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
+        with a `Sequence` that ended. keep: for one prompt in one slot, as in a chat. What the
+        prompt has in common with the text of the last call that kept it is not computed again; the
+        model must be the same. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
         decoder = self.decoder
         sequences = self.new_sequences(prompts, max_new_tokens, stop, encoding)
         if keep and (decoder.batch_size, len(prompts)) != (1, 1):
