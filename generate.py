@@ -457,8 +457,8 @@ class Engine:
         on_step(index, tokens, path, plan) is called with the tokens of each step and the accepted
         nodes, root first, of which those after plan.head_nodes are lookup's alone; on_end(sequence)
         with a `Sequence` that ended. keep: for one prompt in one slot, as in a chat. What the
-        prompt has in common with the text of the last call that kept it is not computed again; the
-        model must be the same. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
+        prompt shares with the text of the last call that kept it is not computed again; the model
+        must be the same. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
         decoder = self.decoder
         sequences = self.new_sequences(prompts, max_new_tokens, stop, encoding)
         if keep and (decoder.batch_size, len(prompts)) != (1, 1):
