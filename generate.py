@@ -78,8 +78,8 @@ class FixedPolicy:
         """The plan of the next step."""
         return self.plans[0]
 
-    def update(self, plan, found, seconds=None):
-        """What a step found, [(sequence, tokens, path)], and how long it took."""
+    def update(self, plan, found, seconds=None, slots=None):
+        """What a step of so many slots found, [(sequence, tokens, path)], and how long it took."""
 
 
 class Accepted(NamedTuple):
@@ -569,7 +569,7 @@ class Engine:
                 del self.running[slot]
                 self.decoder.release(slot)
                 self.free.append(slot)
-        self.policy.update(plan, found, seconds)
+        self.policy.update(plan, found, seconds, slots=len(self.decoder.slots.root))
 
     def compact_slots(self):
         """With no prompt left to admit, runs only the slots that are busy, moved to the front: a

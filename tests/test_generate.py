@@ -194,7 +194,7 @@ class InTurns(FixedPolicy):
         self.selected += 1
         return self.plans[self.selected // 2 % len(self.plans)]  # each twice, so that some follow themselves
 
-    def update(self, plan, found, seconds=None):
+    def update(self, plan, found, seconds=None, slots=None):
         self.told[plan] += len(found)
 
 

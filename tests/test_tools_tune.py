@@ -137,7 +137,7 @@ def test_the_file_of_times_serves_the_next_process(toy):
     for plan in first.plans:
         cost = first.cost(plan, 1) * math.exp(first.plans[plan].mean)
         assert again.cost(plan, 1) == pytest.approx(cost) and again.plans[plan].variance == TIMED
-    assert again.gains == first.learnt_gains() and again.cost.reading == first.cost.reading
+    assert again.gains == first.learnt_gains and again.cost.reading == first.cost.reading
     entry, = json.loads(file.read_text()).values()
     file.write_text(json.dumps({str(key): entry for key in range(3 * tune.KEPT)}))
     keep_times(engine)

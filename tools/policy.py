@@ -18,7 +18,6 @@ TIMED = 0.1 ** 2    # where it was measured, in this run or an earlier one
 AGEING = 3e-5       # what the variance of a plan's ratio gains in a step
 CHANGED = 0.25      # of the log speed, against its mean: other work has come or gone
 FADING = 1 / 64     # share that a mean forgets in a step
-WAITS = 1.0         # of the log speed: several threads wait for one that does not run
 FEWER = 1.15        # more threads are taken where they are quicker by this factor
 TRIALS = 0.01       # share of the time that may be lost by trials
 FIRST = 1           # steps' time that may be lost by them at once
@@ -51,16 +50,12 @@ class StepTimes:
         self.plans = {plan: Estimate(variance=TIMED if plan in cost.measured else GUESSED)
                       for plan in plans}
         self.speeds = {n: Estimate(-gain, spread) for n, gain in gains.items()}
+        self.learnt_gains = gains
         self.usual = {}  # number of threads -> a running mean of its speed
         self.noise = NOISE
 
     def learnt(self):
         return dict(plans=self.plans, speeds=self.speeds, usual=self.usual, noise=self.noise)
-
-    def learnt_gains(self):
-        """`gains` as they were found to be."""
-        first, *_ = self.speeds.values()
-        return {n: first.mean - speed.mean for n, speed in self.speeds.items()}
 
     def seconds(self, plan, threads, batch, reads=True):
         """Of a step of `batch` sequences. reads: whether heads read, also where lookup drafts."""
@@ -80,8 +75,6 @@ class StepTimes:
                 part.variance *= 1 - gain
         else:  # it counts for nothing; another one like it will, for the machine's speed
             speed.variance += error ** 2
-            if threads > min(self.speeds) and error > WAITS:
-                speed.mean += error
         speed.variance += DRIFT
         for n, other in self.speeds.items():
             if n != threads:
@@ -94,6 +87,9 @@ class StepTimes:
                             for n, gain in self.gains.items() if n != threads}
         else:
             self.usual[threads] = usual + FADING * (speed.mean - usual)
+        if batch == self.cost.batch_size:  # fewer sequences gain less
+            first, *_ = self.speeds.values()
+            self.learnt_gains = {n: first.mean - x.mean for n, x in self.speeds.items()}
 
     def age(self, steps):
         """What was learnt of the plans' ratios counts less after these steps."""
@@ -113,7 +109,7 @@ class AdaptivePolicy:
         self.found = found
         self.plans = tuple(times.plans)
         self.step = 0
-        self.batch = times.cost.batch_size  # sequences of the last step
+        self.batch = times.cost.batch_size  # slots of the last step
         self.allowance = FIRST  # what trials may lose, in steps of the best plan
         self.set_times(times)
         self.expected = self.tokens
@@ -201,13 +197,13 @@ class AdaptivePolicy:
                 gains[self.best, n] = gain
         return gains
 
-    def update(self, plan, found, seconds=None):
-        """What a step of `plan` found in each sequence, [(`Sequence`, its tokens, its path)], and
-        how long it took, if that is known."""
+    def update(self, plan, found, seconds=None, slots=None):
+        """What a step of `plan` found in each sequence, [(`Sequence`, its tokens, its path)], how
+        long it took, if that is known, and how many slots ran, default one for each sequence."""
         self.step += 1
         if not found:
             return
-        self.batch = len(found)
+        self.batch = slots or len(found)
         self.found.add(plan, found)
         self.add_time(plan, seconds)
         self.decide()

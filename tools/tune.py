@@ -290,7 +290,7 @@ def entry(times):
     pair = lambda plan, x: [math.exp(x.mean) * cost(plan, n) for n in (1, cost.batch_size)]
     plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan, x)
              for plan, x in times.plans.items() if x.variance < GUESSED / 2}
-    gains = {n: max(gain, 0.0) for n, gain in times.learnt_gains().items()}  # other work may go
+    gains = {n: max(gain, 0.0) for n, gain in times.learnt_gains.items()}  # other work may go
     return dict(plans=plans, reading=cost.reading, gains=gains)
 
 
