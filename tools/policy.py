@@ -18,6 +18,7 @@ TIMED = 0.1 ** 2    # where it was measured, in this run or an earlier one
 AGEING = 3e-5       # what the variance of a plan's ratio gains in a step
 CHANGED = 0.25      # of the log speed, against its mean: other work has come or gone
 FADING = 1 / 64     # share that a mean forgets in a step
+WAITS = 1.0         # of the log speed: several threads wait for one that does not run
 FEWER = 1.15        # more threads are taken where they are quicker by this factor
 TRIALS = 0.01       # share of the time that may be lost by trials
 FIRST = 1           # steps' time that may be lost by them at once
@@ -75,6 +76,8 @@ class StepTimes:
                 part.variance *= 1 - gain
         else:  # it counts for nothing; another one like it will, for the machine's speed
             speed.variance += error ** 2
+            if threads > min(self.speeds) and error > WAITS:
+                speed.mean += error
         speed.variance += DRIFT
         for n, other in self.speeds.items():
             if n != threads:
