@@ -51,7 +51,7 @@ class StepTimes:
         self.plans = {plan: Estimate(variance=TIMED if plan in cost.measured else GUESSED)
                       for plan in plans}
         self.speeds = {n: Estimate(-gain, spread) for n, gain in gains.items()}
-        self.learnt_gains = gains
+        self.learnt_gains = gains  # running means
         self.usual = {}  # number of threads -> a running mean of its speed
         self.noise = NOISE
 
@@ -92,7 +92,8 @@ class StepTimes:
             self.usual[threads] = usual + FADING * (speed.mean - usual)
         if batch == self.cost.batch_size:  # fewer sequences gain less
             first, *_ = self.speeds.values()
-            self.learnt_gains = {n: first.mean - x.mean for n, x in self.speeds.items()}
+            self.learnt_gains = {n: gain + FADING * (first.mean - self.speeds[n].mean - gain)
+                                 for n, gain in self.learnt_gains.items()}
 
     def age(self, steps):
         """What was learnt of the plans' ratios counts less after these steps."""
