@@ -276,6 +276,20 @@ def test_few_threads_are_taken_where_more_bring_little():
         assert taken[most] > 400
 
 
+@pytest.mark.parametrize("hiccup", [4, 20, 1000])
+def test_a_hiccup_does_not_leave_a_run_on_one_thread(hiccup):
+    """Catches a single slow step on two threads that is believed until the end: nothing else may have been wrong."""
+    rng = random.Random(0)
+    policy, text = adaptive(gains={1: 0.0, 2: 0.4}), Text(rng, repeats=True)
+    quiet = lambda threads: math.exp(-0.4) if threads == 2 else 1.0
+    spend(policy, [text], 300, rng, quiet)
+    assert policy.best_threads == 2
+    policy.update(policy.select(), [(text, *text.step(LONG))], hiccup * SECONDS[LONG])
+    assert policy.best_threads == 1
+    spend(policy, [text], 100, rng, quiet)
+    assert policy.best_threads == 2
+
+
 def test_ranks_select_the_same():
     """Catches ranks that learn from clocks of their own, and wait for one another for ever."""
     told = []

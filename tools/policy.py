@@ -179,7 +179,8 @@ class AdaptivePolicy:
         if self.step % EVERY == 0:
             gains = self.trials()
             trial = max(gains, key=gains.get, default=(plan, threads))
-            if self.loss(trial[0], self.time(*trial)) <= self.allowance:
+            lost = self.loss(trial[0], self.time(*trial))
+            if min(lost, FIRST) <= self.allowance:  # all of it pays for any trial
                 plan, threads = trial
         self.set_threads(threads)
         return plan

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import time
 from dataclasses import asdict
 from functools import partial
@@ -185,7 +184,7 @@ def measure_steps(policy, decoder, end):
     by_threads = {}
     for n in gains:
         torch.set_num_threads(n)
-        by_threads[n] = statistics.fmean(times(plain, decoder.batch_size))
+        by_threads[n] = times(plain, decoder.batch_size)[0]
     quickest = min(by_threads.values())
     torch.set_num_threads(min(n for n in gains if by_threads[n] < FEWER * quickest))
     decoder.set_heads(None)
