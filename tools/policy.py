@@ -16,6 +16,7 @@ DRIFT = 0.05 ** 2   # of the machine's log speed, from step to step
 GUESSED = 0.3 ** 2  # of a log ratio of times, where it is a guess
 TIMED = 0.1 ** 2    # where it was measured, in this run or an earlier one
 AGEING = 3e-5       # what the variance of a plan's ratio gains in a step
+UNUSED = 0.035 ** 2  # of a number of threads' log speed, from step to step without it
 CHANGED = 0.25      # of the log speed, against its mean: other work has come or gone
 FADING = 1 / 64     # share that a mean forgets in a step
 WAITS = 1.0         # of the log speed: several threads wait for one that does not run
@@ -81,7 +82,7 @@ class StepTimes:
         speed.variance += DRIFT
         for n, other in self.speeds.items():
             if n != threads:
-                other.variance += FADING * (GUESSED - other.variance)
+                other.variance += UNUSED
         usual = self.usual.get(threads, speed.mean if self.usual else math.inf)
         # the first step tells of all numbers of threads; later, other work may have gone for all
         if speed.mean < usual - CHANGED:
@@ -196,7 +197,8 @@ class AdaptivePolicy:
             if gain > 0 and plan != self.best and self.loss(plan, self.time(plan)) <= FIRST:
                 gains[plan, self.best_threads] = gain
         best = self.times.speeds[self.best_threads].mean
-        for n, speed in self.times.speeds.items():
+        speeds = self.times.speeds if self.step else {}  # the first step tells of all of them
+        for n, speed in speeds.items():
             gain = best - speed.mean + 2 * math.sqrt(speed.variance)
             if gain > 0 and n != self.best_threads and speed.variance > GUESSED / 2:
                 gains[self.best, n] = gain
