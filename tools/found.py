@@ -1,107 +1,129 @@
-"""What plans find in the texts of a run. What lookup finds is seen in the text, whether it drafted
-or not; what heads find is expected as in their table, as far as their own steps bear it out."""
+"""What plans find in the texts of a run. The longer the match from which lookup copies, the more of
+its tokens are right, and the match is seen before the step; what heads find is expected as in their
+table, as far as their own steps bear it out."""
 
-MEMORY = 16     # tokens of each sequence that running means look back on
-FEWEST = 4      # an expectation counts as much as this many steps of one sequence
-# expected of lookup until more is known: how likely a token is right if those before it are
-HOPE = 0.4
-# where lookup finds nothing, the heads find this share of what they find elsewhere
-HARDER = 0.8
-HEADS = 0.1 ** 2  # variance of the log of what the heads find, until their steps were seen
+from bisect import bisect_right
+from collections import Counter
+
+LENGTHS = (1, 2, 3, 4, 8, 16)  # of a match, in tokens, from which it counts as a longer one
+# by length of the match, none first: how likely a token is right if those before it are, until more
+# is known
+HOPES = (0.0, 0.3, 0.5, 0.6, 0.75, 0.85, 0.93)
+FEWEST = 4     # an expectation counts as much as this many steps of one sequence
+MEMORY = 1 / 200      # share that a mean over chains forgets with each
+FORGOTTEN = 1 / 64    # share of what the heads found that is forgotten in a step
 
 
-class Hindsight:
-    """What lookup would have found in one text, seen as it grows: the chains that
-    `kernels.ngram_lookup` drafts, of some lengths, each in steps that begin where its last one
-    ended. A token is a character here: nothing else of Python is searched as fast."""
+class Text:
+    """One text as it grows, and lookup's chains at the starts of its steps, whether they were
+    drafted or not. A token is a character here: nothing else of Python is searched as fast."""
 
-    def __init__(self, prompt, lengths):
+    def __init__(self, prompt, longest):
+        self.longest = longest  # tokens of a chain
         self.text = ""
         self.append(prompt)
-        chain = len(self.text), self.source(len(self.text)), 0
-        # length -> (where its step begins, where it copies from, right tokens so far)
-        self.chains = dict.fromkeys(lengths, chain)
+        self.match = None       # class of the last match
+        self.chains = []        # not ended yet: [class, where its step starts, source, right tokens]
 
     def append(self, tokens):
         self.text += "".join([chr(token % 0x110000) for token in tokens])  # of all there are
 
-    def source(self, begin):
-        """What followed when the newest tokens before `begin`, 4 or fewer, stood in the text last;
-        None if they did not."""
-        for n in range(min(4, begin), 0, -1):
-            found = self.text.rfind(self.text[begin - n:begin], 0, begin - 1)
+    def find(self):
+        """(length, source) of the match from which `kernels.ngram_lookup` copies: where the newest
+        tokens, 4 or fewer, stood last, and up to 16 before them; (0, None) if they did not."""
+        text, end = self.text, len(self.text)
+        for n in range(min(4, end), 0, -1):
+            found = text.rfind(text[end - n:], 0, end - 1)
             if found >= 0:
-                return found + n
+                source, length = found + n, n
+                while n == 4 and length < min(16, source) and (
+                        text[source - length - 1] == text[end - length - 1]):
+                    length += 1
+                return length, source
+        return 0, None
+
+    def start_step(self, ahead):
+        """The class of the match before a step. ahead: the step starts after one in flight, but is
+        selected by what is known now."""
+        length, source = self.find()
+        before, self.match = self.match, bisect_right(LENGTHS, length)
+        known = before if ahead and before is not None else self.match
+        self.chains.append([known, len(self.text), source, 0])
+        return self.match
 
     def add(self, tokens):
-        """Adds tokens to the text -> {length: right tokens of each of its steps that they end}."""
+        """Adds tokens to the text -> [(class, right tokens)] of the chains that end with them."""
         self.append(tokens)
-        return {n: self.end_steps(n) for n in self.chains}
+        going, ended = [], []
+        for chain in self.chains:
+            (ended if self.ends(chain) else going).append(chain)
+        self.chains = going
+        return [(match, right) for match, _, _, right in ended]
 
-    def end_steps(self, n):
-        text, ended = self.text, []
-        begin, source, right = self.chains[n]
-        while begin + right < len(text):
+    def ends(self, chain):
+        """Counts a chain's right tokens -> whether there will be no more."""
+        match, start, source, right = chain
+        text = self.text
+        while source and right < self.longest and start + right < len(text):
             # after a period a chain copies itself, which is the text as long as it is right
-            if source and right < n and text[source + right] == text[begin + right]:
-                right += 1
-            else:
-                ended.append(right)
-                begin += right + 1
-                source, right = self.source(begin), 0
-        self.chains[n] = begin, source, right
-        return ended
+            if text[source + right] != text[start + right]:
+                return True
+            right = chain[3] = right + 1
+        return not source or right == self.longest
 
 
 class TokensFound:
-    """Calling it with a plan gives its tokens per step and sequence, by running means.
+    """Calling it with a plan gives the tokens per sequence that its next step should yield.
 
     by_heads: {how many nodes the heads draft: tokens per step that are expected of them alone}.
-    chains: lengths of lookup's chains."""
+    chains: lengths of lookup's chains. ahead: a step is in flight while the next one is selected."""
 
-    def __init__(self, by_heads, chains):
+    def __init__(self, by_heads, chains, ahead=False):
         self.by_heads = {0: 1.0} | by_heads
-        self.nodes_right = self.nodes_expected = FEWEST
-        self.lookup = {}  # length of a chain -> [its steps, their right tokens, those with none]
-        for n in chains:
-            right = sum(HOPE**i for i in range(1, n + 1))
-            self.lookup[n] = [FEWEST, FEWEST * right, FEWEST * (1 - HOPE)]
-        self.texts = {}   # sequence -> its Hindsight
+        self.nodes_right = self.nodes_expected = 0.0
+        self.ahead = ahead
+        self.texts = {}                # sequence -> its Text
+        self.matches = Counter([2])    # classes of the texts' matches
+        # by class: means, over chains, of right tokens by length of the chain, and of whether there
+        # were none
+        self.right = {n: [sum(hope**i for i in range(1, n + 1)) for hope in HOPES] for n in chains}
+        self.empty = [1 - hope for hope in HOPES]
+        self.counted = [FEWEST] * len(HOPES)
 
     def __call__(self, plan):
-        by_heads = (self.by_heads[plan.head_nodes] - 1) * self.nodes_right / self.nodes_expected
+        share = (FEWEST + self.nodes_right) / (FEWEST + self.nodes_expected)
+        by_heads = (self.by_heads[plan.head_nodes] - 1) * share
         if not plan.lookup_tokens:
             return 1 + by_heads
-        steps, right, empty = self.lookup[plan.lookup_tokens]
-        # with heads a stretch where lookup finds nothing takes fewer steps
-        return (steps + right) / (steps - empty + empty / (1 + HARDER * by_heads))
-
-    @property
-    def heads_variance(self):
-        """Of the log of what heads find."""
-        return HEADS * FEWEST / self.nodes_expected
+        right = self.right[plan.lookup_tokens]
+        found = sum(count * (right[match] + self.empty[match] * by_heads)
+                    for match, count in self.matches.items())
+        return 1 + found / self.matches.total()
 
     def add(self, plan, found):
         """Learns what a step of this plan found, [(sequence, tokens, path)]."""
+        self.nodes_right *= 1 - FORGOTTEN
+        self.nodes_expected *= 1 - FORGOTTEN
         if plan.head_nodes:
-            right = sum(0 < node <= plan.head_nodes for _, _, path in found for node in path)
-            expected = len(found) * (self.by_heads[plan.head_nodes] - 1)
-            kept = 1 - 1 / MEMORY
-            self.nodes_right = kept * self.nodes_right + right
-            self.nodes_expected = kept * self.nodes_expected + expected
-        if self.lookup:
+            self.nodes_right += sum(0 < node <= plan.head_nodes
+                                    for _, _, path in found for node in path)
+            self.nodes_expected += len(found) * (self.by_heads[plan.head_nodes] - 1)
+        if self.right:
             self.add_texts(found)
 
     def add_texts(self, found):
-        self.texts = {sequence: self.texts.get(sequence) or Hindsight(sequence.prompt, self.lookup)
+        longest = max(self.right)
+        self.texts = {sequence: self.texts.get(sequence) or Text(sequence.prompt, longest)
                       for sequence, _, _ in found}  # without those that ended
-        tokens_per_sequence = sum(len(tokens) for _, tokens, _ in found) / len(found)
-        kept = (1 - 1 / MEMORY) ** tokens_per_sequence
-        for counts in self.lookup.values():
-            counts[:] = [kept * count for count in counts]
         for sequence, tokens, _ in found:
-            for n, ended in self.texts[sequence].add(tokens).items():
-                counts = self.lookup[n]
-                counts[0] += len(ended)
-                counts[1] += sum(ended)
-                counts[2] += ended.count(0)
+            for match, right in self.texts[sequence].add(tokens):
+                self.add_chain(match, right)
+        self.matches = Counter(text.start_step(self.ahead) for text in self.texts.values())
+
+    def add_chain(self, match, right):
+        """Moves the means of a class: the first chains count alike, then recent ones more."""
+        self.counted[match] += 1
+        pace = max(1 / self.counted[match], MEMORY)
+        for n, means in self.right.items():
+            means[match] += pace * (min(right, n) - means[match])
+        self.empty[match] += pace * ((right == 0) - self.empty[match])

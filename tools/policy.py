@@ -1,8 +1,8 @@
 """What each step drafts, and on how many threads of a CPU it runs: `AdaptivePolicy` takes what
 brings most tokens per second.
 
-What a plan takes is learnt from the steps themselves, as ratios, since other work on the machine
-slows down all plans alike. `tools.found` knows what it finds."""
+`tools.found` tells what a plan should find in the texts as they are. What a step takes is learnt
+from the steps themselves, as ratios, since other work on the machine slows down all plans alike."""
 
 import math
 from copy import copy, deepcopy
@@ -11,100 +11,93 @@ import torch
 
 from backends.tensor_parallel import Group
 
-NOISE = 0.1 ** 2    # variance of a step's log time, all else being equal
-DRIFT = 0.05 ** 2   # of the machine's log speed, from step to step
-GUESSED = 0.3 ** 2  # of a log ratio of times, where it is a guess
-TIMED = 0.1 ** 2    # where it was measured, in this run or an earlier one
-AGEING = 3e-5       # what the variance of a plan's ratio gains in a step
-UNUSED = 0.035 ** 2  # of a number of threads' log speed, from step to step without it
-CHANGED = 0.25      # of the log speed, against its mean: other work has come or gone
-FADING = 1 / 64     # share that a mean forgets in a step
-WAITS = 1.0         # of the log speed: several threads wait for one that does not run
-FEWER = 1.15        # more threads are taken where they are quicker by this factor
-TRIALS = 0.01       # share of the time that may be lost by trials
-FIRST = 1           # steps' time that may be lost by them at once
-MOST_LOST = 8       # steps' time of a trial that later ones make up for
-# plain decoding is taken where it is this near the best: a batch's texts then end together
-MARGIN = 0.06
-USELESS = 1         # steps' time of a sequence that heads may lose by reading, until they stop
-EVERY = 4           # steps between two trials, at least
-SHARED = 32         # steps after which ranks learn the times of rank 0, and ratios age
+HOPEFUL = 0.8    # of its time at a guess, a plan is expected to take until it has run
+SEEN = 32        # steps, at most, that count as evidence of a ratio
+UNUSED = 1 / 8   # of a step, is lost of that evidence in a step that does not use it
+FADING = 1 / 512  # share of a ratio's difference from what was expected, lost in a step
+PACE = 0.5       # share of an error by which the machine's log speed is corrected
+MOST = 0.5       # of the log of a step's time over the expected one, that is believed
+CHANGED = 0.3    # of the log speed against its mean: other work has come or gone
+USUAL = 1 / 32   # share by which that mean follows
+FEWER = 1.15     # more threads are taken where they are quicker by this factor
+MARGIN = 0.03    # by which a plan must be better than plain decoding: texts end less evenly
+USELESS = 1      # steps' time of a sequence that heads may lose by reading, until they stop
+SHARED = 32      # steps after which ranks learn the times of rank 0
 
 
-class Estimate:
-    """A number that is not known exactly: its mean and variance."""
+class Ratios:
+    """{key: the log of a ratio}, `now`, learnt from errors: the first in full, later ones less and
+    less. What was expected before counts again as time goes by, so that what was given up for one
+    bad step is tried again.
 
-    def __init__(self, mean=0.0, variance=GUESSED):
-        self.mean = mean
-        self.variance = variance
+    expected: {key: log}. measured: the keys of which it is more than a guess."""
+
+    def __init__(self, expected, measured):
+        self.expected = expected
+        self.now = dict(expected)
+        self.seen = {key: SEEN * (key in measured) for key in expected}  # steps
+
+    def share(self, key):
+        """The share of an error that is the ratio's own."""
+        return 1 / (1 + self.seen[key])
+
+    def update(self, key, error):
+        self.now[key] += self.share(key) * error
+        self.seen[key] = min(self.seen[key] + 1, SEEN)
+        for other, expected in self.expected.items():
+            self.now[other] += FADING * (expected - self.now[other])
+            if other != key:
+                self.seen[other] = max(self.seen[other] - UNUSED, 0)
+
+    def forget(self):
+        self.now = dict(self.expected)
+        self.seen = dict.fromkeys(self.expected, 0)
 
 
 class StepTimes:
-    """Log seconds of a step = log cost(plan, batch, reads) + a correction for the plan + the
-    machine's speed by this number of threads: a Kalman filter that takes the two for independent.
+    """Log seconds of a step = log cost(plan, batch, reads) + ratio of the plan + ratio of the
+    number of threads + the machine's speed.
 
     cost: a `tools.tune.StepCost`. gains: {number of threads: the log of how much quicker than one
-    it is expected to be}. spread: the variance of the log speed, before the first step."""
+    it is expected to be}. measured: those of them that it was measured on."""
 
-    def __init__(self, cost, plans, gains, spread=1e3):
+    def __init__(self, cost, plans, gains, measured=()):
         self.cost = cost
-        self.gains = gains
-        self.plans = {plan: Estimate(variance=TIMED if plan in cost.measured else GUESSED)
-                      for plan in plans}
-        self.speeds = {n: Estimate(-gain, spread) for n, gain in gains.items()}
-        self.learnt_gains = gains  # running means
-        self.usual = {}  # number of threads -> a running mean of its speed
-        self.noise = NOISE
+        hope = {plan: 0.0 if plan in cost.measured else math.log(HOPEFUL) for plan in plans}
+        self.plans = Ratios(hope, cost.measured)
+        self.threads = Ratios({n: -gain for n, gain in gains.items()}, measured)
+        self.speed = self.usual = 0.0
+        self.has_unit = bool(cost.measured)  # else the first step tells it
 
     def learnt(self):
-        return dict(plans=self.plans, speeds=self.speeds, usual=self.usual, noise=self.noise)
+        return {name: value for name, value in vars(self).items() if name != "cost"}
 
     def seconds(self, plan, threads, batch, reads=True):
         """Of a step of `batch` sequences. reads: whether heads read, also where lookup drafts."""
-        log = self.plans[plan].mean + self.speeds[threads].mean
+        log = self.plans.now[plan] + self.threads.now[threads] + self.speed
         return self.cost(plan, batch, reads) * math.exp(log)
 
     def update(self, plan, threads, batch, reads, seconds):
         """Learns from a step."""
-        speed, correction = parts = self.speeds[threads], self.plans[plan]
-        total = self.noise + speed.variance + correction.variance
         error = math.log(seconds / self.seconds(plan, threads, batch, reads))
-        if abs(error) < 3 * math.sqrt(total):
-            self.noise = max(self.noise + FADING * (error ** 2 - self.noise), NOISE)
-            for part in parts:
-                gain = part.variance / total
-                part.mean += gain * error
-                part.variance *= 1 - gain
-        else:  # it counts for nothing; another one like it will, for the machine's speed
-            speed.variance += error ** 2
-            if threads > min(self.speeds) and error > WAITS:
-                speed.mean += error
-        speed.variance += DRIFT
-        for n, other in self.speeds.items():
-            if n != threads:
-                other.variance += UNUSED
-        usual = self.usual.get(threads, speed.mean if self.usual else math.inf)
-        # the first step tells of all numbers of threads; later, other work may have gone for all
-        if speed.mean < usual - CHANGED:
-            self.usual = {threads: speed.mean}
-            self.speeds |= {n: Estimate(speed.mean + self.gains[threads] - gain)
-                            for n, gain in self.gains.items() if n != threads}
-        else:
-            self.usual[threads] = usual + FADING * (speed.mean - usual)
-        if batch == self.cost.batch_size:  # fewer sequences gain less
-            first, *_ = self.speeds.values()
-            self.learnt_gains = {n: gain + FADING * (first.mean - self.speeds[n].mean - gain)
-                                 for n, gain in self.learnt_gains.items()}
-
-    def age(self, steps):
-        """What was learnt of the plans' ratios counts less after these steps."""
-        for correction in self.plans.values():
-            correction.variance = min(correction.variance + steps * AGEING, GUESSED)
+        if not self.has_unit:
+            self.speed = self.usual = error
+            self.has_unit = True
+            return
+        if min(self.plans.seen[plan], self.threads.seen[threads]) >= 1:
+            error = max(min(error, MOST), -MOST)  # a single pause of the machine tells little
+        others = (1 - self.plans.share(plan)) * (1 - self.threads.share(threads))
+        self.speed += PACE * others * error
+        self.plans.update(plan, error)
+        self.threads.update(threads, error)
+        if abs(self.speed - self.usual) > CHANGED:
+            self.threads.forget()
+            self.usual = self.speed
+        self.usual += USUAL * (self.speed - self.usual)
 
 
 class AdaptivePolicy:
-    """Which plan the next step takes: that of most tokens per second. One that may be better, as
-    far as is known, is tried now and then.
+    """Which plan the next step takes: that of most tokens per second.
 
     times: `StepTimes` of the plans. found: `tools.found.TokensFound`. group: the ranks that decode
     together, which all have to select the same."""
@@ -112,10 +105,11 @@ class AdaptivePolicy:
     def __init__(self, times, found, group=None):
         self.group = group or Group()
         self.found = found
-        self.plans = tuple(times.plans)
+        self.plans = tuple(times.plans.now)
         self.step = 0
         self.batch = times.cost.batch_size  # slots of the last step
-        self.allowance = FIRST  # what trials may lose, in steps of the best plan
+        self.useless = 0.0  # what heads lost by reading, in steps' time of a sequence
+        self.may_drop_heads = True
         self.set_times(times)
         self.expected = self.tokens
 
@@ -124,10 +118,7 @@ class AdaptivePolicy:
         self.observed = times
         self.times = times if self.group.size == 1 else copy(times)
         self.share()
-        self.useless = 0        # what heads lost by reading, in steps' time of a sequence
-        self.may_drop_heads = True
         self.decide()
-        self.threads = self.best_threads
 
     def share(self):
         """Lets all ranks believe what rank 0 observed."""
@@ -138,14 +129,14 @@ class AdaptivePolicy:
         """A call begins, in which heads may be dropped or not: those of a chat go on reading."""
         with_heads = [plan.head_nodes > 0 for plan in self.plans]
         self.may_drop_heads = may_drop_heads and any(with_heads) and not all(with_heads)
-        self.useless = 0
+        self.useless = 0.0
         self.decide()
         self.set_threads(self.best_threads)
 
     def set_threads(self, n):
         """Sets torch's number of threads, if there is a choice."""
         self.threads = n
-        if len(self.times.speeds) > 1 and torch.get_num_threads() != n:
+        if len(self.times.threads.now) > 1 and torch.get_num_threads() != n:
             torch.set_num_threads(n)
 
     @property
@@ -161,48 +152,22 @@ class AdaptivePolicy:
     def decide(self):
         """Sets the best number of threads and plan, and of each plan the tokens per step and the
         rate: tokens of a sequence per second."""
-        slow = lambda n: self.times.speeds[n].mean + (math.log(FEWER) if n > 1 else 0)
-        self.best_threads = min(self.times.speeds, key=slow)
+        log_times = self.times.threads.now
+        self.best_threads = min(log_times, key=lambda n: log_times[n] + math.log(FEWER) * (n > 1))
         self.tokens = {plan: self.found(plan) for plan in self.plans}
         self.rates = {plan: tokens / self.time(plan) for plan, tokens in self.tokens.items()
                       if not (plan.head_nodes and self.drops_heads)}
         favour = lambda plan: self.rates[plan] * (1 if plan.tree_size > 1 else 1 + MARGIN)
         self.best = max(self.rates, key=favour)
 
-    def loss(self, plan, time):
-        """What a step of this plan, which takes `time`, loses to one of the best, in steps."""
-        lost = time / self.time(self.best) - self.tokens[plan] / self.tokens[self.best]
-        return max(lost, 0)
-
     def select(self):
         """The plan of the next step, for which it sets the number of threads."""
-        plan, threads = self.best, self.best_threads
-        if self.step % EVERY == 0:
-            gains = self.trials()
-            trial = max(gains, key=gains.get, default=(plan, threads))
-            lost = self.loss(trial[0], self.time(*trial))
-            if min(lost, FIRST) <= self.allowance:  # all of it pays for any trial
-                plan, threads = trial
-        self.set_threads(threads)
-        return plan
-
-    def trials(self):
-        """{(plan, number of threads): log of how much better than the best it may well be}."""
-        gains = {}
-        for plan, rate in self.rates.items():
-            variance = self.times.plans[plan].variance
-            if plan.head_nodes:
-                variance += self.found.heads_variance
-            gain = math.log(rate / self.rates[self.best]) + 2 * math.sqrt(variance)
-            if gain > 0 and plan != self.best and self.loss(plan, self.time(plan)) <= FIRST:
-                gains[plan, self.best_threads] = gain
-        best = self.times.speeds[self.best_threads].mean
-        speeds = self.times.speeds if self.step else {}  # the first step tells of all of them
-        for n, speed in speeds.items():
-            gain = best - speed.mean + 2 * math.sqrt(speed.variance)
-            if gain > 0 and n != self.best_threads and speed.variance > GUESSED / 2:
-                gains[self.best, n] = gain
-        return gains
+        threads = self.times.threads
+        fewer = max((n for n in threads.now if n < self.best_threads), default=None)
+        # whether more threads pay is seen by a step on fewer, now and then
+        on_trial = fewer and self.step and not threads.seen[fewer]
+        self.set_threads(fewer if on_trial else self.best_threads)
+        return self.best
 
     def update(self, plan, found, seconds=None, slots=None):
         """What a step of `plan` found in each sequence, [(`Sequence`, its tokens, its path)], how
@@ -212,29 +177,17 @@ class AdaptivePolicy:
             return
         self.batch = slots or len(found)
         self.found.add(plan, found)
-        self.add_time(plan, seconds)
+        if seconds is not None and 0 < seconds < math.inf:  # clocks stand still, or go back
+            reads = not self.drops_heads
+            self.observed.update(plan, self.threads, self.batch, reads, seconds)
+        if self.step % SHARED == 0:
+            self.share()
         self.decide()
         if self.may_drop_heads and not self.drops_heads:
             gain = self.batch * self.gain_without_heads()
             self.useless = max(self.useless + gain, -USELESS)
             if self.drops_heads:
                 self.decide()
-
-    def add_time(self, plan, seconds):
-        """Learns what a step took, and charges what it lost if it was a trial."""
-        known = seconds is not None and 0 < seconds < math.inf  # clocks stand still, or go back
-        if known:
-            reads = not self.drops_heads
-            self.observed.update(plan, self.threads, self.batch, reads, seconds)
-        if (plan, self.threads) != (self.best, self.best_threads):
-            taken = self.time(plan, self.threads)
-            if known and self.group.size == 1:
-                taken = max(taken, seconds)
-            self.allowance -= self.loss(plan, taken)
-        self.allowance = max(min(self.allowance + TRIALS, FIRST), -MOST_LOST)
-        if self.step % SHARED == 0:
-            self.observed.age(SHARED)
-            self.share()
 
     def gain_without_heads(self):
         """What a step would gain if heads did not read any more, as a share of its time."""

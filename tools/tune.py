@@ -26,7 +26,7 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import FEWER, GUESSED, TIMED, AdaptivePolicy, StepTimes
+from tools.policy import FEWER, SEEN, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -171,7 +171,7 @@ def probe(engine):
 
 def measure_steps(policy, decoder, end):
     plain, heads = DraftPlan(), decoder.heads
-    cost, gains = policy.times.cost, policy.times.gains
+    cost, gains = policy.times.cost, policy.times.threads.now
     decoder.slots.cache.lengths.fill_(3 * decoder.capacity // 4)
 
     def times(plan, n):
@@ -200,7 +200,7 @@ def measure_steps(policy, decoder, end):
         reading = [max(a - b, 0.0) for a, b in zip(measured[plain], alone)]
     cost.set_measured(measured, reading)
     gains = {n: math.log(by_threads[min(gains)] / by_threads[n]) for n in gains}
-    policy.set_times(StepTimes(cost, policy.plans, gains, spread=TIMED))
+    policy.set_times(StepTimes(cost, policy.plans, gains, measured=gains))
     KNOWN[policy.key] = policy.times
 
 
@@ -233,12 +233,12 @@ def fit(model, heads, lookup, batch_size, sampling, *, tree_size=None, beams=Non
         rate = lambda plan: by_heads(plan.head_nodes) / cost.guess(plan, batch_size)
         trees = some_trees([DraftPlan(size - 1) for size in sizes[1:]], rate)
         plans = [DraftPlan(), *trees, *(some_chains(trees) if lookup else [])]
-    gains = group.broadcast({n: gains.get(n, gain)
-                             for n, gain in thread_gains(model, threads).items()})
+    guesses, gains = group.broadcast((thread_gains(model, threads), gains))
+    gains = {n: gains[n] for n in guesses.keys() & gains.keys()}
     found = TokensFound({plan.head_nodes: by_heads(plan.head_nodes) for plan in plans},
-                        {plan.lookup_tokens for plan in plans} - {0})
-    spread = GUESSED if cost.measured else 1e3
-    policy = AdaptivePolicy(StepTimes(cost, plans, gains, spread), found, group)
+                        {plan.lookup_tokens for plan in plans} - {0},
+                        ahead=model.device.type == "cuda")
+    policy = AdaptivePolicy(StepTimes(cost, plans, guesses | gains, measured=gains), found, group)
     policy.key = key
     KNOWN[key] = policy.observed
     return policy
@@ -286,10 +286,12 @@ def file_entries(file):
 def entry(times):
     """What the file keeps of a `StepTimes`: what plans cost that were measured, or ran."""
     cost = times.cost
-    pair = lambda plan, x: [math.exp(x.mean) * cost(plan, n) for n in (1, cost.batch_size)]
-    plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan, x)
-             for plan, x in times.plans.items() if x.variance < GUESSED / 2}
-    gains = {n: max(gain, 0.0) for n, gain in times.learnt_gains.items()}  # other work may go
+    pair = lambda plan: [math.exp(times.plans.now[plan]) * cost(plan, n)
+                         for n in (1, cost.batch_size)]
+    plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan)
+             for plan, seen in times.plans.seen.items() if seen >= 2}
+    # other work, which took a gain away, may go
+    gains = {n: -log for n, log in times.threads.now.items() if times.threads.seen[n] and log <= 0}
     return dict(plans=plans, reading=cost.reading, gains=gains)
 
 
@@ -349,7 +351,7 @@ def explain(engine, heads, output):
 def explain_policy(policy, output):
     """A table of the plans, as the policy believes at the end."""
     threads = ", ".join(f"{n}: {policy.time(policy.best, n) / policy.time(policy.best):.2f}"
-                        for n in policy.times.speeds)
+                        for n in policy.times.threads.now)
     yield f"threads {policy.best_threads}; a step's time by number of threads, relative: {threads}"
     yield ""
     yield (f"{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}{'believed':>10}"
