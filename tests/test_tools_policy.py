@@ -21,7 +21,7 @@ from tools import found as found_module
 from tools import policy as module
 from tools import tune
 from tools.flags import DEMO
-from tools.found import Hindsight, TokensFound
+from tools.found import TokensFound
 from tools.policy import AdaptivePolicy, StepTimes
 
 PLAIN, SMALL, LARGE = DraftPlan(), DraftPlan(2), DraftPlan(8)
@@ -51,11 +51,11 @@ class Text:
         self.next_token = lambda n: word[n % 40] if repeats else rng.randrange(1000)
         self.tokens = [self.next_token(n) for n in range(80)]
         self.prompt = self.tokens[:]
-        self.hindsight = Hindsight(self.prompt, [])
+        self.copied = found_module.Text(self.prompt, 0)
 
     def step(self, plan):
         start = len(self.tokens)
-        source = self.hindsight.source(start)
+        source = self.copied.find()[1]
         self.tokens += [self.next_token(start + n) for n in range(11)]
         right = 0
         while source is not None and right < plan.lookup_tokens and (
@@ -64,7 +64,7 @@ class Text:
         path = [0, *(node for node in (1, 3, 5, 7) if node <= plan.head_nodes and self.rng.random() < self.heads)]
         path += [plan.head_nodes + 1] * (1 + right - len(path))
         del self.tokens[start + len(path):]
-        self.hindsight.append(self.tokens[start:])
+        self.copied.append(self.tokens[start:])
         return self.tokens[start:], path
 
 
@@ -74,9 +74,9 @@ def threads(monkeypatch):
     monkeypatch.setattr(module.torch, "set_num_threads", lambda n: None)
 
 
-def adaptive(cost=None, gains={1: 0.0}, may_drop_heads=False, expected={2: 1.5, 8: 2.0}, plans=SECONDS):
+def adaptive(cost=None, gains={1: 0.0}, may_drop_heads=False, expected={2: 1.5, 8: 2.0}, plans=SECONDS, measured=()):
     found = TokensFound(expected, {plan.lookup_tokens for plan in plans} - {0})
-    policy = AdaptivePolicy(StepTimes(cost or Cost(), plans, gains), found)
+    policy = AdaptivePolicy(StepTimes(cost or Cost(), plans, gains, measured), found)
     policy.start(may_drop_heads)
     return policy
 
@@ -136,7 +136,7 @@ def test_auto_follows_the_text(demo):
 def test_wrong_expectations_of_heads_are_given_up(heads, quick):
     """Catches a table of another text that is believed for ever, in either direction."""
     rng = random.Random(0)
-    policy = adaptive(expected={2: 1.1, 8: 1.4} if quick else {2: 1.9, 8: 4.0})
+    policy = adaptive(expected={2: 1.2, 8: 1.6} if quick else {2: 1.9, 8: 4.0})
     texts = [Text(rng, heads=heads)]
     spend(policy, texts, 500, rng)
     *_, plans = spend(policy, texts, 300, rng)
@@ -144,12 +144,12 @@ def test_wrong_expectations_of_heads_are_given_up(heads, quick):
 
 
 def test_trials_cost_what_they_may():
-    """Catches trials that are free of charge: where all else is worse by far they lose at most their share."""
+    """Catches trials that are free of charge: where all else is worse they lose at most a hundredth of the time."""
     rng = random.Random(0)
-    policy = adaptive(expected={2: 1.15, 8: 1.4})
+    policy = adaptive(expected={2: 1.3, 8: 1.7})
     spend(policy, [Text(rng, heads=0.0)], 200, rng)
     tokens, taken, plans = spend(policy, [Text(rng, heads=0.0)], 5000, rng)
-    assert 5000 / sum(count * SECONDS[plan] for plan, count in plans.items()) > 1 - 2 * module.TRIALS
+    assert 5000 / sum(count * SECONDS[plan] for plan, count in plans.items()) > 0.99
     assert len(plans) > 1
 
 
@@ -163,27 +163,34 @@ def test_a_policy_without_a_running_text_learns_nothing():
 # ---------------------------------------------------------------------------------------------------------------------
 # What plans find
 
-@pytest.mark.parametrize("n", [1, 4, 10])
-def test_hindsight_is_what_lookup_would_have_found(n):
-    """Catches another chain than the kernel's: a longer match or a later one, one that runs past the text's end."""
-    rng = random.Random(n)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_matches_are_those_that_lookup_copies_from(ahead):
+    """Catches another chain than the kernel's, a longer match or a later one, one that runs past the text's end, and a
+    length that is not the match's; with a step in flight, a match that was not known when the step was selected."""
+    rng = random.Random(0)
     for symbols in (1, 2, 3, 30):
         text = [rng.randrange(symbols) for _ in range(60)] * 2 + [rng.randrange(symbols) for _ in range(60)]
-        start = rng.randrange(1, 9)
-        hindsight, told, want = Hindsight(text[:start], [n]), [], []
-        at = start
-        while at < len(text):
+        at = rng.randrange(1, 9)
+        copied, told, want, classes = found_module.Text(text[:at], 10), [], [], []
+        while at < len(text) - 11:
+            lengths = torch.tensor([at - 1], dtype=torch.int32)
+            chain = kernels.ngram_lookup(torch.tensor([text], dtype=torch.int32), lengths, 10)[0].tolist()
+            found = text[at:at + 10]
+            right = next((i for i, (a, b) in enumerate(zip(chain, found)) if a != b), 10)
+            length, source = copied.find()
+            assert (length > 0) == (chain[0] >= 0)
+            if length:
+                assert text[source - length:source] == text[at - length:at]
+                longer = length < source and text[source - length - 1] == text[at - length - 1]
+                assert length == 16 or not longer
+            classes.append(sum(length >= n for n in found_module.LENGTHS))
+            want.append((classes[-2 if ahead and len(classes) > 1 else -1], right))
+            assert copied.start_step(ahead) == classes[-1]
             step = rng.randrange(1, 13)
-            told += hindsight.add(text[at:at + step])[n]
+            told += copied.add(text[at:at + step])
             at += step
-        while start < len(text):
-            lengths = torch.tensor([start - 1], dtype=torch.int32)
-            chain = kernels.ngram_lookup(torch.tensor([text], dtype=torch.int32), lengths, n)[0].tolist()
-            found = text[start:start + n]
-            right = next((i for i, (a, b) in enumerate(zip(chain, found)) if a != b), len(found))
-            start += right + 1
-            want += [right] * (start <= len(text))
-        assert told == want, symbols
+        told += copied.add(text[at:])
+        assert sorted(told) == sorted(want), symbols
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -191,16 +198,24 @@ def test_hindsight_is_what_lookup_would_have_found(n):
 def test_what_lookup_finds_is_known_from_other_plans(temperature, plan, monkeypatch):
     """Catches tokens per step that hold only for steps that lookup drafted, and heads that are forgotten beside it."""
     monkeypatch.setattr(found_module, "MEMORY", 1e9)
+    monkeypatch.setattr(found_module, "HOPEFUL", 1.0)
     told = TokensFound({plan.head_nodes: 2.0} if plan.head_nodes else {}, [plan.lookup_tokens])
 
     def decode(plan, learn):
         policy = FixedPolicy(plan)
         policy.update = learn
-        replay(policy, RECORD[f"texts at {temperature:g}"], 8, RECORD["times, greedy"])
+        replay(policy, RECORD[f"texts at {temperature:g}"], 1, RECORD["times, greedy"])
     decode(DraftPlan(plan.head_nodes), lambda plan, found, seconds: told.add(plan, found))
-    emitted = []
-    decode(plan, lambda plan, found, seconds: emitted.extend(len(tokens) for _, tokens, _ in found))
-    assert told(plan) == pytest.approx(sum(emitted) / len(emitted), rel=0.1)
+    expected, emitted = [], []
+
+    def compare(taken, found, seconds):
+        (text, tokens, _), = found
+        if text.done < len(text.tokens):  # a text's last step is cut
+            expected.append(told(taken))
+            emitted.append(len(tokens))
+        told.add(taken, found)
+    decode(plan, compare)
+    assert sum(expected) == pytest.approx(sum(emitted), rel=0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,13 +224,12 @@ def test_what_lookup_finds_is_known_from_other_plans(temperature, plan, monkeypa
 def test_times_are_ratios():
     """Catches a plan that is taken for slow since other work ran just then."""
     rng = random.Random(0)
-    policy, text = adaptive(Cost(lambda plan: 1.0)), Text(rng, repeats=True)
+    policy, text, timed = adaptive(Cost(lambda plan: 1.0)), Text(rng), set()
     for slower in (1.0, 5.0, 1.0, 0.2, 1.0):
-        spend(policy, [text], 200, rng, lambda threads: slower)
-        timed = [plan for plan in SECONDS if policy.times.plans[plan].variance < module.GUESSED / 2]
-        ratios = {plan: policy.time(plan) / policy.time(LONG) for plan in timed}
+        timed |= set(spend(policy, [text], 200, rng, lambda threads: slower)[2])
+        ratios = {plan: policy.time(plan) / policy.time(LARGE) for plan in timed}
         assert len(timed) > 1 and ratios == pytest.approx({plan: SECONDS[plan] / 1.5 for plan in timed}, rel=0.4)
-        assert policy.time(LONG) == pytest.approx(1.5 * slower, rel=0.3)
+        assert policy.time(LARGE) == pytest.approx(1.5 * slower, rel=0.2)
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0, -1.0, math.inf, math.nan], ids=str)
@@ -224,8 +238,7 @@ def test_a_clock_that_tells_nothing_changes_nothing(seconds):
     policy, text = adaptive(), Text(random.Random(0))
     for _ in range(20):
         policy.update(policy.select(), [(text, [0], [0])], seconds)
-    assert {x.mean for x in policy.times.plans.values()} == {0.0} and policy.times.speeds[1].mean == 0
-    assert math.isfinite(policy.allowance)
+    assert policy.times.plans.now == policy.times.plans.expected and policy.times.speed == 0
 
 
 def test_an_outlier_counts_little():
@@ -240,7 +253,7 @@ def test_an_outlier_counts_little():
 
 def test_the_first_step_tells_of_all_numbers_of_threads():
     """Catches a unit that is taken for a second."""
-    policy = adaptive(gains={1: 0.0, 2: 0.5})
+    policy = adaptive(gains={1: 0.0, 2: 0.5}, measured=(1, 2))
     policy.update(policy.select(), [(Text(random.Random(0)), [0], [0])], 0.001)
     assert policy.time(PLAIN, 1) / policy.time(PLAIN, 2) == pytest.approx(math.exp(0.5))
 
@@ -285,8 +298,7 @@ def test_a_hiccup_does_not_leave_a_run_on_one_thread(hiccup):
     spend(policy, [text], 300, rng, quiet)
     assert policy.best_threads == 2
     policy.update(policy.select(), [(text, *text.step(LONG))], hiccup * SECONDS[LONG])
-    assert policy.best_threads == 1
-    spend(policy, [text], 100, rng, quiet)
+    spend(policy, [text], 10, rng, quiet)
     assert policy.best_threads == 2
 
 
@@ -314,7 +326,8 @@ def test_ranks_select_the_same():
         found = [(text, *text.step(plans[0]))]
         for policy, clock in zip(ranks, clocks):
             policy.update(plans[0], found, SECONDS[plans[0]] ** 2 * math.exp(clock.gauss(0, 0.3)))
-    assert ranks[1].times.seconds(LONG, 1, 1) > 1.9
+    both = [policy.times.seconds(LONG, 1, 1) for policy in ranks]
+    assert both[0] == both[1] > 1.7  # 2.25, by a clock that wavers by a third
 
 
 # ---------------------------------------------------------------------------------------------------------------------

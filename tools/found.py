@@ -9,9 +9,10 @@ LENGTHS = (1, 2, 3, 4, 8, 16)  # of a match, in tokens, from which it counts as 
 # by length of the match, none first: how likely a token is right if those before it are, until more
 # is known
 HOPES = (0.0, 0.3, 0.5, 0.6, 0.75, 0.85, 0.93)
-FEWEST = 4     # an expectation counts as much as this many steps of one sequence
-MEMORY = 1 / 200      # share that a mean over chains forgets with each
-FORGOTTEN = 1 / 64    # share of what the heads found that is forgotten in a step
+HOPEFUL = 1.05       # times what heads are expected to find is hoped for, until they have drafted
+FEWEST = 4           # an expectation counts as much as this many nodes found, or chains
+FORGOTTEN = 1 / 512  # share of what the heads found that is forgotten in a step
+MEMORY = 200         # chains that the means of lookup look back on
 
 
 class Text:
@@ -91,7 +92,7 @@ class TokensFound:
         self.counted = [FEWEST] * len(HOPES)
 
     def __call__(self, plan):
-        share = (FEWEST + self.nodes_right) / (FEWEST + self.nodes_expected)
+        share = (FEWEST * HOPEFUL + self.nodes_right) / (FEWEST + self.nodes_expected)
         by_heads = (self.by_heads[plan.head_nodes] - 1) * share
         if not plan.lookup_tokens:
             return 1 + by_heads
@@ -123,7 +124,7 @@ class TokensFound:
     def add_chain(self, match, right):
         """Moves the means of a class: the first chains count alike, then recent ones more."""
         self.counted[match] += 1
-        pace = max(1 / self.counted[match], MEMORY)
+        pace = 1 / min(self.counted[match], MEMORY)
         for n, means in self.right.items():
             means[match] += pace * (min(right, n) - means[match])
         self.empty[match] += pace * ((right == 0) - self.empty[match])

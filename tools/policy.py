@@ -11,47 +11,48 @@ import torch
 
 from backends.tensor_parallel import Group
 
-HOPEFUL = 0.8    # of its time at a guess, a plan is expected to take until it has run
-SEEN = 32        # steps, at most, that count as evidence of a ratio
-UNUSED = 1 / 8   # of a step, is lost of that evidence in a step that does not use it
-FADING = 1 / 512  # share of a ratio's difference from what was expected, lost in a step
-PACE = 0.5       # share of an error by which the machine's log speed is corrected
-MOST = 0.5       # of the log of a step's time over the expected one, that is believed
-CHANGED = 0.3    # of the log speed against its mean: other work has come or gone
-USUAL = 1 / 32   # share by which that mean follows
+NOISE = 0.1 ** 2    # variance of a step's log time, all else being equal
+SPEED = 0.05 ** 2    # of the machine's log speed, from one step to the next
+GUESSED = 0.3 ** 2  # of a plan's log ratio, where it is a guess
+GAINS = 0.5 ** 2    # of that of a number of threads
+MEASURED = 0.05 ** 2  # of either, where it was measured, in this run or an earlier one
+AGEING = 3e-5       # what the variance of a ratio gains in a step
+FADING = 1 / 2000   # share of a ratio's difference from what was expected, lost in a step
 FEWER = 1.15     # more threads are taken where they are quicker by this factor
-MARGIN = 0.03    # by which a plan must be better than plain decoding: texts end less evenly
-USELESS = 1      # steps' time of a sequence that heads may lose by reading, until they stop
+MARGIN = 0.02    # by which a plan must be better than plain decoding: texts end less evenly
+PRICE = 0.02     # of a step's time, that heads' reading may cost without need
+USELESS = 0.5    # steps' time of a sequence that it may cost above that, until they stop
 SHARED = 32      # steps after which ranks learn the times of rank 0
 
 
 class Ratios:
-    """{key: the log of a ratio}, `now`, learnt from errors: the first in full, later ones less and
-    less. What was expected before counts again as time goes by, so that what was given up for one
-    bad step is tried again.
+    """{key: the log of a ratio}, `now`, with its variance. What was expected before the first step
+    counts again as time goes by, so that what was given up for a bad step is tried again.
 
-    expected: {key: log}. measured: the keys of which it is more than a guess."""
+    expected: {key: log}. guessed: its variance, but for the keys that were `measured`."""
 
-    def __init__(self, expected, measured):
+    def __init__(self, expected, guessed, measured):
         self.expected = expected
+        self.guessed = guessed
         self.now = dict(expected)
-        self.seen = {key: SEEN * (key in measured) for key in expected}  # steps
+        self.variance = {key: MEASURED if key in measured else guessed for key in expected}
 
-    def share(self, key):
-        """The share of an error that is the ratio's own."""
-        return 1 / (1 + self.seen[key])
+    def hoped(self, key):
+        """As low as the ratio may well be."""
+        return self.now[key] - math.sqrt(self.variance[key])
 
-    def update(self, key, error):
-        self.now[key] += self.share(key) * error
-        self.seen[key] = min(self.seen[key] + 1, SEEN)
-        for other, expected in self.expected.items():
-            self.now[other] += FADING * (expected - self.now[other])
-            if other != key:
-                self.seen[other] = max(self.seen[other] - UNUSED, 0)
+    def update(self, key, error, variance):
+        """Takes its share of an error, which has this variance in all."""
+        gain = self.variance[key] / variance
+        self.now[key] += gain * error
+        self.variance[key] *= 1 - gain
+        for key, expected in self.expected.items():
+            self.now[key] += FADING * (expected - self.now[key])
+            self.variance[key] = min(self.variance[key] + AGEING, self.guessed)
 
     def forget(self):
         self.now = dict(self.expected)
-        self.seen = dict.fromkeys(self.expected, 0)
+        self.variance = dict.fromkeys(self.expected, self.guessed)
 
 
 class StepTimes:
@@ -63,11 +64,11 @@ class StepTimes:
 
     def __init__(self, cost, plans, gains, measured=()):
         self.cost = cost
-        hope = {plan: 0.0 if plan in cost.measured else math.log(HOPEFUL) for plan in plans}
-        self.plans = Ratios(hope, cost.measured)
-        self.threads = Ratios({n: -gain for n, gain in gains.items()}, measured)
-        self.speed = self.usual = 0.0
-        self.has_unit = bool(cost.measured)  # else the first step tells it
+        self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured)
+        guessed = GAINS if len(gains) > 1 else MEASURED
+        self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured)
+        self.speed = 0.0
+        self.has_unit = bool(cost.measured)  # else the first step, of the first plan, tells it
 
     def learnt(self):
         return {name: value for name, value in vars(self).items() if name != "cost"}
@@ -81,19 +82,21 @@ class StepTimes:
         """Learns from a step."""
         error = math.log(seconds / self.seconds(plan, threads, batch, reads))
         if not self.has_unit:
-            self.speed = self.usual = error
+            self.speed = error
+            self.plans.variance[plan] = self.threads.variance[threads] = MEASURED
             self.has_unit = True
             return
-        if min(self.plans.seen[plan], self.threads.seen[threads]) >= 1:
-            error = max(min(error, MOST), -MOST)  # a single pause of the machine tells little
-        others = (1 - self.plans.share(plan)) * (1 - self.threads.share(threads))
-        self.speed += PACE * others * error
-        self.plans.update(plan, error)
-        self.threads.update(threads, error)
-        if abs(self.speed - self.usual) > CHANGED:
+        variance = NOISE + SPEED + self.plans.variance[plan] + self.threads.variance[threads]
+        limit = 3 * math.sqrt(variance)
+        if error > limit:  # a pause; if another such step follows, threads wait for one another
+            self.threads.variance[threads] += error ** 2
+        elif error < -limit:  # other work has gone
+            self.speed += error + limit
             self.threads.forget()
-            self.usual = self.speed
-        self.usual += USUAL * (self.speed - self.usual)
+        else:
+            self.speed += SPEED / variance * error
+            self.plans.update(plan, error, variance)
+            self.threads.update(threads, error, variance)
 
 
 class AdaptivePolicy:
@@ -149,25 +152,27 @@ class AdaptivePolicy:
         threads = threads or self.best_threads
         return self.times.seconds(plan, threads, self.batch, not self.drops_heads)
 
+    def rate(self, plan, reads):
+        """Tokens of a sequence per second, if the step is as quick as it may well be."""
+        seconds = self.times.seconds(plan, self.best_threads, self.batch, reads)
+        return self.tokens[plan] / seconds * math.exp(math.sqrt(self.times.plans.variance[plan]))
+
     def decide(self):
         """Sets the best number of threads and plan, and of each plan the tokens per step and the
-        rate: tokens of a sequence per second."""
-        log_times = self.times.threads.now
-        self.best_threads = min(log_times, key=lambda n: log_times[n] + math.log(FEWER) * (n > 1))
+        rate."""
+        hoped = self.times.threads.hoped
+        slow = lambda n: hoped(n) + (math.log(FEWER) if n > 1 else 0)
+        self.best_threads = min(self.times.threads.now, key=slow)
         self.tokens = {plan: self.found(plan) for plan in self.plans}
-        self.rates = {plan: tokens / self.time(plan) for plan, tokens in self.tokens.items()
+        self.rates = {plan: self.rate(plan, not self.drops_heads) for plan in self.plans
                       if not (plan.head_nodes and self.drops_heads)}
         favour = lambda plan: self.rates[plan] * (1 if plan.tree_size > 1 else 1 + MARGIN)
         self.best = max(self.rates, key=favour)
 
     def select(self):
         """The plan of the next step, for which it sets the number of threads."""
-        threads = self.times.threads
-        fewer = max((n for n in threads.now if n < self.best_threads), default=None)
-        # whether more threads pay is seen by a step on fewer, now and then
-        on_trial = fewer and self.step and not threads.seen[fewer]
-        self.set_threads(fewer if on_trial else self.best_threads)
-        return self.best
+        self.set_threads(self.best_threads)
+        return self.best if self.times.has_unit else self.plans[0]
 
     def update(self, plan, found, seconds=None, slots=None):
         """What a step of `plan` found in each sequence, [(`Sequence`, its tokens, its path)], how
@@ -190,7 +195,7 @@ class AdaptivePolicy:
                 self.decide()
 
     def gain_without_heads(self):
-        """What a step would gain if heads did not read any more, as a share of its time."""
-        rates = [self.tokens[plan] / self.times.seconds(plan, self.best_threads, self.batch, False)
-                 for plan in self.plans if not plan.head_nodes]
-        return 1 - max(self.rates.values()) / max(rates)
+        """What a step would gain if heads did not read any more, as a share of its time, above
+        PRICE."""
+        alone = max(self.rate(plan, False) for plan in self.plans if not plan.head_nodes)
+        return 1 - max(self.rates.values()) / alone - PRICE

@@ -26,7 +26,7 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import FEWER, SEEN, AdaptivePolicy, StepTimes
+from tools.policy import FEWER, GAINS, GUESSED, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -289,9 +289,9 @@ def entry(times):
     pair = lambda plan: [math.exp(times.plans.now[plan]) * cost(plan, n)
                          for n in (1, cost.batch_size)]
     plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan)
-             for plan, seen in times.plans.seen.items() if seen >= 2}
-    # other work, which took a gain away, may go
-    gains = {n: -log for n, log in times.threads.now.items() if times.threads.seen[n] and log <= 0}
+             for plan, variance in times.plans.variance.items() if variance < GUESSED / 2}
+    threads = times.threads  # other work, which may have taken a gain away, goes
+    gains = {n: -log for n, log in threads.now.items() if threads.variance[n] < GAINS / 2 and log <= 0}
     return dict(plans=plans, reading=cost.reading, gains=gains)
 
 
