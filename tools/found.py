@@ -24,7 +24,7 @@ class Text:
         self.text = ""
         self.append(prompt)
         self.match = None       # class of the last match
-        self.chains = []        # not ended yet: [class, where its step starts, source, right tokens]
+        self.chains = []        # that may still be right: (class, where the step starts, source)
 
     def append(self, tokens):
         self.text += "".join([chr(token % 0x110000) for token in tokens])  # of all there are
@@ -49,32 +49,33 @@ class Text:
         length, source = self.find()
         before, self.match = self.match, bisect_right(LENGTHS, length)
         known = before if ahead and before is not None else self.match
-        self.chains.append([known, len(self.text), source, 0])
+        self.chains.append((known, len(self.text), source))
         return self.match
 
     def add(self, tokens):
         """Adds tokens to the text -> [(class, right tokens)] of the chains that end with them."""
         self.append(tokens)
         going, ended = [], []
-        for chain in self.chains:
-            (ended if self.ends(chain) else going).append(chain)
-        self.chains = going
-        return [(match, right) for match, _, _, right in ended]
-
-    def ends(self, chain):
-        """Counts a chain's right tokens -> whether there will be no more."""
-        match, start, source, right = chain
-        text = self.text
-        while source and right < self.longest and start + right < len(text):
+        for match, start, source in self.chains:
+            text = self.text[start:start + self.longest]
             # after a period a chain copies itself, which is the text as long as it is right
-            if text[source + right] != text[start + right]:
-                return True
-            right = chain[3] = right + 1
-        return not source or right == self.longest
+            right = common_prefix(text, self.text[source:source + len(text)]) if source else 0
+            if right < len(text) or right == self.longest:
+                ended.append((match, right))
+            else:
+                going.append((match, start, source))
+        self.chains = going
+        return ended
+
+
+def common_prefix(a, b):
+    """Its length, for texts of the same length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
 
 
 class TokensFound:
-    """Calling it with a plan gives the tokens per sequence that its next step should yield.
+    """Calling it with a plan gives the tokens that its next step should yield in each sequence: the
+    harmonic mean over them, since a batch ends with the slowest.
 
     by_heads: {how many nodes the heads draft: tokens per step that are expected of them alone}.
     chains: lengths of lookup's chains. ahead: a step is in flight while the next one is selected."""
@@ -97,9 +98,9 @@ class TokensFound:
         if not plan.lookup_tokens:
             return 1 + by_heads
         right = self.right[plan.lookup_tokens]
-        found = sum(count * (right[match] + self.empty[match] * by_heads)
+        steps = sum(count / (1 + right[match] + self.empty[match] * by_heads)
                     for match, count in self.matches.items())
-        return 1 + found / self.matches.total()
+        return self.matches.total() / steps
 
     def add(self, plan, found):
         """Learns what a step of this plan found, [(sequence, tokens, path)]."""

@@ -16,24 +16,26 @@ SPEED = 0.05 ** 2    # of the machine's log speed, from one step to the next
 GUESSED = 0.3 ** 2  # of a plan's log ratio, where it is a guess
 GAINS = 0.5 ** 2    # of that of a number of threads
 MEASURED = 0.05 ** 2  # of either, where it was measured, in this run or an earlier one
-AGEING = 3e-5       # what the variance of a ratio gains in a step
-FADING = 1 / 2000   # share of a ratio's difference from what was expected, lost in a step
+KNOWN = 0.02 ** 2   # of either, at least
+UNUSED_PLAN = 3e-5  # what the variance of a plan's ratio gains in a step of another one
+UNUSED = 3e-4       # the same for a number of threads: other work comes and goes
 FEWER = 1.15     # more threads are taken where they are quicker by this factor
-MARGIN = 0.02    # by which a plan must be better than plain decoding: texts end less evenly
 PRICE = 0.02     # of a step's time, that heads' reading may cost without need
 USELESS = 0.5    # steps' time of a sequence that it may cost above that, until they stop
 SHARED = 32      # steps after which ranks learn the times of rank 0
 
 
 class Ratios:
-    """{key: the log of a ratio}, `now`, with its variance. What was expected before the first step
-    counts again as time goes by, so that what was given up for a bad step is tried again.
+    """{key: the log of a ratio}, `now`, with its variance, which grows while a key is not used: the
+    worse it was, the later it is tried again.
 
-    expected: {key: log}. guessed: its variance, but for the keys that were `measured`."""
+    expected: {key: log}. guessed: its variance, but for the keys that were `measured`. unused: what
+    the variance gains in a step."""
 
-    def __init__(self, expected, guessed, measured):
+    def __init__(self, expected, guessed, measured, unused):
         self.expected = expected
         self.guessed = guessed
+        self.unused = unused
         self.now = dict(expected)
         self.variance = {key: MEASURED if key in measured else guessed for key in expected}
 
@@ -45,10 +47,9 @@ class Ratios:
         """Takes its share of an error, which has this variance in all."""
         gain = self.variance[key] / variance
         self.now[key] += gain * error
-        self.variance[key] *= 1 - gain
-        for key, expected in self.expected.items():
-            self.now[key] += FADING * (expected - self.now[key])
-            self.variance[key] = min(self.variance[key] + AGEING, self.guessed)
+        self.variance[key] = max((1 - gain) * self.variance[key], KNOWN)
+        for other in self.now.keys() - {key}:
+            self.variance[other] += self.unused
 
     def forget(self):
         self.now = dict(self.expected)
@@ -64,9 +65,9 @@ class StepTimes:
 
     def __init__(self, cost, plans, gains, measured=()):
         self.cost = cost
-        self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured)
+        self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured, UNUSED_PLAN)
         guessed = GAINS if len(gains) > 1 else MEASURED
-        self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured)
+        self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured, UNUSED)
         self.speed = 0.0
         self.has_unit = bool(cost.measured)  # else the first step, of the first plan, tells it
 
@@ -110,6 +111,7 @@ class AdaptivePolicy:
         self.found = found
         self.plans = tuple(times.plans.now)
         self.step = 0
+        self.ran = set()    # kinds of steps: (plan, threads, batch, whether heads read)
         self.batch = times.cost.batch_size  # slots of the last step
         self.useless = 0.0  # what heads lost by reading, in steps' time of a sequence
         self.may_drop_heads = True
@@ -166,8 +168,7 @@ class AdaptivePolicy:
         self.tokens = {plan: self.found(plan) for plan in self.plans}
         self.rates = {plan: self.rate(plan, not self.drops_heads) for plan in self.plans
                       if not (plan.head_nodes and self.drops_heads)}
-        favour = lambda plan: self.rates[plan] * (1 if plan.tree_size > 1 else 1 + MARGIN)
-        self.best = max(self.rates, key=favour)
+        self.best = max(self.rates, key=self.rates.get)
 
     def select(self):
         """The plan of the next step, for which it sets the number of threads."""
@@ -182,9 +183,11 @@ class AdaptivePolicy:
             return
         self.batch = slots or len(found)
         self.found.add(plan, found)
-        if seconds is not None and 0 < seconds < math.inf:  # clocks stand still, or go back
-            reads = not self.drops_heads
-            self.observed.update(plan, self.threads, self.batch, reads, seconds)
+        kind = plan, self.threads, self.batch, not self.drops_heads
+        known = seconds is not None and 0 < seconds < math.inf  # clocks stand still, or go back
+        if known and kind in self.ran:  # the first of a kind is slow
+            self.observed.update(*kind, seconds)
+        self.ran.add(kind)
         if self.step % SHARED == 0:
             self.share()
         self.decide()

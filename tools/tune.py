@@ -177,7 +177,7 @@ def measure_steps(policy, decoder, end):
     def times(plan, n):
         decoder.run_first(n)
         return quick_times(partial(decoder.step, plan), end)
-    pair = lambda plan: (times(plan, 1)[0], times(plan, decoder.batch_size)[0])
+    pair = lambda plan: [unit * times(plan, n)[0] for n in (1, decoder.batch_size)]
     torch.set_num_threads(min(gains))
     if times(plain, 1)[0] > PROBE / 50:
         return
@@ -186,7 +186,9 @@ def measure_steps(policy, decoder, end):
         torch.set_num_threads(n)
         by_threads[n] = times(plain, decoder.batch_size)[0]
     quickest = min(by_threads.values())
-    torch.set_num_threads(min(n for n in gains if by_threads[n] < FEWER * quickest))
+    best = min(n for n in gains if by_threads[n] < FEWER * quickest)
+    torch.set_num_threads(best)
+    unit = by_threads[min(gains)] / by_threads[best]  # costs are those on the fewest threads
     decoder.set_heads(None)
     alone = pair(plain)
     decoder.set_heads(heads)
