@@ -110,7 +110,7 @@ def test_auto_is_as_quick_as_the_best_plan(demo, temperature, batch_size):
     """Catches trials that cost more than they may, means that forget too soon or too late: on recorded texts and times
     of which none was used for tuning, `auto` takes at most a few percent longer than what is best for all of them."""
     row = policies.compare(*demo, RECORD, temperature, batch_size, slice(1, None, 2))
-    assert row["auto"] >= 0.96 and row["least"] >= 0.91
+    assert row["auto"] >= 0.97 and row["least"] >= 0.95
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -15,7 +15,7 @@ from model import GPT, InputError
 from test_clover import random_heads
 from tools import tune
 from tools.flags import DEMO
-from tools.policy import TIMED
+from tools.policy import MEASURED
 from tools.tune import (
     StepCost,
     acceptance,
@@ -134,10 +134,12 @@ def test_the_file_of_times_serves_the_next_process(toy):
     keep_times(engine)
     tune.KNOWN.clear()
     first, again = engine.policy.times, engine_of(toy, heads, times_file=file).policy.times
-    for plan in first.plans:
-        cost = first.cost(plan, 1) * math.exp(first.plans[plan].mean)
-        assert again.cost(plan, 1) == pytest.approx(cost) and again.plans[plan].variance == TIMED
-    assert again.gains == first.learnt_gains and again.cost.reading == first.cost.reading
+    for plan in first.plans.now:
+        cost = first.cost(plan, 1) * math.exp(first.plans.now[plan])
+        assert again.cost(plan, 1) == pytest.approx(cost) and again.plans.variance[plan] == MEASURED
+    gains = lambda times: {n: times.threads.now[1] - log for n, log in times.threads.now.items()}
+    assert gains(again) == pytest.approx({n: max(gain, 0) for n, gain in gains(first).items()})
+    assert again.cost.reading == first.cost.reading
     entry, = json.loads(file.read_text()).values()
     file.write_text(json.dumps({str(key): entry for key in range(3 * tune.KEPT)}))
     keep_times(engine)

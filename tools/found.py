@@ -78,7 +78,7 @@ class TokensFound:
     harmonic mean over them, since a batch ends with the slowest.
 
     by_heads: {how many nodes the heads draft: tokens per step that are expected of them alone}.
-    chains: lengths of lookup's chains. ahead: a step is in flight while the next one is selected."""
+    chains: lengths of lookup's chains. ahead: a step is in flight when the next one is selected."""
 
     def __init__(self, by_heads, chains, ahead=False):
         self.by_heads = {0: 1.0} | by_heads

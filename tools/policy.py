@@ -11,18 +11,18 @@ import torch
 
 from backends.tensor_parallel import Group
 
-NOISE = 0.1 ** 2    # variance of a step's log time, all else being equal
-SPEED = 0.05 ** 2    # of the machine's log speed, from one step to the next
-GUESSED = 0.3 ** 2  # of a plan's log ratio, where it is a guess
-GAINS = 0.5 ** 2    # of that of a number of threads
+NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal
+SPEED = 0.05 ** 2     # of the machine's log speed, from one step to the next
+GUESSED = 0.3 ** 2    # of a plan's log ratio, where it is a guess
+GUESSED_GAIN = 0.5 ** 2  # of that of a number of threads
 MEASURED = 0.05 ** 2  # of either, where it was measured, in this run or an earlier one
-KNOWN = 0.02 ** 2   # of either, at least
-UNUSED_PLAN = 3e-5  # what the variance of a plan's ratio gains in a step of another one
-UNUSED = 3e-4       # the same for a number of threads: other work comes and goes
-FEWER = 1.15     # more threads are taken where they are quicker by this factor
-PRICE = 0.02     # of a step's time, that heads' reading may cost without need
-USELESS = 0.5    # steps' time of a sequence that it may cost above that, until they stop
-SHARED = 32      # steps after which ranks learn the times of rank 0
+KNOWN = 0.02 ** 2     # of either, at least
+UNUSED_PLAN = 3e-5    # what the variance of a plan's ratio gains in a step of another one
+UNUSED = 3e-4         # the same for a number of threads: other work comes and goes
+FEWER = 1.15          # more threads are taken where they are quicker by this factor
+PRICE = 0.02    # of a step's time, that heads' reading may cost without need
+USELESS = 0.5   # steps' time of a sequence that it may cost above that, until they stop
+SHARED = 32     # steps after which ranks learn the times of rank 0
 
 
 class Ratios:
@@ -66,7 +66,7 @@ class StepTimes:
     def __init__(self, cost, plans, gains, measured=()):
         self.cost = cost
         self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured, UNUSED_PLAN)
-        guessed = GAINS if len(gains) > 1 else MEASURED
+        guessed = GUESSED_GAIN if len(gains) > 1 else MEASURED
         self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured, UNUSED)
         self.speed = 0.0
         self.has_unit = bool(cost.measured)  # else the first step, of the first plan, tells it
@@ -136,13 +136,7 @@ class AdaptivePolicy:
         self.may_drop_heads = may_drop_heads and any(with_heads) and not all(with_heads)
         self.useless = 0.0
         self.decide()
-        self.set_threads(self.best_threads)
-
-    def set_threads(self, n):
-        """Sets torch's number of threads, if there is a choice."""
-        self.threads = n
-        if len(self.times.threads.now) > 1 and torch.get_num_threads() != n:
-            torch.set_num_threads(n)
+        self.select()  # prompts are read on as many threads
 
     @property
     def drops_heads(self):
@@ -171,8 +165,10 @@ class AdaptivePolicy:
         self.best = max(self.rates, key=self.rates.get)
 
     def select(self):
-        """The plan of the next step, for which it sets the number of threads."""
-        self.set_threads(self.best_threads)
+        """The plan of the next step, for which it sets torch's number of threads."""
+        self.threads = self.best_threads
+        if len(self.times.threads.now) > 1 and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         return self.best if self.times.has_unit else self.plans[0]
 
     def update(self, plan, found, seconds=None, slots=None):

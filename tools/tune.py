@@ -26,7 +26,7 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import FEWER, GAINS, GUESSED, AdaptivePolicy, StepTimes
+from tools.policy import FEWER, GUESSED, GUESSED_GAIN, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -99,8 +99,8 @@ class StepCost:
             self.max_beams = heads.max_beams
 
     def set_measured(self, measured, reading):
-        """measured: {plan: (seconds with one sequence, with batch_size)}; reading: the same of the
-        heads' reading, or None."""
+        """measured: {plan: (seconds with one sequence, with batch_size)}, on the fewest threads;
+        reading: the same of the heads' reading, or None."""
         self.measured = measured
         self.reading = reading
         self.calls = {}  # what was asked for is not computed again
@@ -270,7 +270,7 @@ def times_file():
 def times_key(model, heads, batch_size, sampling, beams):
     """16 hex digits over all that the ratios of steps' times depend on."""
     gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None
-    what = ("times", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
+    what = ("times 2", asdict(model.config), str(model.dtype), heads and asdict(heads.config),
             batch_size, beams, sampling.temperature > 0, sampling.filtered, gpu, platform.node(),
             os.cpu_count(), torch.__version__, group_of(model).size,
             getattr(model, "quantization", None))
@@ -292,8 +292,9 @@ def entry(times):
                          for n in (1, cost.batch_size)]
     plans = {f"{plan.head_nodes}+{plan.lookup_tokens}": pair(plan)
              for plan, variance in times.plans.variance.items() if variance < GUESSED / 2}
-    threads = times.threads  # other work, which may have taken a gain away, goes
-    gains = {n: -log for n, log in threads.now.items() if threads.variance[n] < GAINS / 2 and log <= 0}
+    fewest, *_ = times.threads.now.values()
+    gains = {n: fewest - log for n, log in times.threads.now.items()
+             if times.threads.variance[n] < GUESSED_GAIN / 2 and log <= fewest}  # other work goes
     return dict(plans=plans, reading=cost.reading, gains=gains)
 
 
