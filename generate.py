@@ -12,6 +12,7 @@ replayed, and the host reads a step's tokens while the next step runs.
 Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
 beams, C hidden size, V vocabulary."""
 
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -572,14 +573,17 @@ class Engine:
         self.policy.update(plan, found, seconds, slots=len(self.decoder.slots.root))
 
     def compact_slots(self):
-        """With no prompt left to admit, runs only the slots that are busy, moved to the front: a
-        CPU needs as long for an idle one. On a GPU a graph needs tensors to stay where they are."""
-        decoder, n = self.decoder, len(self.running)
+        """With no prompt left to admit, runs only the slots that are busy, moved to the front, and
+        some more: a CPU needs as long for an idle one, and longer for a number that is new to it.
+        On a GPU a graph needs tensors to stay where they are."""
+        decoder = self.decoder
+        some = max(decoder.batch_size // 8, 1)
+        n = math.ceil(len(self.running) / some) * some
         idle = 0 < n < len(decoder.slots.root)
         if decoder.steps_ahead or self.waiting or self.filling or not idle:
             return
         for free in range(n):
-            if free not in self.running:
+            if free not in self.running and max(self.running) >= n:
                 source = max(self.running)
                 decoder.buffers.move(source, free)
                 self.running[free] = self.running.pop(source)

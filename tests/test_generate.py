@@ -463,6 +463,18 @@ def test_the_last_texts_move_to_the_first_slots(toy):
         assert widths[0] == 6 and 1 <= min(widths) < 6
 
 
+def test_a_large_batch_shrinks_by_several_slots(toy):
+    """Bug: a step for every number of texts, each of which a CPU prepares anew; a text in a slot that does not run."""
+    prompts = random_prompts([5 + i for i in range(16)])
+    stops = [tokens[3 + 2 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
+    want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
+    made = new_engine(toy, random_heads(toy), batch_size=16, capacity=120, tree_size=9, sampling=Sampling(**SAMPLED))
+    widths, launch = set(), made.decoder.launch
+    made.decoder.launch = lambda plan: widths.add(len(made.decoder.slots.root)) or launch(plan)
+    assert made.generate(prompts, 60, stops).tokens == want.tokens
+    assert len(widths) > 3 and not any(width % 2 for width in widths)
+
+
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
     """Catches a slot whose half-filled cache a step of the others overwrites, and others that wait for a long
     prompt."""

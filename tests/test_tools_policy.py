@@ -218,6 +218,16 @@ def test_what_lookup_finds_is_known_from_other_plans(temperature, plan, monkeypa
     assert sum(expected) == pytest.approx(sum(emitted), rel=0.1)
 
 
+def test_a_batch_counts_by_its_slowest_text():
+    """Catches a plan for the mean of a batch, in which one text copies and the other waits for its end."""
+    found = TokensFound({}, [10])
+    told = []
+    for matches in ({0: 1}, {6: 1}, {0: 1, 6: 1}):
+        found.matches = Counter(matches)
+        told.append(found(LONG))
+    assert told[0] == 1 and told[1] > 5 and told[2] == pytest.approx(2 / (1 + 1 / told[1])) and found(PLAIN) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What steps take
 
@@ -239,6 +249,17 @@ def test_a_clock_that_tells_nothing_changes_nothing(seconds):
     for _ in range(20):
         policy.update(policy.select(), [(text, [0], [0])], seconds)
     assert policy.times.plans.now == policy.times.plans.expected and policy.times.speed == 0
+
+
+def test_the_first_step_of_a_kind_is_not_believed():
+    """Catches a slow first step with so many slots, in which memory is laid out, that is taken for what all take."""
+    policy, text = adaptive(Cost(measured=SECONDS)), Text(random.Random(0))
+    for slots in (1, 8, 5):
+        policy.update(policy.select(), [(text, [0], [0])] * slots, 2.0)
+        assert policy.times.plans.now == policy.times.plans.expected and policy.times.speed == 0
+    policy.update(PLAIN, [(text, [0], [0])], 1.0)
+    policy.update(PLAIN, [(text, [0], [0])], 1.3)
+    assert policy.time(PLAIN) > 1.05
 
 
 def test_an_outlier_counts_little():

@@ -11,7 +11,7 @@ import torch
 
 from backends.tensor_parallel import Group
 
-NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal
+NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal, at least
 SPEED = 0.05 ** 2     # of the machine's log speed, from one step to the next
 GUESSED = 0.3 ** 2    # of a plan's log ratio, where it is a guess
 GUESSED_GAIN = 0.5 ** 2  # of that of a number of threads
@@ -19,6 +19,8 @@ MEASURED = 0.05 ** 2  # of either, where it was measured, in this run or an earl
 KNOWN = 0.02 ** 2     # of either, at least
 UNUSED_PLAN = 3e-5    # what the variance of a plan's ratio gains in a step of another one
 UNUSED = 3e-4         # the same for a number of threads: other work comes and goes
+FADING = 1 / 64       # share that a mean forgets in a step
+CHANGED = 0.25        # by which the log of a speed falls below its mean when other work has gone
 FEWER = 1.15          # more threads are taken where they are quicker by this factor
 PRICE = 0.02    # of a step's time, that heads' reading may cost without need
 USELESS = 0.5   # steps' time of a sequence that it may cost above that, until they stop
@@ -69,6 +71,8 @@ class StepTimes:
         guessed = GUESSED_GAIN if len(gains) > 1 else MEASURED
         self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured, UNUSED)
         self.speed = 0.0
+        self.noise = NOISE
+        self.usual = {}  # number of threads -> a mean of its log speed
         self.has_unit = bool(cost.measured)  # else the first step, of the first plan, tells it
 
     def learnt(self):
@@ -87,17 +91,22 @@ class StepTimes:
             self.plans.variance[plan] = self.threads.variance[threads] = MEASURED
             self.has_unit = True
             return
-        variance = NOISE + SPEED + self.plans.variance[plan] + self.threads.variance[threads]
-        limit = 3 * math.sqrt(variance)
-        if error > limit:  # a pause; if another such step follows, threads wait for one another
+        variance = self.noise + SPEED + self.plans.variance[plan] + self.threads.variance[threads]
+        if abs(error) > 3 * math.sqrt(variance):  # a pause; another such step will be believed
             self.threads.variance[threads] += error ** 2
-        elif error < -limit:  # other work has gone
-            self.speed += error + limit
-            self.threads.forget()
         else:
+            self.noise = max(self.noise + FADING * (error ** 2 - self.noise), NOISE)
             self.speed += SPEED / variance * error
             self.plans.update(plan, error, variance)
             self.threads.update(threads, error, variance)
+        level = self.speed + self.threads.now[threads]
+        usual = self.usual.get(threads, level)
+        if level < usual - CHANGED:
+            self.speed = level - self.threads.expected[threads]
+            self.threads.forget()
+            self.usual = {}
+        else:
+            self.usual[threads] = usual + FADING * (level - usual)
 
 
 class AdaptivePolicy:
@@ -154,11 +163,12 @@ class AdaptivePolicy:
         return self.tokens[plan] / seconds * math.exp(math.sqrt(self.times.plans.variance[plan]))
 
     def decide(self):
-        """Sets the best number of threads and plan, and of each plan the tokens per step and the
-        rate."""
-        hoped = self.times.threads.hoped
-        slow = lambda n: hoped(n) + (math.log(FEWER) if n > 1 else 0)
-        self.best_threads = min(self.times.threads.now, key=slow)
+        """Sets the best plan and number of threads, the number to take next, which may be a trial,
+        and of each plan the tokens per step and the rate."""
+        log, hoped = self.times.threads.now, self.times.threads.hoped
+        price = lambda n, than: math.log(FEWER) if n > than else 0.0
+        self.best_threads = min(log, key=lambda n: log[n] + price(n, 1))
+        self.next_threads = min(log, key=lambda n: hoped(n) + price(n, self.best_threads))
         self.tokens = {plan: self.found(plan) for plan in self.plans}
         self.rates = {plan: self.rate(plan, not self.drops_heads) for plan in self.plans
                       if not (plan.head_nodes and self.drops_heads)}
@@ -166,7 +176,7 @@ class AdaptivePolicy:
 
     def select(self):
         """The plan of the next step, for which it sets torch's number of threads."""
-        self.threads = self.best_threads
+        self.threads = self.next_threads
         if len(self.times.threads.now) > 1 and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         return self.best if self.times.has_unit else self.plans[0]
