@@ -122,7 +122,7 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys):
     rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]
     table = {name: cells for name, *cells in rows}
     assert {"plain", "lookup 4", "lookup 10"} < set(table) and any("heads" in name for name in table)
-    assert table["plain"][1] == "1.00" and table["lookup 4"][1] == "1.65"
+    assert table["plain"][1] == "1.00" and table["lookup 4"][1] == "1.94"
     assert sum(int(cells[-1].rstrip("%")) for cells in table.values()) == pytest.approx(100, abs=5)
     assert re.search(r"\nthreads \d+; a step's time by number of threads, relative: 1: ", said)
     assert "draft    verify    sample    accept    commit" in said and result["explained"][0].startswith("batch size 1")
