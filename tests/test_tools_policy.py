@@ -74,9 +74,9 @@ def threads(monkeypatch):
     monkeypatch.setattr(module.torch, "set_num_threads", lambda n: None)
 
 
-def adaptive(cost=None, gains={1: 0.0}, may_drop_heads=False, expected={2: 1.5, 8: 2.0}, plans=SECONDS, measured=()):
+def adaptive(cost=None, gains={1: 0.0}, may_drop_heads=False, expected={2: 1.5, 8: 2.0}, plans=SECONDS):
     found = TokensFound(expected, {plan.lookup_tokens for plan in plans} - {0})
-    policy = AdaptivePolicy(StepTimes(cost or Cost(), plans, gains, measured), found)
+    policy = AdaptivePolicy(StepTimes(cost or Cost(), plans, gains), found)
     policy.start(may_drop_heads)
     return policy
 
@@ -274,7 +274,7 @@ def test_an_outlier_counts_little():
 
 def test_the_first_step_tells_of_all_numbers_of_threads():
     """Catches a unit that is taken for a second."""
-    policy = adaptive(gains={1: 0.0, 2: 0.5}, measured=(1, 2))
+    policy = adaptive(gains={1: 0.0, 2: 0.5})
     policy.update(policy.select(), [(Text(random.Random(0)), [0], [0])], 0.001)
     assert policy.time(PLAIN, 1) / policy.time(PLAIN, 2) == pytest.approx(math.exp(0.5))
 

@@ -14,11 +14,11 @@ from backends.tensor_parallel import Group
 NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal, at least
 SPEED = 0.05 ** 2     # of the machine's log speed, from one step to the next
 GUESSED = 0.3 ** 2    # of a plan's log ratio, where it is a guess
-GUESSED_GAIN = 0.5 ** 2  # of that of a number of threads
-MEASURED = 0.05 ** 2  # of either, where it was measured, in this run or an earlier one
-KNOWN = 0.02 ** 2     # of either, at least
+MEASURED = 0.05 ** 2  # where it was measured, in this run or an earlier one
+GAIN = 0.25 ** 2      # of that of a number of threads, measured or not: other work comes and goes
+KNOWN = 0.02 ** 2     # of any ratio, at least
 UNUSED_PLAN = 3e-5    # what the variance of a plan's ratio gains in a step of another one
-UNUSED = 3e-4         # the same for a number of threads: other work comes and goes
+UNUSED = 3e-4         # the same for a number of threads
 FADING = 1 / 64       # share that a mean forgets in a step
 CHANGED = 0.25        # by which the log of a speed falls below its mean when other work has gone
 FEWER = 1.15          # more threads are taken where they are quicker by this factor
@@ -63,13 +63,13 @@ class StepTimes:
     number of threads + the machine's speed.
 
     cost: a `tools.tune.StepCost`. gains: {number of threads: the log of how much quicker than one
-    it is expected to be}. measured: those of them that it was measured on."""
+    it is expected to be}."""
 
-    def __init__(self, cost, plans, gains, measured=()):
+    def __init__(self, cost, plans, gains):
         self.cost = cost
         self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured, UNUSED_PLAN)
-        guessed = GUESSED_GAIN if len(gains) > 1 else MEASURED
-        self.threads = Ratios({n: -gain for n, gain in gains.items()}, guessed, measured, UNUSED)
+        log_times = {n: -gain for n, gain in gains.items()}
+        self.threads = Ratios(log_times, GAIN if len(gains) > 1 else MEASURED, (), UNUSED)
         self.speed = 0.0
         self.noise = NOISE
         self.usual = {}  # number of threads -> a mean of its log speed

@@ -26,7 +26,7 @@ from clover import check_beams
 from generate import DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan, prepare
 from model import MAX_TREE, atomic_write
 from tools.found import TokensFound
-from tools.policy import FEWER, GUESSED, GUESSED_GAIN, AdaptivePolicy, StepTimes
+from tools.policy import FEWER, GAIN, GUESSED, AdaptivePolicy, StepTimes
 from tools.timing import STAGES, quick_times, stage_times, timing_decoder
 
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -36,7 +36,7 @@ CHAINS = (4, 10)  # tokens of lookup
 ROW = {"cpu": 0.025, "cuda": 0.004}
 LOOKUP = 0.1    # of lookup's own operations, as a share of plain decoding
 SMALL = 5e7     # bytes of weights that a CPU reads no quicker with more threads, at a guess
-GAIN = 0.8      # the power of the number of threads by which a large model is quicker
+POWER = 0.8     # the power of the number of threads by which a large model is quicker
 PROBE = 0.5     # seconds that measuring times may take at the start
 KEPT = 200      # entries of the file
 KNOWN = {}      # key -> StepTimes, of this process
@@ -152,7 +152,7 @@ def thread_gains(model, threads=None):
     counts = sorted({1, most // 4, most // 2, most} - {0})
     size = sum(p.nbytes for p in model.blocks.parameters())
     large = min(max(math.log(size / SMALL) / math.log(8), 0), 1)
-    return {n: GAIN * large * math.log(n) for n in cpu.same_bits(model, counts)}
+    return {n: POWER * large * math.log(n) for n in cpu.same_bits(model, counts)}
 
 
 @torch.inference_mode()
@@ -202,7 +202,7 @@ def measure_steps(policy, decoder, end):
         reading = [max(a - b, 0.0) for a, b in zip(measured[plain], alone)]
     cost.set_measured(measured, reading)
     gains = {n: math.log(by_threads[min(gains)] / by_threads[n]) for n in gains}
-    policy.set_times(StepTimes(cost, policy.plans, gains, measured=gains))
+    policy.set_times(StepTimes(cost, policy.plans, gains))
     KNOWN[policy.key] = policy.times
 
 
@@ -235,12 +235,12 @@ def fit(model, heads, lookup, batch_size, sampling, *, tree_size=None, beams=Non
         rate = lambda plan: by_heads(plan.head_nodes) / cost.guess(plan, batch_size)
         trees = some_trees([DraftPlan(size - 1) for size in sizes[1:]], rate)
         plans = [DraftPlan(), *trees, *(some_chains(trees) if lookup else [])]
-    guesses, gains = group.broadcast((thread_gains(model, threads), gains))
-    gains = {n: gains[n] for n in guesses.keys() & gains.keys()}
+    gains = group.broadcast({n: gains.get(n, gain)
+                             for n, gain in thread_gains(model, threads).items()})
     found = TokensFound({plan.head_nodes: by_heads(plan.head_nodes) for plan in plans},
                         {plan.lookup_tokens for plan in plans} - {0},
                         ahead=model.device.type == "cuda")
-    policy = AdaptivePolicy(StepTimes(cost, plans, guesses | gains, measured=gains), found, group)
+    policy = AdaptivePolicy(StepTimes(cost, plans, gains), found, group)
     policy.key = key
     KNOWN[key] = policy.observed
     return policy
@@ -294,7 +294,7 @@ def entry(times):
              for plan, variance in times.plans.variance.items() if variance < GUESSED / 2}
     fewest, *_ = times.threads.now.values()
     gains = {n: fewest - log for n, log in times.threads.now.items()
-             if times.threads.variance[n] < GUESSED_GAIN / 2 and log <= fewest}  # other work goes
+             if times.threads.variance[n] < GAIN / 2 and log <= fewest}  # other work goes
     return dict(plans=plans, reading=cost.reading, gains=gains)
 
 
