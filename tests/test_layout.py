@@ -20,7 +20,7 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = {  # at most; what grows one raises the number here, in the same commit
     "kernels.py": 2290, "model.py": 733, "clover.py": 440, "generate.py": 759, "train_heads.py": 354, "backends": 1240,
-    "hf": 1900, "tools": 1668, "training": 1655, "bench": 2382, "tests": 12015, "without tests": 13405}
+    "hf": 1900, "tools": 1665, "training": 1655, "bench": 2382, "tests": 12015, "without tests": 13402}
 ABOVE_THE_RULE = 763  # lines of kernels.py
 DECODER = 300
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else

@@ -14,8 +14,8 @@ from backends.tensor_parallel import Group
 NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal, at least
 SPEED = 0.05 ** 2     # of the machine's log speed, from one step to the next
 GUESSED = 0.3 ** 2    # of a plan's log ratio, where it is a guess
-MEASURED = 0.05 ** 2  # where it was measured, in this run or an earlier one
-GAIN = 0.25 ** 2      # of that of a number of threads, measured or not: other work comes and goes
+MEASURED = 0.05 ** 2  # of one that was measured, in this run or an earlier one
+GAIN = 0.25 ** 2      # of that of threads, measured or not: other work comes and goes
 KNOWN = 0.02 ** 2     # of any ratio, at least
 UNUSED_PLAN = 3e-5    # what the variance of a plan's ratio gains in a step of another one
 UNUSED = 3e-4         # the same for a number of threads
