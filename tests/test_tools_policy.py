@@ -348,7 +348,7 @@ def test_ranks_select_the_same():
         for policy, clock in zip(ranks, clocks):
             policy.update(plans[0], found, SECONDS[plans[0]] ** 2 * math.exp(clock.gauss(0, 0.3)))
     both = [policy.times.seconds(LONG, 1, 1) for policy in ranks]
-    assert both[0] == both[1] > 1.7  # 2.25, by a clock that wavers by a third
+    assert both[0] == both[1] > 1.9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
