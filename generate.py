@@ -278,8 +278,7 @@ class Decoder:
         def wait():
             if copied:
                 copied.synchronize()
-            P = self.max_path(plan)
-            return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
+            return read_accepted(packed, self.max_path(plan))
         return wait
 
     def prefill(self, slot, sequences, start):
@@ -332,6 +331,11 @@ class Decoder:
         fewer than all with a graph, whose tensors must stay where they are."""
         self.slots = self.buffers.first(n)
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
+
+
+def read_accepted(packed, P):
+    """`Accepted.packed` -> [(tokens, path)] of the slots, as lists."""
+    return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
 
 
 def chunk_tensors(sequences, start, end, device):
