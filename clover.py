@@ -250,9 +250,11 @@ class CloverHeads(nn.Module):
         rows = base.embed(tokens) if base.config.tied else base.head.embedding(tokens)
         return rows * self.embedding_scale
 
-    def new_cache(self, batch, capacity):
+    def new_cache(self, batch, capacity, lengths=None):
         """The augmenting block's own KV cache."""
-        return self.model.new_cache(batch, capacity, self.augment_blocks)
+        cache = self.model.new_cache(batch, capacity, self.augment_blocks)
+        cache.lengths = lengths if lengths is not None else cache.lengths
+        return cache
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
                 documents=None):

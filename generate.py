@@ -13,7 +13,6 @@ Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lo
 beams, C hidden size, V vocabulary."""
 
 import math
-import os
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -705,46 +704,35 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
     graph       on CUDA, replay a CUDA graph
     Raises InputError for bad input, Interrupted on Ctrl-C."""
-    threads = torch.get_num_threads()  # `prepare` may set another number
-    try:
-        engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
-                         beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
-                         top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
-        return engine.generate(prompts, max_new_tokens, stop, on_step, encoding)
-    finally:
-        torch.set_num_threads(threads)
+    engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
+                     beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
+                     top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
-            batch_size=None, graph=True, policy=None, threads=None, **sampling):
+            batch_size=None, graph=True, policy=None, **sampling):
     """The Engine that `generate` runs, with the same arguments. policy: what selects each step's
-    plan, default as tree_size says. threads: of a CPU, set for this process; default: one, unless
-    torch's own number is quicker, where tools/ is there to measure it."""
+    plan, default as tree_size says."""
     sampling = Sampling(**sampling)
-    check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     if not prompts:
         raise InputError("no prompt was given; give at least one")
     for index, prompt in enumerate(prompts):
         check_prompt(model, prompt, index)
+    check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    drafts = lookup or (heads and heads.info.get("acceptance"))
-    if policy is None and tree_size is None and drafts:
+    fits = lookup or (heads and heads.info.get("acceptance"))
+    if policy is None and tree_size is None and fits:
         with needs_folders(", or give a tree_size"):
             from tools.policy import AdaptivePolicy
         policy = AdaptivePolicy(model, heads, lookup, batch_size, sampling.temperature)
-    if policy is None:
+    elif policy is None:
         default = DEFAULT_TREE if heads else 1
         policy = FixedPolicy(fixed_plan(default if tree_size is None else tree_size, heads, lookup))
-    engine = Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
-                    beams=beams, sampling=sampling, graph=graph)
-    if threads:
-        torch.set_num_threads(threads)
-    elif model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and find_spec("tools"):
-        from tools.policy import choose_threads
-        choose_threads(engine.decoder)
-    return engine
+    return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
+                  beams=beams, sampling=sampling, graph=graph)
 
 
 def main(args):

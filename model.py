@@ -526,7 +526,7 @@ class GPT(nn.Module):
         """Bytes that can still be allocated on the model's device, as far as it tells."""
         return free_memory(self.device)
 
-    def new_cache(self, batch, capacity, blocks=None, dtype=None):
+    def new_cache(self, batch, capacity, blocks=None, dtype=None, lengths=None):
         """A `KVCache` for some blocks, default the model's, in a dtype, default the model's. Raises
         InputError where the memory has no room for it."""
         dtype = dtype or self.dtype
@@ -534,7 +534,10 @@ class GPT(nn.Module):
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
                      math.prod(shape) * dtype.itemsize, self.free_memory(), self.device,
                      "take a smaller batch size or fewer new tokens")
-        return KVCache(shape, dtype, self.device)
+        cache = KVCache(shape, dtype, self.device)
+        if lengths is not None:
+            cache.lengths = lengths
+        return cache
 
     def cache_shape(self, batch, capacity, blocks=None):
         """(L, 2, B, Hkv, S, D) of such a cache."""

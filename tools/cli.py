@@ -19,6 +19,7 @@ from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
 from tools.flags import flag
+from tools.policy import choose_threads
 
 received = []  # SIGTERM, once it has come
 
@@ -192,13 +193,19 @@ class Session:
         return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
 
     def engine(self, prompts, max_new_tokens=None, **options):
-        """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
+        """The Engine for these prompts, by the flags and `options` of `generate.prepare`. Sets
+        torch's number of threads."""
         args = self.args
         flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
-                     beams=args.beams, batch_size=args.batch_size, threads=args.threads,
+                     beams=args.beams, batch_size=args.batch_size,
                      graph=not (args.no_graph or args.show_tree))
-        return prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
-                       **flags | options, **self.sampling)
+        engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
+                         **flags | options, **self.sampling)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            choose_threads(engine.decoder)
+        return engine
 
 
 def sampling_flags(args):

@@ -192,8 +192,8 @@ def choose_threads(decoder):
     """Sets torch's number of threads: one, unless as many as it has now are quicker. Means count,
     not the quickest steps: where other work runs, threads wait for one another."""
     most = torch.get_num_threads()
-    counts = cpu.same_bits(decoder.model, [1, most])
-    if most == 1 or len(counts) == 1 or group_of(decoder.model).size > 1:
+    counts = cpu.same_bits(decoder.model, sorted({1, most}))
+    if len(counts) == 1 or decoder.model.device.type != "cpu" or group_of(decoder.model).size > 1:
         return
     torch.set_num_threads(1)
     step_seconds(decoder)  # the first one takes longer
