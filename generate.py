@@ -122,8 +122,9 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     zeros = partial(torch.zeros, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a tree after one path
     heads_cache = None
-    if heads:  # heads read paths alone
-        heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path, lengths=cache.lengths)
+    if heads:  # they read paths alone
+        heads_kv = heads.new_cache(batch_size, capacity + 2 * max_path).kv
+        heads_cache = KVCache(heads_kv, cache.lengths)
     return Slots(
         cache, heads_cache,
         root=zeros(batch_size, dtype=torch.int64),
