@@ -173,11 +173,10 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, 
     return torch.empty_like(q)
 
 
-def accepted_lists(accepted):
-    """Takes the place of Accepted.lists: one token of each slot, from memory that the host may read."""
-    assert accepted.packed.device.type == "cpu"
-    B, P = accepted.tokens.shape
-    return SimpleNamespace(tokens=[[1] * P] * B, path=[[0] * P] * B, count=[1] * B, last=[0] * B)
+def read_accepted(packed, P):
+    """One token of each slot, from memory that the host may read."""
+    assert packed.device.type == "cpu"
+    return [([1], [0])] * len(packed)
 
 
 @pytest.fixture
@@ -209,11 +208,11 @@ def world():
                 (kernels, "_shared_memory", lambda _: 233472),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (models, "causal_lower_right", CausalBias),
-                (module.Accepted, "lists", accepted_lists), (Decoder, "__init__", make)):
+                (module, "read_accepted", read_accepted), (Decoder, "__init__", make)):
             stack.enter_context(patch.object(where, name, value, create=True))
-        zeros = torch.zeros
-        pinned = lambda *a, pin_memory=False, **k: zeros(*a, **k)
-        stack.enter_context(patch.object(torch, "zeros", pinned))
+        empty = torch.empty
+        pinned = lambda *a, pin_memory=False, **k: empty(*a, **k)
+        stack.enter_context(patch.object(torch, "empty", pinned))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(Indexing(world))
         yield world
@@ -425,8 +424,8 @@ def test_a_mask_of_training_on_the_cpu_is_seen(start, monkeypatch):
 def test_a_graph_of_tensors_that_are_gone_is_seen(start, monkeypatch):
     """Bug: slots are compacted on a GPU, and the graphs go on with those that were."""
     world, model, heads = start()
-    compact = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
-    monkeypatch.setattr(Engine, "compact_slots", compact)
+    resize = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
+    monkeypatch.setattr(Engine, "resize", resize)
     with pytest.raises(AssertionError, match="no longer has"):
         decode(model, heads)
 
