@@ -42,7 +42,7 @@ def add_numbers(parser, flag, low, high, kind=int, **options):
 def add_shape_flags(parser, batch_sizes, tree_sizes):
     add_numbers(parser, "--batch-sizes", 1, 1024, default=batch_sizes,
                 help="sequences decoded together")
-    add_numbers(parser, "--tree-sizes", 1, flags.MAX_TREE, default=tree_sizes, help="nodes; with "
+    add_numbers(parser, "--tree-sizes", 1, 64, default=tree_sizes, help="nodes; with "
                 "decode, of steps with --random-weights")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
 
