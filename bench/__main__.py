@@ -2,18 +2,14 @@
 and, last, one JSON line with the numbers, the hardware and the versions.
 
     python -m bench COMMAND --help     # COMMANDS, below; docs/cli.md describes them
-    torchrun --nproc-per-node 2 -m bench decode ...  # with the model split over several processes
 """
 
-import os
-import sys
 from pathlib import Path
 
 from bench.sizes import SIZES
 from tools import flags
 from training.flags import add_data_flag
 
-BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 OPERATIONS = ["attention", "flex", "topk", "sample", "quantized", "commit"]
 
 
@@ -26,10 +22,8 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if args.command == "heads" and len({Path(x).name for x in args.heads}) < len(args.heads):
         parser.error("two of the heads folders have the same name; rename one")
-    if args.command == "decode" and args.random_weights:
-        if args.quantize or args.heads_of_original:
-            parser.error("--quantize and --heads-of-original need a --model, and go without "
-                         "--random-weights")
+    if getattr(args, "random_weights", None) and (args.quantize or args.heads_of_original):
+        parser.error("--quantize and --heads-of-original go without --random-weights")
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: its folder does not exist")
     return args
@@ -50,8 +44,7 @@ def add_shape_flags(parser, batch_sizes, tree_sizes):
 def add_decoding_flags(parser, prompts):
     flags.add_model_flags(parser)
     add_data_flag(parser)
-    flags.add_number(parser, "--prompts", 1, 10**6, default=prompts, help="held-out ones; with "
-                     "decode a larger batch takes one for each sequence")
+    flags.add_number(parser, "--prompts", 1, 10**6, default=prompts, help="held-out ones")
     flags.add_number(parser, "--prompt-length", 1, 10**6, default=64, help="tokens of each prompt")
     flags.add_number(parser, "--max-new-tokens", 1, 10**6, default=128, help="of each prompt")
 
@@ -66,7 +59,7 @@ def add_heads_flags(parser):
 
 def add_decode_flags(parser):
     add_decoding_flags(parser, prompts=16)
-    add_shape_flags(parser, BATCH_SIZES, BATCH_SIZES)
+    add_shape_flags(parser, [1, 8, 32], [1, 4, 16])
     parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
     flags.add_original_heads_flag(parser)
     flags.add_quantize_flag(parser)
@@ -74,8 +67,6 @@ def add_decode_flags(parser):
     flags.add_number(parser, "--runs", 1, 10**6, default=3, help="rounds in which all take turns; "
                      "medians count")
     parser.add_argument("--random-weights", choices=SIZES, help="time single steps of this size")
-    flags.add_number(parser, "--draft-vocabulary", 0, 2**31, default=8192, help="with "
-                     "--random-weights, the heads draft among the first N token ids; 0: among all")
 
 
 def add_kernels_flags(parser):
@@ -88,8 +79,7 @@ def add_kernels_flags(parser):
 
 
 def add_gpu_flags(parser):
-    parser.add_argument("--out", required=True, metavar="DIR", help="for the results; what "
-                        "succeeded there is not run again")
+    parser.add_argument("--out", required=True, metavar="DIR", help="for the results")
 
 
 def add_draw_flags(parser):
@@ -108,15 +98,10 @@ COMMANDS = {  # name: (what adds its flags, what it does)
 
 
 def main(args):
-    from backends.tensor_parallel import is_rank_zero
     from bench import decoding, draw, finish, gpu, operations, steps
-    if not is_rank_zero():  # rank 0 prints, and writes the file
-        sys.stdout = open(os.devnull, "w")
-        args.out = None
-    run = dict(heads=decoding.bench_heads, decode=decoding.bench, steps=steps.bench,
-               kernels=operations.bench, gpu=gpu.bench, draw=draw.bench)
-    command = "steps" if getattr(args, "random_weights", None) else args.command
-    result = run[command](args)
+    run = dict(heads=decoding.bench_heads, decode=decoding.bench, kernels=operations.bench,
+               gpu=gpu.bench, draw=draw.bench)[args.command]
+    result = (steps.bench if getattr(args, "random_weights", None) else run)(args)
     if result:
         finish(result, args.out)
 

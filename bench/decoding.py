@@ -4,7 +4,6 @@ work on the machine meets all alike."""
 
 import statistics
 import time
-from copy import deepcopy
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,21 +11,20 @@ from types import SimpleNamespace
 
 import torch
 
-from backends.tensor_parallel import group_of, start
 from bench import Table
 from generate import FixedPolicy, prepare
 from hf.chat import load_chat_template
 from tools.cli import load_heads, load_model
-from tools.policy import draft_plans
+from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
 from training.evaluate import head_accuracy
 
 FIELDS = "tree_size", "tokens_per_step", "tokens_per_second"  # of an Output
 
 
-def load(args, folders, group=None):
+def load(args, folders):
     """The model of --model, {folder name: heads}, the held-out tokens of --data."""
-    model, encoding = load_model(args, group)
+    model, encoding = load_model(args)
     of_original = getattr(args, "heads_of_original", False)
     heads = {Path(path).name: load_heads(path, model, encoding, of_original) for path in folders}
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
@@ -41,9 +39,7 @@ def settings(args, model):
 
 def decode_in_turns(model, texts, ways, new, runs=1, **options):
     """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, or
-    a function that decodes}, plain decoding first -> ({name: row}, {name: the Output of each run}).
-    A row has the median run's figures, and the median of the rounds' speed-ups over plain
-    decoding."""
+    a function that decodes}, plain decoding first -> ({name: row of medians}, {name: Outputs})."""
     outputs = {name: [] for name in ways}
     for _ in range(runs):
         for name, way in ways.items():
@@ -53,19 +49,18 @@ def decode_in_turns(model, texts, ways, new, runs=1, **options):
     rows = {}
     for name, done in outputs.items():
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
-        rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS}
-        rows[name] |= dict(speed_up=paired_ratio(done, plain), identical=statistics.fmean(same))
+        rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS} | dict(
+            speed_up=paired_ratio(done, plain), identical=statistics.fmean(same))
     return rows, outputs
 
 
-def decode_once(model, texts, new, **options):
+def decode_once(model, texts, new, make_policy=lambda: None, **options):
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
-    of which the policy learns nothing."""
-    threads = torch.get_num_threads()  # which the engine may choose anew
-    engine = prepare(model, texts, new, **options)
-    policy = deepcopy(engine.policy)
+    from which its policy does not learn."""
+    threads = torch.get_num_threads()  # which an engine on a CPU may choose anew
+    engine = prepare(model, texts, new, policy=make_policy(), **options)
     engine.generate(texts[:engine.decoder.batch_size], min(8, new))
-    engine.policy = policy
+    engine.policy = make_policy() or engine.policy
     out = engine.generate(texts, new)
     torch.set_num_threads(threads)
     return out
@@ -83,32 +78,28 @@ def paired_ratio(done, others):
 
 def bench(args):
     """`bench decode`: prints the table -> the result."""
-    group = start(args)
-    model, heads, heldout = load(args, [] if args.heads == "none" else [args.heads], group)
+    model, heads, heldout = load(args, [] if args.heads == "none" else [args.heads])
     table = Table()
     ratios = {}
     for batch_size in args.batch_sizes:
         texts = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        # neighbours of different lengths
-        texts = [text[min(i % 8 * args.prompt_length // 32, len(text) - 1):]
-                 for i, text in enumerate(texts)]
         own = next(iter(heads.values()), None)
         rows, ratios[batch_size] = measure_batch(model, own, texts, batch_size, args)
         for name, row in rows.items():
             table.add(dict(batch_size=batch_size, drafted_by=name) | row)
     print("\nauto over the best single plan, by batch size:", ratios)
-    group.close()
     return settings(args, model) | dict(
-        temperature=args.temperature, runs=args.runs, ranks=group.size, heads=list(heads),
-        decoding=table, auto_over_best=ratios)
+        temperature=args.temperature, runs=args.runs, heads=list(heads), decoding=table,
+        auto_over_best=ratios)
 
 
 def measure_batch(model, heads, texts, batch_size, args):
     """The rows of one batch size, and auto's tokens per second over the best single plan's."""
-    plans = draft_plans(model, heads, True, batch_size, args.temperature)  # plain decoding first
-    ways = {str(plan): dict(heads=heads, policy=FixedPolicy(plan)) for plan in plans}
-    ways["auto"] = dict(heads=heads, lookup=True)
-    if batch_size == 1 and not args.temperature and group_of(model).size == 1:
+    auto = partial(AdaptivePolicy, model, heads, True, batch_size, args.temperature)
+    plans = auto().plans  # plain decoding first
+    ways = {str(plan): dict(heads=heads, make_policy=partial(FixedPolicy, plan)) for plan in plans}
+    ways["auto"] = dict(heads=heads, make_policy=auto)
+    if batch_size == 1 and not args.temperature:
         ways |= transformers_ways(model, args.model, texts)
     rows, outputs = decode_in_turns(model, texts, ways, args.max_new_tokens, args.runs,
                                     batch_size=batch_size, temperature=args.temperature)
@@ -120,7 +111,7 @@ def measure_batch(model, heads, texts, batch_size, args):
 
 def transformers_ways(model, folder, texts):
     """{name: a function that decodes the checkpoint with transformers, in our dtype and on our
-    device}; empty where transformers is not installed."""
+    device, greedily, one prompt at a time}; empty where transformers is not installed."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -128,27 +119,25 @@ def transformers_ways(model, folder, texts):
         return {}
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
     theirs.generation_config.eos_token_id = None  # no text ends early, as with us
-    decode = partial(transformers_generate, theirs)
+
+    @torch.inference_mode()
+    def decode(texts, new, **options):
+        tokens = []
+        start = time.perf_counter()
+        for text in texts:
+            ids = torch.tensor([text], device=theirs.device)
+            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
+                                  do_sample=False, max_new_tokens=new, **options)
+            tokens.append(out[0, len(text):].tolist())
+        seconds = time.perf_counter() - start
+        return SimpleNamespace(tokens=tokens, seconds=seconds,
+                               tokens_per_second=sum(map(len, tokens)) / seconds)
+
     ways = {"transformers": decode,
             "transformers, prompt lookup": partial(decode, prompt_lookup_num_tokens=10)}
-    for decode in ways.values():
-        decode(texts[:1], 8)  # what only the first call does
+    for way in ways.values():
+        way(texts[:1], 8)  # what only the first call does
     return ways
-
-
-@torch.inference_mode()
-def transformers_generate(theirs, texts, new, **flags):
-    """Greedy, one prompt at a time -> the part of an Output that `decode_in_turns` reads."""
-    tokens = []
-    start = time.perf_counter()
-    for text in texts:
-        ids = torch.tensor([text], device=theirs.device)
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
-                              do_sample=False, max_new_tokens=new, **flags)
-        tokens.append(out[0, len(text):].tolist())
-    seconds = time.perf_counter() - start
-    return SimpleNamespace(tokens=tokens, seconds=seconds,
-                           tokens_per_second=sum(map(len, tokens)) / seconds)
 
 
 def bench_heads(args):
@@ -165,12 +154,10 @@ def bench_heads(args):
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         rows, _ = decode_in_turns(model, texts, fixed_trees(heads, T), args.max_new_tokens,
                                   batch_size=B, temperature=temperature)
-        plain = rows.pop("plain")
         first = rows[next(iter(heads))]
         for name, row in rows.items():
             extra = [each["tokens_per_step"] - 1 for each in (row, first)]
             table.add(dict(heads=name, temperature=temperature, batch_size=B) | row | dict(
-                plain_tokens_per_second=plain["tokens_per_second"],
                 speed_up_over_first=row["tokens_per_second"] / first["tokens_per_second"],
                 extra_over_first=extra[0] / extra[1] if extra[1] else None))
     training = {name: own.info.get("training") for name, own in heads.items()}

@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 import torch
 
 from bench.sizes import SIZES, size_config
-from clover import Head, read_record
-from model import MAX_TREE, Block, atomic_write, read_json
+from clover import MAX_DRAFT, Head, read_record
+from model import MAX_TREE, Block, read_json
 from tools.flags import DEMO
 from tools.policy import expected_tokens
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
@@ -26,6 +26,8 @@ MONO = "DejaVu Sans Mono, Menlo, Liberation Mono, Consolas, monospace"
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
+TOKENS = {"root": BRIGHT, "model": DIM, "lookup": ANSI[LOOKUP_COLOUR]} | {
+    f"head {i + 1}": ANSI[HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]] for i in range(MAX_DRAFT)}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
             "lookup": AMBER, "clover + lookup": BLUE, "auto": PINK}  # as results call them
 
@@ -53,19 +55,12 @@ def line(points, colour, width=1, dashes="none"):
             f'stroke-dasharray="{dashes}"/>')
 
 
-def colour_of(drafter):
-    """Of "head 1", "lookup", "model" or "root"."""
-    if drafter.startswith("head"):
-        return ANSI[HEAD_COLOURS[min(int(drafter.split()[1]), len(HEAD_COLOURS)) - 1]]
-    return {"lookup": ANSI[LOOKUP_COLOUR], "model": DIM, "root": BRIGHT}[drafter]
-
-
 def card(title, height, model_token, drafters, shapes, below):
     """shapes with a legend above and a line below."""
     x = 24
     for name in ("model", *sorted({*drafters} - {"model", "root"})):
         words = model_token if name == "model" else f"by {name}"
-        shapes.append(text(x, 32, words, colour_of(name)))
+        shapes.append(text(x, 32, words, TOKENS[name]))
         x += 8 * len(words) + 16
     shapes.append(text(24, height - 24, below, BRIGHT))
     return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), *shapes])
@@ -84,7 +79,7 @@ def draw_text(run):
                 column = 0
             if part.strip():
                 spot = 24 + 7.93 * column, 66 + 19 * row
-                shapes.append(text(*spot, part, colour_of(drafter), font=MONO))
+                shapes.append(text(*spot, part, TOKENS[drafter], font=MONO))
             column += len(part) * (part != "\n")
     return card("A text, each token in the colour of what guessed it", 118 + 19 * row,
                 "not guessed", {drafter for _, drafter in tokens}, shapes,
@@ -110,17 +105,14 @@ def draw_tree(run):
     names = zip([*step["nodes"], step["emitted"][-1]], [*step["drafted_by"], "model"])
     for node, (words, drafter) in enumerate(names):
         x, y = spots[node]
+        colour = TOKENS[drafter]
+        on_path = node in accepted
         words = words.translate(str.maketrans(" \n\t", "·↵⇥"))[:10]
-        fill, ink = CARD, colour_of(drafter)
-        edge = FRAME, 1
-        if node in accepted:
-            fill, ink = ink, fill
-            edge = BRIGHT, 2
-        boxes += [box(x, y, 12 + 7 * len(words), 20, fill, colour_of(drafter), radius=4),
-                  text(x + 6, y + 14, words, ink, 11.5, font=MONO)]
+        boxes += [box(x, y, 12 + 7 * len(words), 20, colour if on_path else CARD, colour, radius=4),
+                  text(x + 6, y + 14, words, CARD if on_path else colour, 11.5, font=MONO)]
         left, top = spots[max(parents[node], 0)]
         edges.append(line([(left, top + 10), (x - 12, top + 10), (x - 12, y + 10), (x, y + 10)],
-                          *edge))
+                          BRIGHT if on_path else FRAME, 1 + on_path))
     return card("A drafted tree, with what was accepted", 126 + 34 * len(leaves),
                 "the model's next token", step["drafted_by"], edges[1:] + boxes,
                 "White: the newest token. Full: accepted, the model says the same. Outlined: "
@@ -136,9 +128,9 @@ def chart(title, height, shapes, *below):
 def measured(result):
     """What was measured and where, for the small line below a chart."""
     machine = result["machine"]
+    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
     return (f"Measured: {result['model']}/, {result['dtype'].removeprefix('torch.')}, greedy, "
-            f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; "
-            + (machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"))
+            f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; {where}")
 
 
 def draw_tokens_per_step(result):
@@ -233,17 +225,16 @@ def draw_roofline(_):
             B: seconds(B, 1) * max(tokens[T] / seconds(B, T) for T in tokens) for B in sizes}
     return line_chart("Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
                       f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each cache, guesses "
-                      "as good as those of demo/clover,", "the best tree for each batch size. How "
-                      "much memory there is does not count.")
+                      "as good as those of demo/clover,", "the best tree for each batch size.")
 
 
 def bench(args):
     """Writes the pictures into args.out."""
-    sources = {draw_text: args.run, draw_tree: args.run,
-               draw_tokens_per_step: f"{args.results}/heads-cpu.json",
-               draw_batch: f"{args.results}/decode-cpu.json", draw_roofline: None}
-    for draw, source in sources.items():
-        picture = draw(source and read_json(source))
-        path = Path(args.out) / f"{draw.__name__[5:].replace('_', '-')}.svg"
-        atomic_write(path, lambda tmp: Path(tmp).write_text(picture, encoding="utf-8"))
+    pictures = {"text": (draw_text, args.run), "tree": (draw_tree, args.run),
+                "tokens-per-step": (draw_tokens_per_step, f"{args.results}/heads-cpu.json"),
+                "batch": (draw_batch, f"{args.results}/decode-cpu.json"),
+                "roofline": (draw_roofline, None)}
+    for name, (draw, source) in pictures.items():
+        path = Path(args.out) / f"{name}.svg"
+        path.write_text(draw(source and read_json(source)), encoding="utf-8")
         print(path)

@@ -88,20 +88,17 @@ def sample(hidden, weight, temperature):
     return logits.argmax(-1)
 
 
-def projection_case(device, model, top_k, temperature, M):
-    """top_k: how many tokens; 0: one, sampled."""
+def projection_case(device, model, M, top_k=None, temperature=None):
     c = size_config(model)
     C, V = c.n_embd, c.vocab_size
     place = torch.arange(M, device=device)
-    ours = partial(kernels.project_topk, k=top_k)
-    other = partial(topk, k=top_k)
-    if not top_k:
-        ours = partial(kernels.project_sample, temperature=temperature, seed=0, sequence=place,
-                       position=place)
-        other = partial(sample, temperature=temperature)
+    pair = partial(kernels.project_topk, k=top_k), partial(topk, k=top_k)
+    if top_k is None:
+        pair = (lambda x, weight: kernels.project_sample(x, weight, temperature, 0, place, place),
+                partial(sample, temperature=temperature))
     inputs = [(random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
               for _ in range(copies(2 * V * C))]
-    return 2 * C * (V + M), inputs, ours, other
+    return 2 * C * (V + M), inputs, *pair
 
 
 def quantized_case(device, model, layer, kind, M):
@@ -144,8 +141,8 @@ def measure(name, args, device, bandwidth):
     case, shapes = dict(
         attention=(partial(attention_case, make_other=sdpa), attention),
         flex=(partial(attention_case, make_other=flex), attention),
-        topk=(projection_case, dict(top_k=(8, 32), temperature=(0.0,), M=rows)),
-        sample=(projection_case, dict(top_k=(0,), temperature=(0.0, 0.8), M=rows)),
+        topk=(projection_case, dict(top_k=(8, 32), M=rows)),
+        sample=(projection_case, dict(temperature=(0.0, 0.8), M=rows)),
         quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)),
         commit=(commit_case, dict(batch=args.batch_sizes)))[name]
     print(f"\n{name}")
@@ -170,6 +167,5 @@ def bench(args):
         raise InputError("timing kernels needs a CUDA device; pytest -m static only compiles them")
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(torch.device("cuda"))
-    print(f"a large copy moves {bandwidth / 1e9:.1f} GB/s (bytes read and written)")
     tables = {name: measure(name, args, "cuda", bandwidth) for name in args.operations}
     return dict(bench="kernels", copy_gb_per_s=bandwidth / 1e9) | tables
