@@ -139,7 +139,7 @@ def draw_tokens_per_step(result):
         row["heads"]: row["tokens_per_step"] for row in result["decoding"]
         if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
     names = [name for name in DRAFTERS if name in values]
-    unit = 590 / max(values.values())
+    unit = 590 / max(values[name] for name in names)
     shapes = []
     for i, name in enumerate(names):
         y = 46 + 32 * i
