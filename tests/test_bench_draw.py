@@ -152,7 +152,7 @@ def test_the_prediction_has_the_shape_of_the_papers_figure():
     assert seconds(8, 1) - launches == pytest.approx(steps.step_bytes(model, 8) / draw.BANDWIDTH, rel=1e-3)
     gains = [2.5 * seconds(B, 1) / seconds(B, 6) for B in (16, 64, 128, 256)]
     assert gains == sorted(gains, reverse=True) and 1.8 < gains[0] < 2.5 and gains[-1] < 1.1
-    assert seconds(1, 6) < seconds(1, 17) and seconds(64, 6) < seconds(64, 64)
+    assert seconds(1, 6) == seconds(1, 17) and seconds(64, 6) < seconds(64, 64)  # where bytes count, and FLOPs
     shown = colours(draw.draw_roofline(None))
     assert "Predicted, not measured: speed-up on one H200 (logarithmic)" in shown
     assert re.findall(r"Llama 3 8B (\d\.\d\d)x to", " ".join(shown))
