@@ -12,7 +12,6 @@ t + 1 + i. Losses are sums, not means: several processes add theirs up.
 import contextlib
 
 import torch
-import torch.nn.functional as F
 
 # Logits at a time: 16 MB in float32, as a CPU's cache holds; the model's own take as much again.
 # More on a GPU, where a product of few rows takes as long to read the LM head as one of many.
@@ -51,33 +50,26 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
                         for at in guessed])
 
 
-def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0,
-                chunk=None):
-    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the guesses summed
-    over, bool [K, B, T]).
+def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", chunk=None):
+    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each.
 
     outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
     model's, at positions 0..T + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T],
     see `guess_masks`. objective: "distill", against the model's next-token distribution, or "data",
     against the tokens. A hit is a guess in guess_mask whose top-1 is the model's greedy token.
 
-    top_n > 0 trains on policy: on guesses that drafting would reach. Drafting goes on from the n
-    likeliest tokens of each head. The model's distribution is known only after the text's own
-    tokens, so a guess counts only where every head before it had the text's token among its top_n.
-
     Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable
     with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time,
     and with probabilities, gradient and copies six times as many numbers."""
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype
+    device = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else model.head.weight.dtype
     chunk = chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)
     with without_autocast(hidden.device):
         teacher = model.norm(hidden).detach().to(dtype)
         states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
         weight = model.head.weight.to(dtype)
-        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, top_n, chunk,
-                                *states)
+        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, chunk, *states)
 
 
 class HeadLosses(torch.autograd.Function):
@@ -85,50 +77,45 @@ class HeadLosses(torch.autograd.Function):
     [B, T, C], of one dtype."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, guess_mask, objective, top_n, chunk, *outputs):
+    def forward(ctx, weight, teacher, tokens, guess_mask, objective, chunk, *outputs):
         B, T, _ = outputs[0].shape
         K = len(outputs)
-        V = weight.shape[0]
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
         needed = ctx.needs_input_grad[-K:]
         grads = [torch.empty_like(x) if need else None for x, need in zip(outputs, needed)]
-        reached = guess_mask.clone()
-        for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
+        for rows, start, end in chunk_ranges(B, T + K, len(weight), chunk):  # of the model's
             # contiguous: of a slice it would be a batch of products that each read the whole weight
             logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
             best = logits.argmax(dim=-1)                                     # (rows, end - start)
             probs = logits.softmax(dim=-1) if objective == "distill" else None  # (..., V)
             del logits
-            for i, output in enumerate(outputs):  # in order: a head reaches what the one before did
+            for i, output in enumerate(outputs):
                 first = max(start - 1 - i, 0)  # of the positions from which head i guesses the same
                 last = min(end - 1 - i, T)
                 if first >= last:
                     continue
                 at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
                 here = (rows, slice(first, last))
-                text = tokens[rows, first + 2 + i:last + 2 + i, None]
                 logits = (output[here].contiguous() @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
-                hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
-                if top_n and i + 1 < K:
-                    ranks = (logits > logits.gather(-1, text)).sum(dim=-1)
-                    reached[i + 1][here] &= reached[i][here] & (ranks < top_n)
+                mask = guess_mask[i][here]
+                hits[i] += (mask & (guess[..., 0] == best[:, at])).sum()
+                text = tokens[rows, first + 2 + i:last + 2 + i, None]
                 target = text if objective == "data" else probs[:, at]
                 losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
-                sums[i] += (losses * reached[i][here]).sum()
+                sums[i] += (losses * mask).sum()
                 if grads[i] is not None:
-                    gradient = gradient.to(weight.dtype) @ weight
-                    grads[i][here] = gradient * reached[i][here][..., None]
+                    grads[i][here] = gradient.to(weight.dtype) @ weight * mask[..., None]
         ctx.grads = grads
-        ctx.mark_non_differentiable(hits, reached)
-        return sums, hits, reached
+        ctx.mark_non_differentiable(hits)
+        return sums, hits
 
     @staticmethod
-    def backward(ctx, d_sums, *_):
+    def backward(ctx, d_sums, _):
         grads = (None if grad is None else grad * d.to(grad.dtype)
                  for grad, d in zip(ctx.grads, d_sums.unbind()))
-        return (None,) * 7 + tuple(grads)
+        return (None,) * 6 + tuple(grads)
 
 
 def chunk_ranges(B, length, V, chunk):
@@ -154,23 +141,6 @@ def cross_entropy_(logits, target, is_token):
     else:
         gradient -= target
     return mass.log() - agreed, gradient
-
-
-def state_losses(model, outputs, hidden, guess_mask):
-    """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance
-    between the head's and the model's states, both after the final norm (Clover-2, arXiv
-    2408.00264, after EAGLE, 2401.15077). Arguments as in `head_losses`; differentiable with respect
-    to the outputs."""
-    T = outputs[0].shape[1]
-    sums = []
-    normed = lambda states: model.norm(states.to(hidden.dtype)).float()
-    with without_autocast(hidden.device):
-        teacher = normed(hidden).detach()
-        for i, out in enumerate(outputs):
-            ahead = teacher[:, i + 1:i + 1 + T]
-            distances = F.smooth_l1_loss(normed(out), ahead, reduction="none")
-            sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
-        return torch.stack(sums)
 
 
 @torch.no_grad()
