@@ -1,6 +1,7 @@
-"""N processes, or ranks, that torchrun started and that hold one model together (tensor
-parallelism, arXiv 1909.08053, section 3). A rank holds whole attention heads with their cache, a
-part of the MLP and of the vocabulary. Rank 0 alone reads prompts and prints.
+"""N processes, or ranks, that torchrun started. They hold one model together (tensor parallelism,
+arXiv 1909.08053, section 3), or train together. A rank that holds a model in part has whole
+attention heads with their cache, a part of the MLP and of the vocabulary. Rank 0 alone reads
+prompts, prints, and writes files.
 
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
@@ -8,14 +9,9 @@ part of the MLP and of the vocabulary. Rank 0 alone reads prompts and prints.
 import contextlib
 import math
 import os
-import signal
 import sys
-import threading
-import time
-import traceback
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,27 +22,20 @@ from backends.quantized import QuantizedLMHead
 from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
-# what torchrun sets
-VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-# of a rank that waits for another, such as for a prompt; one that ended is noticed at once
+# of a rank that waits for another, such as for a prompt; torchrun ends all when one has ended
 TIMEOUT = timedelta(hours=24)
-# seconds in which rank 0 speaks before another rank does, and in which a rank told to end may end
-GRACE = 2.0
 
-
-# --------------------------------------------------------------------------------------------------
-# The group, and a model divided among it
 
 class Group:
-    """The N ranks, of which this process is `rank`. Group() is one process alone. The others need
-    torch.distributed to be initialised."""
+    """The N ranks, of which this process is `rank`, and number local_rank on its machine. Group()
+    is one process alone. The others need torch.distributed to be initialised, as `start` does."""
 
-    def __init__(self, rank=0, size=1):
-        self.rank, self.size = rank, size
+    def __init__(self, rank=0, size=1, local_rank=0):
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
 
-    def rows(self, n, first=0):
-        """This rank's slice of n rows, of which the first is row `first`."""
-        return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
+    # Numbers and objects of all ranks
 
     def all_gather(self, x):
         """[N, *x.shape], the same on all ranks."""
@@ -56,6 +45,26 @@ class Group:
         dist.all_gather_single(gathered, x.reshape(-1))
         return gathered.view(self.size, *x.shape)
 
+    def all_reduce(self, tensor):
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum(self, x, bias=None):
+        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks.
+        So all get the same bits, and a row's do not depend on the other rows, as those of an
+        all-reduce may."""
+        return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
+
+    def min(self, number):
+        """The smallest of the ranks' numbers, as a float."""
+        return self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
+
+    def any(self, flag):
+        """Whether the flag is true on any rank."""
+        return self.min(not flag) == 0
+
     def broadcast(self, value):
         """Rank 0's value, which pickle can write, on all ranks."""
         values = [value]
@@ -63,15 +72,71 @@ class Group:
             dist.broadcast_object_list(values)
         return values[0]
 
-    def min(self, number):
-        """The smallest of the ranks' numbers, as a float."""
-        return self.all_gather(torch.tensor([number], dtype=torch.float64)).min().item()
+    def all_gather_objects(self, value):
+        """The values of all ranks, in a list."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
-    def sum(self, x, bias=None):
-        """The sum over the ranks, plus a bias, in float32 or more and in the order of their
-        numbers. So all get the same bits, and a row's do not depend on the other rows, as those of
-        an all-reduce may."""
-        return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
+    # Errors that all ranks raise, so that none waits for another in vain
+
+    def check_same(self, value, what):
+        """Raises InputError where the ranks' values differ. what: what the processes did then."""
+        if any(other != value for other in self.all_gather_objects(value)):
+            raise shared_error(f"the processes {what}; start all with the same torchrun command "
+                               "and the same files")
+
+    def raise_together(self, action):
+        """action() on every rank, in which no rank may wait for another. Where it raises InputError
+        on any of them, all raise the first one's."""
+        result = failed = None
+        try:
+            result = action()
+        except InputError as error:
+            failed = str(error)
+        for rank, message in enumerate(self.all_gather_objects(failed)):
+            if message is not None:
+                raise shared_error(f"rank {rank}: {message}" if rank else message)
+        return result
+
+    def on_first(self, action):
+        """What action() returns on rank 0, on all ranks; or the InputError that it raises."""
+        return self.broadcast(self.raise_together(lambda: None if self.rank else action()))
+
+    # Turns
+
+    def print(self, text):
+        """Prints a text once, on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def barrier(self):
+        """Waits for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def one_by_one(self):
+        """Runs the body on one rank of each machine at a time: a machine's memory then holds one
+        whole model. All machines must have the same number of ranks."""
+        for _ in range(self.local_rank):
+            self.barrier()
+        yield
+        for _ in range(self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
+            self.barrier()
+
+    def close(self):
+        """Ends the group: no rank waits for another from here on."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    # What a rank holds of a model
+
+    def rows(self, n, first=0):
+        """This rank's slice of n rows, of which the first is row `first`."""
+        return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def shard_config(self, config):
         """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
@@ -90,25 +155,24 @@ class Group:
         its slices)."""
         if self.size == 1:
             return None
-        Hq, Hkv, D = config.n_head, config.n_kv_head, config.head_size
+        c, D = config, config.head_size
+        queries = self.rows(c.n_head * D)
+        first_key = self.rank * c.n_kv_head // self.size * D
+        n_keys = max(c.n_kv_head // self.size, 1) * D
+        keys = lambda start: slice(start + first_key, start + first_key + n_keys)
         if ".attn.qkv." in name:
-            keys = (Hq + self.rank * Hkv // self.size) * D  # the first row of its key/value heads
-            values = keys + Hkv * D
-            size = max(Hkv // self.size, 1) * D
-            return 0, [self.rows(Hq * D), slice(keys, keys + size), slice(values, values + size)]
-        if config.qk_norm == "all" and ".attn.q_norm." in name:
-            return 0, [self.rows(Hq * D)]
-        if config.qk_norm == "all" and ".attn.k_norm." in name:
-            keys = self.rank * Hkv // self.size * D
-            return 0, [slice(keys, keys + max(Hkv // self.size, 1) * D)]
+            return 0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]
+        if c.qk_norm == "all" and ".attn.q_norm." in name:
+            return 0, [queries]
+        if c.qk_norm == "all" and ".attn.k_norm." in name:
+            return 0, [keys(0)]
         if ".mlp.up." in name:
-            n = config.n_inner
-            return 0, [self.rows(n, first) for first in range(0, n * (1 + config.gated), n)]
+            return 0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]
         if name.endswith("attn.proj.weight"):
-            return 1, [self.rows(Hq * D)]
+            return 1, [queries]
         if name.endswith("mlp.down.weight"):
-            return 1, [self.rows(config.n_inner)]
-        return (0, [self.rows(config.vocab_size)]) if name == "head.weight" else None
+            return 1, [self.rows(c.n_inner)]
+        return (0, [self.rows(c.vocab_size)]) if name == "head.weight" else None
 
     def divide(self, model):
         """Gives a `GPT` without weights the layers of this rank's sizes. Raises as `shard_config`
@@ -152,11 +216,15 @@ def group_of(model):
     return getattr(model, "group", Group())
 
 
-def no_room(group):
-    """The errors that say that memory has no room. Ranks do not run out of it alike: where that
-    was not foreseen, all end."""
-    return (InputError,) if group.size > 1 else (InputError, torch.OutOfMemoryError)
+def shared_error(message):
+    """An InputError that all ranks raise, for rank 0 to print."""
+    error = InputError(message)
+    error.shared = True
+    return error
 
+
+# --------------------------------------------------------------------------------------------------
+# Layers
 
 class RowParallelLinear(nn.Module):
     """A linear layer of which each rank holds the columns for its part of the inputs: the ranks'
@@ -174,7 +242,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelNorm(nn.Module):
-    """RMSNorm over what all ranks have, of which each holds as many numbers."""
+    """RMSNorm over the channels of all ranks, of which each holds as many."""
 
     def __init__(self, local, group):
         super().__init__()
@@ -202,18 +270,16 @@ class VocabParallelHead(nn.Module):
 
     def row_logits(self, hidden, tokens):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
-        rows = self.local.weight[tokens].double()
-        if isinstance(self.local, QuantizedLMHead):
-            rows = self.local.rows(tokens).double()
-        return (hidden.double() * rows).sum(dim=-1)
+        quantized = isinstance(self.local, QuantizedLMHead)
+        rows = self.local.rows(tokens) if quantized else self.local.weight[tokens]
+        return (hidden.double() * rows.double()).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
         rows = self.local_rows(vocab_ids)
-        M = len(hidden)
         n = min(k, len(self.local.weight if rows is None else rows))
         # k logits, k token ids, the log-sum-exp
-        lists = hidden.new_full((M, 2 * k + 1), -math.inf, dtype=torch.float64)
+        lists = hidden.new_full((len(hidden), 2 * k + 1), -math.inf, dtype=torch.float64)
         if n:
             logprobs, tokens = self.local.topk(hidden, n, rows)
             lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
@@ -275,37 +341,27 @@ class VocabParallelHead(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# How ranks start
-
-def launched():
-    return dist.is_available() and dist.is_torchelastic_launched()
-
-
-def numbers():
-    """This process's rank, the number of ranks, and its number on this machine, as torchrun says;
-    without it 0, 1, 0. Raises InputError where torchrun's variables are incomplete."""
-    if not launched():
-        return 0, 1, 0
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise InputError(f"torchrun sets {missing[0]}, but it is missing; start this with torchrun")
-    return tuple(int(os.environ[name]) for name in VARIABLES[:3])
-
+# How ranks start and end
 
 def start(args):
-    """The `Group` of the ranks that torchrun started. Gives args.device its number."""
-    rank, size, local_rank = numbers()
+    """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
+    the number of this rank's GPU."""
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        return Group()
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     if size == 1:
         return Group()
     if args.device.startswith("cuda:"):
-        raise InputError("with torchrun every process takes a GPU of its own; expected --device "
-                         f"cuda, not {args.device}")
-    gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    alone = gpus == 1 and not local_rank  # torchrun --virtual-local-rank shows each process one GPU
-    if args.device == "cuda" and gpus < wanted and not alone:
-        raise InputError(f"{wanted} processes on this machine need as many GPUs, but it has "
-                         f"{gpus}; take another --nproc-per-node")
-    args.device = f"cuda:{local_rank}" if args.device == "cuda" else args.device
+        raise shared_error("with torchrun every process takes a GPU of its own; expected --device "
+                           f"cuda, not {args.device}")
+    if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+        alone = gpus == 1 and local_rank == 0  # torchrun --virtual-local-rank shows one GPU to each
+        if gpus < local_size and not alone:
+            raise InputError(f"{local_size} processes on this machine need as many GPUs, but it "
+                             f"has {gpus}; take another --nproc-per-node")
+        args.device = f"cuda:{local_rank}"
     device = pick_device(args.device)
     backend = dict(backend="gloo")
     if device.type == "cuda":
@@ -313,72 +369,27 @@ def start(args):
         # a barrier has to know its device
         backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
     dist.init_process_group(timeout=TIMEOUT, **backend)
-    return Group(rank, size)
+    group = Group(rank, size, local_rank)
+    # NCCL takes its buffers before memory is counted
+    group.all_gather(torch.zeros(2**18, device=device))
+    group.check_same(sys.argv[1:], "were started with different flags")
+    return group
 
 
-@contextlib.contextmanager
-def joined(args, argv):
-    """`start`, for a command line that all ranks were given. Where one of them ends early, all
-    do."""
-    if numbers()[1] == 1:
-        yield Group()
-        return
-    try:
-        group = start(args)
-        # NCCL takes its buffers before memory is counted
-        group.all_gather(torch.zeros(2**18, device=args.device))
-        watch_signals(group.rank)
-        check_same(group, argv, "were started with different flags")
-        yield group
-        if not stopping.is_set():  # else the others are elsewhere
-            all_gather_objects(group, None)
-            end_rank(0)  # NCCL's own end would wait for the graphs that hold its calls
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        first, *_, last = *str(error).splitlines(), ""  # NCCL's reason is in the last line
-        what = f"another process has ended, or cannot be reached ({first})"
-        if "NCCL" in first:
-            what = f"NCCL failed, or another process has ended ({first} {last})"
-        raise InputError(what) from None
+def is_rank_zero():
+    """Whether this process is the one that prints, also before the ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
 
 
-# --------------------------------------------------------------------------------------------------
-# How ranks speak and end
-
-stopping = threading.Event()  # set when Ctrl-C or SIGTERM has come to a rank
-signals = []                  # SIGTERM, once it has come
-
-
-def interrupt(number, frame):
-    """A signal's handler: SIGTERM acts as Ctrl-C, but is remembered."""
-    if number == signal.SIGTERM:
-        signals.append(number)
-    raise KeyboardInterrupt
-
-
-def error_printer():
-    """Silences all ranks but 0 -> a function that prints a line on standard error from any. What
-    all ranks find, rank 0 prints: another one waits, and says nothing if that ends it."""
-    if not launched():
-        return partial(print, file=sys.stderr)
-    rank, errors = os.environ.get("RANK", "0"), sys.stderr
-    if rank != "0":
-        sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")
-
-    def print_error(line):
-        # before `watch_signals`, SIGTERM raises this
-        with contextlib.suppress(KeyboardInterrupt):
-            if rank == "0":
-                print(line, file=errors, flush=True)
-            elif not stopping.wait(GRACE):
-                print(f"rank {rank}: {line}", file=errors, flush=True)
-
-    def fail(_, error, __):
-        print_error("".join(traceback.format_exception(error)).rstrip())
-        end_rank(1)
-    sys.excepthook = fail
-    return print_error
+def lost_rank(error):
+    """What to say about a RuntimeError by which a library tells that another rank has ended; None
+    for any other error."""
+    first, *_, last = *str(error).splitlines(), ""
+    if "NCCL" in first:
+        return f"NCCL failed, or another process has ended ({first} {last})"  # the last has why
+    if "gloo" in first or isinstance(error, getattr(dist, "DistError", ())):
+        return f"another process has ended, or cannot be reached ({first})"
+    return None
 
 
 def end_rank(code):
@@ -388,66 +399,3 @@ def end_rank(code):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def watch_signals(rank):
-    """Lets Ctrl-C and SIGTERM end this rank: rank 0 as they end a process alone, after it has
-    printed what there is; the others a little later, so that it does not wait for them in vain. A
-    thread does this, since Python's own handlers run only after a call that waits for another
-    rank."""
-    def handle(*at):
-        stopping.set()
-        if not rank:
-            interrupt(*at)
-
-    def watch():
-        while os.read(arrived, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
-            pass
-        stopping.set()
-        time.sleep(GRACE * (1 if rank else 2))
-        if not rank:
-            print("ended while waiting for another process", file=sys.stderr, flush=True)
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    arrived, written = os.pipe()
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written)
-    threading.Thread(target=watch, daemon=True).start()
-
-
-# --------------------------------------------------------------------------------------------------
-# How ranks agree
-
-def all_gather_objects(group, value):
-    """The values of all ranks."""
-    values = [value] * group.size
-    if group.size > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def check_same(group, value, what):
-    if any(other != value for other in all_gather_objects(group, value)):
-        raise InputError(f"the processes {what}; start all with the same torchrun command and the "
-                         "same files")
-
-
-def raise_together(group, action):
-    """action() on every rank, in which no rank may wait for another. Where it raises InputError on
-    any of them, all raise the first one's."""
-    result = failed = None
-    try:
-        result = action()
-    except InputError as error:
-        failed = error
-    for rank, failure in enumerate(all_gather_objects(group, failed and str(failed))):
-        if failure is not None:
-            message = f"rank {rank}: {failure}" if rank else failure
-            raise failed if rank == group.rank else InputError(message)
-    return result
-
-
-def on_first(group, action):
-    """What action() returns on rank 0, on all ranks; or the InputError that it raises."""
-    return group.broadcast(raise_together(group, lambda: None if group.rank else action()))
