@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-The text is tokenised once, into OUT/tokens. Products are in bfloat16 unless --dtype float32 is
+The text is tokenised once, into OUT/tokens.pt. Products are in bfloat16 unless --dtype float32 is
 given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads
 as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
@@ -18,7 +18,7 @@ if __name__ == "__main__":  # flags are parsed before torch is loaded, so that a
 import contextlib
 import gc
 import json
-import os
+import signal
 import time
 from pathlib import Path
 
@@ -26,20 +26,26 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from backends import tensor_parallel
-from backends.tensor_parallel import Group
 from clover import CloverHeads, model_hash
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
 from tools.flags import DEMO
 from training import data
-from training.common import noted_signals, progress, saving, set_learning_rate
-from training.corpus import corpus_name
-from training.evaluate import head_accuracy, heldout_prompts, measure, record, table
+from training.common import (
+    load_file,
+    noted_signals,
+    progress,
+    save_file,
+    saving,
+    set_learning_rate,
+)
+from training.corpus import SPLITS, corpus_name
+from training.evaluate import heldout_prompts, measure, record
 from training.flags import RUN_FILE, SAVED, STATE_FILE, TRAINING
 from training.loss import guess_masks, head_losses, teacher_forced
-from training.parallel import check_processes, load_for_training
-from training.self_distill import SelfDistillation, number_of_prompts
+from training.parallel import load_for_training
+from training.self_distill import number_of_prompts, own_text
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -51,14 +57,12 @@ STATE = ("model", "data", "step", "heads", "optimizer", "log")  # what STATE_FIL
 class Run:
     """One training run: the heads, their optimiser, the step it is at."""
 
-    def __init__(self, args, heads, tokenizer, group, state=None):
+    def __init__(self, args, heads, encoding, group, state=None):
         self.args = args
         self.out = Path(args.out)
-        self.tokenizer = tokenizer
+        self.encoding = encoding
         self.group = group
         self.heads = heads.to(heads.model.device)
-        self.window = args.block_size + heads.config.n_draft + 1  # all heads have a token to guess
-        self.step_tokens = args.batch_size * args.block_size
         self.step = 0
         self.log = []  # of log.jsonl
         self.saved = time.monotonic()
@@ -77,18 +81,14 @@ class Run:
             self.wrapped = DistributedDataParallel(heads, forward_sync_buffers=False,
                                                    gradient_as_bucket_view=True)
 
-    def train(self, corpus, own_text=None):
+    def train(self, corpus, own=None):
         """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code.
-        own_text: Tokens that the model wrote, which --self-distill-ratio of the windows are of."""
+        own: Tokens that the model wrote, for --self-distill-ratio of the windows."""
         a = self.args
-        show = progress(self.step, a.steps, self.step_tokens)
-        due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # windows up to a step
+        show = progress(self.step, a.steps, a.batch_size * a.block_size)
         with noted_signals() as signals:
             while self.step < a.steps and not self.interrupted(signals):
-                parts = [(corpus, a.batch_size)]
-                if own_text and (own := due(self.step + 1) - due(self.step)):
-                    parts = [(corpus, a.batch_size - own), (own_text, own)]
-                loss, accuracies = self.train_step(*self.batch(parts))
+                loss, accuracies = self.train_step(*self.batch(corpus, own))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
@@ -102,11 +102,14 @@ class Run:
         """Whether a signal came to any process; asking waits for all, so every tenth step."""
         return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
 
-    def batch(self, parts):
-        """This process's part of the step's windows, from (Tokens, number of windows) pairs."""
-        seed = data.step_seed(self.args.seed, self.step)
-        mine = slice(self.group.rank, None, self.group.size)
-        return data.window_batch(parts, self.window, seed, self.heads.model.device, mine)
+    def batch(self, corpus, own):
+        """This process's part of the step's windows."""
+        a, group = self.args, self.group
+        due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # own ones up to a step
+        n = due(self.step + 1) - due(self.step) if own else 0
+        parts = [(corpus, a.batch_size - n), (own, n)] if n else [(corpus, a.batch_size)]
+        return data.window_batch(parts, a.window, data.step_seed(a.seed, self.step),
+                                 self.heads.model.device, slice(group.rank, None, group.size))
 
     def train_step(self, ids, loss_mask, documents):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -136,34 +139,34 @@ class Run:
         return total + group.size * (losses - losses.detach()), accuracies
 
     def report(self, show, loss, accuracies):
-        self.log.append(dict(step=self.step, tokens=self.step * self.step_tokens, loss=loss,
-                             accuracy=accuracies, lr=self.optimizer.param_groups[0]["lr"]))
+        tokens = self.step * self.args.batch_size * self.args.block_size
+        self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
+                             lr=self.optimizer.param_groups[0]["lr"]))
         if self.group.rank == 0:
             shown = " ".join(map("{:.3f}".format, accuracies))
             show(self.step, f"loss {loss:.3f}  accuracy {shown}")
 
-    def save(self, **measured):
-        """Writes the heads, with `measured` in their record, and what --resume needs, which comes
-        last: where anything fails, the state saved before is intact."""
+    def save(self):
+        """Writes the heads and what --resume needs. The state comes last: where anything fails, the
+        one saved before is intact."""
         self.check_finite(*self.heads.parameters())
         self.saved = time.monotonic()
         if self.group.rank:
             return
-        a, heads = self.args, self.heads
-        path = self.out / STATE_FILE
-        training = dict(steps=self.step, tokens=self.step * self.step_tokens,
+        a, heads, path = self.args, self.heads, self.out / STATE_FILE
+        training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size,
                         **{name: getattr(a, name) for name in TRAINING},
                         **data_record(a.data, a.key))
-        state = dict(model=model_hash(heads.model), data=a.key, step=self.step,
-                     heads=heads.state_dict(), optimizer=self.optimizer.state_dict(),
-                     log=self.log)
+        state = dict(model=model_hash(heads.model), data=a.key, step=self.step, log=self.log,
+                     heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
+        flags = vars(a) | vars(heads.config)
+        files = {"log.jsonl": "".join(json.dumps(line) + "\n" for line in self.log),
+                 RUN_FILE: json.dumps({name: flags[name] for name in SAVED})}
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with saving(f"{self.out}: step {self.step} cannot be saved", advice):
-            heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training,
-                                  **measured)
-            lines = [json.dumps(line) + "\n" for line in self.log]
-            write_text(self.out / "log.jsonl", "".join(lines))
-            write_text(self.out / RUN_FILE, json.dumps(saved_flags(a, heads.config)))
+            heads.save_pretrained(self.out, self.encoding.hash, torch.bfloat16, training=training)
+            for name, text in files.items():
+                atomic_write(self.out / name, lambda tmp: Path(tmp).write_text(text))
             save_file(path, state)
 
     def check_finite(self, *tensors):
@@ -173,25 +176,57 @@ class Run:
                              "with a lower --lr")
 
 
-def write_text(path, text):
-    atomic_write(path, lambda tmp: Path(tmp).write_text(text))
-
-
-def saved_flags(args, config):
-    """The flags that --resume takes over, with paths that are right from anywhere."""
-    flags = vars(args) | vars(config)
-    flags["model"] = os.path.abspath(args.model)
-    flags["data"] = args.data and [os.path.abspath(path) for path in args.data]
-    return {name: flags[name] for name in SAVED}
-
-
 def data_record(paths, key):
     """What heads.json says about --data; names alone, as it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
 
 # --------------------------------------------------------------------------------------------------
-# Before and after training
+# Before training
+
+def prepare(args, group):
+    """All that can go wrong before the first step -> (Run, training Tokens, Tokens of the model's
+    own text or None). Process 0 tokenises; all map the file."""
+    out = Path(args.out)
+    state = load_file(out / STATE_FILE, STATE) if args.resume else None
+    template = load_chat_template(args.model)
+    heads, encoding = load_for_training(args, group)
+    check_sizes(args, heads)
+
+    def prepare_text():
+        args.key = data.tokens_key(args.data, encoding, template)
+        if state:
+            check_resumed(args, state, heads.model)
+        stored = data.store_tokens(out / data.FILE, args.key, args.data, encoding, template)
+        for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
+            leftover.unlink()
+        heldout_prompts(stored["heldout"], heads.model)  # raises where there are none
+        for split in SPLITS:
+            data.window_batch([(stored[split], 1)], args.window, 0, "cpu")  # or too little text
+        args.self_distill = number_of_prompts(args, stored["kinds"])
+        own = None
+        if args.self_distill:
+            own = own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
+        return args.key, args.self_distill, own
+    args.key, args.self_distill, own = group.on_first(prepare_text)
+    run = Run(args, heads, encoding, group, state)
+    corpus = data.open_tokens(out / data.FILE)["train"]
+    if args.draft_vocabulary is not None or not state:
+        set_vocabulary(heads, args.draft_vocabulary or "auto", corpus, group)
+    return run, corpus, own
+
+
+def check_sizes(args, heads):
+    """Checks what depends on the model. --block-size is by default 256, or what the context holds
+    with a token after the block for each head to guess."""
+    config, K = heads.model.config, heads.config.n_draft
+    if args.draft_vocabulary not in (None, "auto"):
+        check("draft vocabulary", args.draft_vocabulary, 0, config.vocab_size, whole=True)
+    longest = config.block_size - K - 1
+    args.block_size = args.block_size or min(256, longest)
+    check("block size", args.block_size, 1, longest, whole=True)
+    args.window = args.block_size + K + 1  # all heads have a token to guess
+
 
 def check_resumed(args, state, model):
     for what, saved, given in (("model", state["model"], model_hash(model)),
@@ -204,119 +239,63 @@ def check_resumed(args, state, model):
                          f"{args.steps} is less: choose more steps or another --out")
 
 
-def check_sizes(args, heads):
-    """Checks what depends on the model. --block-size is by default 256, or what the context holds
-    with a token after the block for each head to guess."""
-    config = heads.model.config
-    if args.draft_vocabulary not in (None, "auto"):
-        check("draft vocabulary", args.draft_vocabulary, 0, config.vocab_size, whole=True)
-    longest = config.block_size - heads.config.n_draft - 1
-    args.block_size = args.block_size or min(256, longest)
-    check("block size", args.block_size, 1, longest, whole=True)
-    args.window = args.block_size + heads.config.n_draft + 1
-
-
 def set_vocabulary(heads, size, tokens, group):
     V = heads.model.config.vocab_size
     heads.set_vocabulary(data.draft_vocabulary(tokens.ids, size, V, group.print))
 
 
-def prepare(args, group):
-    """All that can go wrong before the first step -> (Run, training Tokens, Tokens of the model's
-    own text or None). Process 0 tokenises; all map the files."""
-    group.raise_together(lambda: check_processes(args, group))
-    out = Path(args.out)
-    state = load_file(out / STATE_FILE, STATE) if args.resume else None
-    template = load_chat_template(args.model)
-    heads, encoding = load_for_training(args, group)
-    check_sizes(args, heads)
-
-    def prepare_text():
-        args.key = data.tokens_key(args.data, encoding, template)
-        if state:
-            check_resumed(args, state, heads.model)
-        stored = data.store_tokens(out / TOKENS_FILE, args.key, args.data, encoding, template)
-        for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
-            leftover.unlink()
-        heldout_prompts(stored["heldout"], heads.model)  # raises where there are none
-        for split in SPLITS:
-            data.window_batch([(stored[split], 1)], args.window, 0, "cpu")  # or for too little text
-        args.self_distill = number_of_prompts(args, stored["kinds"])
-        own = own_text(out, args, heads.model, stored, stop_tokens(args.model, encoding))
-        return args.key, args.self_distill, own
-    args.key, args.self_distill, own = group.on_first(prepare_text)
-    corpus = data.open_tokens(out / TOKENS_FILE)["train"]
-    run = Run(args, heads, encoding, group, state)
-    if args.draft_vocabulary is not None or not state:
-        set_vocabulary(heads, args.draft_vocabulary or "auto", corpus, group)
-    return run, corpus, own
-
+# --------------------------------------------------------------------------------------------------
+# After training
 
 def finish(run):
-    """Measures the trained heads, and prints how to use them. A sharded model cannot decode: the
-    processes then load it anew and hold it together, where they divide its heads."""
+    """Measures the trained heads, and prints how to use them. Process 0 does so alone, but a model
+    that was sharded for training is held together by all."""
     args, group = run.args, run.group
-    batch_size = args.batch_size // group.size
+    args.batch_size //= group.size
+    args.dtype = str(run.heads.model.dtype).removeprefix("torch.")
+    args.draft_vocabulary = None  # was chosen
+    group.barrier()  # process 0 has saved
+    run.heads = run.wrapped = run.optimizer = None  # frees the model
+    gc.collect()  # FSDP's parts refer to each other
     if not args.shard_base:
         group.close()
-        if group.rank == 0:
-            evaluate(args, run.heads.model, run.encoding, Group(), batch_size)
-    elif divides(group, run.heads.model.config):
-        group.barrier()  # process 0 has saved
-        args.dtype = str(run.heads.model.dtype).removeprefix("torch.")
-        run.heads = run.wrapped = run.optimizer = None  # frees the sharded model
-        gc.collect()  # FSDP's parts refer to each other
-        evaluate(args, *load_model(args, group, packed=False), group, batch_size)
-    else:
-        heldout = data.open_tokens(run.out / TOKENS_FILE)["heldout"]
-        top = head_accuracy(run.heads, heldout, batch_size, args.block_size, run.autocast)
-        run.save(accuracy=top[1], top_accuracy=top, measured_on=data_record(args.data, args.key))
-        group.print(f"{table(top)}\nthe rest, where it can be decoded: train_heads.py --evaluate")
-    if group.rank == 0:
-        flag = "" if args.model == str(DEMO) else f"--model {args.model} "
-        prompt = '--prompt "def fibonacci(n):"'
-        if load_chat_template(args.model):
-            prompt = '--chat --prompt "What is a prime number?"'
-        print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
+        if group.rank:
+            return
+        group = tensor_parallel.Group()
+    evaluate(args, group)
+    flag = "" if args.model == str(DEMO) else f"--model {args.model} "
+    prompt = '--prompt "def fibonacci(n):"'
+    if load_chat_template(args.model):
+        prompt = '--chat --prompt "What is a prime number?"'
+    group.print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
 
 
-def divides(group, config):
-    """Whether these processes can hold a model of this GPTConfig together."""
-    try:
-        return bool(group.shard_config(config))
-    except InputError:
-        return False
-
-
-# --------------------------------------------------------------------------------------------------
-# Measuring heads that are there
-
-def evaluate(args, model, encoding, group, batch_size, vocabulary=None):
-    """Measures the heads in --out, and adds that to their record. The group's processes hold the
-    model. vocabulary: a --draft-vocabulary to choose anew."""
+def evaluate(args, group):
+    """Measures the heads in --out, and adds that to their record. All processes hold the model."""
+    model, encoding = load_model(args, group, packed=False)
     heads = CloverHeads.from_pretrained(args.out, model, encoding.hash)
     if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
         raise InputError(f"{args.out}: these heads were trained on the model before it was "
                          "rounded; measure them without --quantize")
     check_sizes(args, heads)
     load_split, measured_on = evaluation_data(args, heads, encoding, group.print)
-    if vocabulary is not None:
-        set_vocabulary(heads, vocabulary, load_split("train"), group)
-    found = measure(heads, load_split("heldout"), batch_size, args.block_size, group.print)
-    found["measured_on"] = measured_on
+    if args.draft_vocabulary is not None:
+        set_vocabulary(heads, args.draft_vocabulary, load_split("train"), group)
+    found = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
     if group.rank == 0:
-        record(heads, args.out, encoding.hash, found, weights=vocabulary is not None)
+        record(heads, args.out, encoding.hash, found | dict(measured_on=measured_on),
+               weights=args.draft_vocabulary is not None)
 
 
 def evaluation_data(args, heads, encoding, log):
     """What heads are measured on: --data, else what they were trained on -> (a function that gives
-    a split's Tokens, what heads.json says about them). InputError where the data of their training
-    are not there any more."""
+    a split's Tokens, what heads.json says about them). Raises InputError where the data of their
+    training are not there any more."""
     training = heads.info.get("training", {})
     names, key = training.get("data"), training.get("key")
     stored = dict(key="")
     with contextlib.suppress(InputError):
-        stored = data.open_tokens(Path(args.out) / TOKENS_FILE)
+        stored = data.open_tokens(Path(args.out) / data.FILE)
     if args.data is None and stored["key"] == key:
         return stored.get, dict(data=names, key=key)
     if args.data is None and names != STANDARD_LIBRARY:
@@ -328,17 +307,15 @@ def evaluation_data(args, heads, encoding, log):
     if found["key"] != key:
         log(f"measuring on {corpus_name(args.data)}, which is not or no longer what the heads were "
             "trained on")
-    if stored["key"] == found["key"]:
+    if found["key"] == stored["key"]:
         return stored.get, found
-    return partial(data.load_tokens, args.data, encoding, template=template), found
+    return lambda split: data.load_tokens(args.data, encoding, split, template), found
 
 
 def main(args):
     group = tensor_parallel.start(args)
     if args.evaluate:
-        model, encoding = load_model(args, group, packed=False)
-        evaluate(args, model, encoding, group, args.batch_size, args.draft_vocabulary)
-        return 0
+        return evaluate(args, group)
     run, corpus, own = prepare(args, group)
     parameters = sum(p.numel() for p in run.heads.parameters())
     group.print(f"{args.preset} heads: {human(parameters)} parameters; "

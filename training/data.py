@@ -17,6 +17,7 @@ from training import corpus
 from training.common import load_file, save_file, saving
 from training.corpus import SPLITS, source_files, split_records
 
+FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
 COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
@@ -100,18 +101,19 @@ def tokens_key(paths, encoding, template=None):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def store_tokens(file, paths, encoding, template=None, log=print):
-    """Writes both splits into a token file, unless it holds those of these files, tokenizer and
-    template already."""
-    key = tokens_key(paths, encoding, template)
+def store_tokens(file, key, paths, encoding, template=None, log=print):
+    """Writes both splits' tokens, of this `tokens_key`, into a file, unless it holds them already
+    -> what `open_tokens` gives."""
     with contextlib.suppress(InputError):
-        if open_tokens(file)["key"] == key:
-            return
+        stored = open_tokens(file)
+        if stored["key"] == key:
+            return stored
     tokens, kinds = encode_splits(paths, SPLITS, encoding, template, log)
     with saving(f"{file}: tokens cannot be written", "make room, or choose another --out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(file, dict(key=key, kinds=kinds) | {split: tokens[split].tensors()
                                                       for split in SPLITS})
+    return open_tokens(file)
 
 
 def open_tokens(file):

@@ -51,6 +51,7 @@ def shard(model, mesh):
 
 def load_for_training(args, group):
     """--model for this process, and new heads on it -> (heads, encoding)."""
+    group.raise_together(lambda: check_processes(args, group))
     args.shard_base = group.size > 1 and group.any(args.shard_base or too_large(args))
     loading = argparse.Namespace(**vars(args))
     kind = torch.device(args.device).type

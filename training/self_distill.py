@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 
 from clover import model_hash
 from generate import generate
@@ -10,6 +11,7 @@ from training.common import load_file, save_file, saving
 from training.data import Tokens, concatenate, document, prompts
 from training.flags import SELF_PROMPTS
 
+FILE = "self_distill.pt"  # in --out
 BATCH = 32  # prompts decoded together
 TREE_SIZE = 5  # lookup drafts
 
@@ -24,23 +26,23 @@ def number_of_prompts(args, kinds):
     return args.self_distill
 
 
-def own_text(file, args, model, window, corpus, kinds, stop):
-    """The Tokens of what the model writes after prompts from the corpus, greedily after one half of
-    them and at temperature 1 after the other. `file` keeps it for a resumed run.
-
-    window: how many tokens a training window has; corpus: the training Tokens; kinds: {kind: number
-    of its documents}; stop: token ids."""
-    key = str((model_hash(model), args.key, args.self_distill, args.seed, window))
+def own_text(args, model, stored, stop):
+    """The Tokens of what the model writes after --self-distill prompts from the training text,
+    greedily after one half of them and at temperature 1 after the other. A file in --out keeps
+    them.
+    stored: what `open_tokens` gives; stop: token ids."""
+    file = Path(args.out) / FILE
+    key = str((model_hash(model), args.key, args.self_distill, args.seed, args.window))
     with contextlib.suppress(InputError):
-        stored = load_file(file, ("key", "tokens"))
-        if stored["key"] == key:
-            return Tokens(*(array.numpy() for array in stored["tokens"]))
-    length = min(window, model.config.block_size // 2)
-    given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
+        kept = load_file(file, ("key", "tokens"))
+        if kept["key"] == key:
+            return Tokens(*(array.numpy() for array in kept["tokens"]))
+    length = min(args.window, model.config.block_size // 2)
+    given = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
-    prompt_in_loss = set(kinds) == {"text"}  # a user's words are not
+    prompt_in_loss = set(stored["kinds"]) == {"text"}  # a user's words are not
     documents = []
     for temperature in (0, 1):
         some = given[temperature::2] or given
@@ -51,11 +53,11 @@ def own_text(file, args, model, window, corpus, kinds, stop):
               f"{temperature} in {time.monotonic() - began:.0f} s", flush=True)
         for prompt, text in zip(some, out.tokens):
             in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
-            documents.append(document([*prompt, *text], in_loss, corpus.ids.dtype))
+            documents.append(document([*prompt, *text], in_loss, stored["train"].ids.dtype))
     tokens = concatenate(documents)
-    if len(tokens.ids) < window:
-        raise InputError(f"expected the model to write a window of {window} tokens, but with its "
-                         f"prompts that is {len(tokens.ids)}; take more --self-distill prompts")
+    if len(tokens.ids) < args.window:
+        raise InputError(f"the model wrote less than a window of {args.window} tokens; take more "
+                         "--self-distill prompts")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         save_file(file, dict(key=key, tokens=tokens.tensors()))
     return tokens
