@@ -11,7 +11,7 @@ given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends
 as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
-if __name__ == "__main__":  # flags are parsed before torch is loaded, so that a typo is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
     from training.flags import parse_heads
     ARGS = parse_heads()
 
@@ -31,18 +31,10 @@ from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
 from tools.flags import DEMO
-from training import data
-from training.common import (
-    load_file,
-    noted_signals,
-    progress,
-    save_file,
-    saving,
-    set_learning_rate,
-)
+from training import common, data
 from training.corpus import SPLITS, corpus_name
 from training.evaluate import heldout_prompts, measure, record
-from training.flags import RUN_FILE, SAVED, STATE_FILE, TRAINING
+from training.flags import KEEP, RUN_FILE, SAVED, STATE_FILE, TRAINING
 from training.loss import guess_masks, head_losses, teacher_forced
 from training.parallel import load_for_training
 from training.self_distill import number_of_prompts, own_text
@@ -51,7 +43,7 @@ HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches la
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
-STATE = ("model", "data", "step", "heads", "optimizer", "log")  # what STATE_FILE holds
+STATE = ("identity", "step", "heads", "optimizer", "log")  # what STATE_FILE holds
 
 
 class Run:
@@ -85,8 +77,8 @@ class Run:
         """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code.
         own: Tokens that the model wrote, for --self-distill-ratio of the windows."""
         a = self.args
-        show = progress(self.step, a.steps, a.batch_size * a.block_size)
-        with noted_signals() as signals:
+        show = common.progress(self.step, a.steps, a.batch_size * a.block_size, self.group.print)
+        with common.noted_signals() as signals:
             while self.step < a.steps and not self.interrupted(signals):
                 loss, accuracies = self.train_step(*self.batch(corpus, own))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
@@ -94,7 +86,7 @@ class Run:
                     self.report(show, loss.item(), accuracies.tolist())
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
-        if self.step == a.steps:
+        if self.step >= a.steps:
             return 0
         return 128 + (signals or [signal.SIGTERM])[0]  # of ranks only one may have been signalled
 
@@ -117,7 +109,7 @@ class Run:
         loss = sum(HEAD_WEIGHT ** i * head_loss for i, head_loss in enumerate(losses))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        set_learning_rate(self.optimizer, self.args.lr, self.step, self.args.steps)
+        common.set_learning_rate(self.optimizer, self.args.lr, self.step, self.args.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -142,9 +134,8 @@ class Run:
         tokens = self.step * self.args.batch_size * self.args.block_size
         self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
                              lr=self.optimizer.param_groups[0]["lr"]))
-        if self.group.rank == 0:
-            shown = " ".join(map("{:.3f}".format, accuracies))
-            show(self.step, f"loss {loss:.3f}  accuracy {shown}")
+        shown = " ".join(map("{:.3f}".format, accuracies))
+        show(self.step, f"loss {loss:.3f}  accuracy {shown}")
 
     def save(self):
         """Writes the heads and what --resume needs. The state comes last: where anything fails, the
@@ -157,17 +148,17 @@ class Run:
         training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size,
                         **{name: getattr(a, name) for name in TRAINING},
                         **data_record(a.data, a.key))
-        state = dict(model=model_hash(heads.model), data=a.key, step=self.step, log=self.log,
+        state = dict(identity=[model_hash(heads.model), a.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
         flags = vars(a) | vars(heads.config)
         files = {"log.jsonl": "".join(json.dumps(line) + "\n" for line in self.log),
                  RUN_FILE: json.dumps({name: flags[name] for name in SAVED})}
         advice = "make room and --resume" if path.exists() else "make room and start it again"
-        with saving(f"{self.out}: step {self.step} cannot be saved", advice):
+        with common.saving(f"{self.out}: step {self.step} cannot be saved", advice):
             heads.save_pretrained(self.out, self.encoding.hash, torch.bfloat16, training=training)
             for name, text in files.items():
                 atomic_write(self.out / name, lambda tmp: Path(tmp).write_text(text))
-            save_file(path, state)
+            common.save_file(path, state)
 
     def check_finite(self, *tensors):
         if not all(bool(x.isfinite().all()) for x in tensors):
@@ -182,21 +173,27 @@ def data_record(paths, key):
 
 
 # --------------------------------------------------------------------------------------------------
-# Before training
+# Before and after training
 
 def prepare(args, group):
     """All that can go wrong before the first step -> (Run, training Tokens, Tokens of the model's
     own text or None). Process 0 tokenises; all map the file."""
     out = Path(args.out)
-    state = load_file(out / STATE_FILE, STATE) if args.resume else None
+    state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
     template = load_chat_template(args.model)
     heads, encoding = load_for_training(args, group)
     check_sizes(args, heads)
 
     def prepare_text():
+        if args.batch_size % group.size:
+            raise InputError("the batch size is that of all processes together and must divide by "
+                             f"their number, but {args.batch_size} does not by {group.size}; take "
+                             "a multiple")
         args.key = data.tokens_key(args.data, encoding, template)
-        if state:
-            check_resumed(args, state, heads.model)
+        identity = [model_hash(heads.model), args.key]
+        if state and state["identity"] != identity:
+            raise InputError(f"{out} holds a run with another model or other data (hashes "
+                             f"{state['identity']}, now {identity}): --resume needs the same")
         stored = data.store_tokens(out / data.FILE, args.key, args.data, encoding, template)
         for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
             leftover.unlink()
@@ -211,32 +208,23 @@ def prepare(args, group):
     args.key, args.self_distill, own = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, state)
     corpus = data.open_tokens(out / data.FILE)["train"]
-    if args.draft_vocabulary is not None or not state:
-        set_vocabulary(heads, args.draft_vocabulary or "auto", corpus, group)
+    if not state or args.draft_vocabulary != KEEP:
+        size = None if args.draft_vocabulary == KEEP else args.draft_vocabulary
+        set_vocabulary(heads, size, corpus, group)
     return run, corpus, own
 
 
 def check_sizes(args, heads):
     """Checks what depends on the model. --block-size is by default 256, or what the context holds
     with a token after the block for each head to guess."""
-    config, K = heads.model.config, heads.config.n_draft
-    if args.draft_vocabulary not in (None, "auto"):
-        check("draft vocabulary", args.draft_vocabulary, 0, config.vocab_size, whole=True)
-    longest = config.block_size - K - 1
+    V, K = heads.model.config.vocab_size, heads.config.n_draft
+    if args.draft_vocabulary not in (None, KEEP, 0):
+        # the acceptance table is measured with as many beams
+        check("draft vocabulary", args.draft_vocabulary, 8, V, whole=True)
+    longest = heads.model.config.block_size - K - 1
     args.block_size = args.block_size or min(256, longest)
     check("block size", args.block_size, 1, longest, whole=True)
     args.window = args.block_size + K + 1  # all heads have a token to guess
-
-
-def check_resumed(args, state, model):
-    for what, saved, given in (("model", state["model"], model_hash(model)),
-                               ("data", state["data"], args.key)):
-        if saved != given:
-            raise InputError(f"{args.out} holds a run with {what} of hash {saved}, not {given}: "
-                             "--resume needs the same model and data")
-    if state["step"] > args.steps:
-        raise InputError(f"{args.out} holds a run that is at step {state['step']} already; --steps "
-                         f"{args.steps} is less: choose more steps or another --out")
 
 
 def set_vocabulary(heads, size, tokens, group):
@@ -244,20 +232,19 @@ def set_vocabulary(heads, size, tokens, group):
     heads.set_vocabulary(data.draft_vocabulary(tokens.ids, size, V, group.print))
 
 
-# --------------------------------------------------------------------------------------------------
-# After training
-
 def finish(run):
     """Measures the trained heads, and prints how to use them. Process 0 does so alone, but a model
     that was sharded for training is held together by all."""
     args, group = run.args, run.group
+    args.data = None  # as they are in --out
+    args.draft_vocabulary = KEEP
     args.batch_size //= group.size
     args.dtype = str(run.heads.model.dtype).removeprefix("torch.")
-    args.draft_vocabulary = None  # was chosen
-    group.barrier()  # process 0 has saved
     run.heads = run.wrapped = run.optimizer = None  # frees the model
     gc.collect()  # FSDP's parts refer to each other
-    if not args.shard_base:
+    if args.shard_base:
+        group.barrier()  # process 0 has saved
+    else:
         group.close()
         if group.rank:
             return
@@ -279,37 +266,33 @@ def evaluate(args, group):
                          "rounded; measure them without --quantize")
     check_sizes(args, heads)
     load_split, measured_on = evaluation_data(args, heads, encoding, group.print)
-    if args.draft_vocabulary is not None:
+    chosen = args.draft_vocabulary != KEEP
+    if chosen:
         set_vocabulary(heads, args.draft_vocabulary, load_split("train"), group)
     found = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
     if group.rank == 0:
-        record(heads, args.out, encoding.hash, found | dict(measured_on=measured_on),
-               weights=args.draft_vocabulary is not None)
+        record(heads, args.out, encoding.hash, found | dict(measured_on=measured_on), chosen)
 
 
 def evaluation_data(args, heads, encoding, log):
     """What heads are measured on: --data, else what they were trained on -> (a function that gives
-    a split's Tokens, what heads.json says about them). Raises InputError where the data of their
-    training are not there any more."""
+    a split's Tokens, what heads.json says about them)."""
     training = heads.info.get("training", {})
     names, key = training.get("data"), training.get("key")
-    stored = dict(key="")
-    with contextlib.suppress(InputError):
-        stored = data.open_tokens(Path(args.out) / data.FILE)
-    if args.data is None and stored["key"] == key:
-        return stored.get, dict(data=names, key=key)
-    if args.data is None and names != STANDARD_LIBRARY:
-        names = " ".join(names or ["data that heads.json does not name"])
-        raise InputError(f"{args.out}: these heads were trained on {names}, whose tokens are not "
-                         "there any more; give these data, or others, with --data")
+    if args.data is None:
+        with contextlib.suppress(InputError):
+            stored = data.open_tokens(Path(args.out) / data.FILE)
+            return stored.get, dict(data=names, key=stored["key"])
+        if names != STANDARD_LIBRARY:
+            names = " ".join(names or ["data that heads.json does not name"])
+            raise InputError(f"{args.out}: these heads were trained on {names}, whose tokens are "
+                             "not there any more; give these data, or others, with --data")
     template = load_chat_template(args.model)
-    found = data_record(args.data, data.tokens_key(args.data, encoding, template))
-    if found["key"] != key:
+    measured_on = data_record(args.data, data.tokens_key(args.data, encoding, template))
+    if measured_on["key"] != key:
         log(f"measuring on {corpus_name(args.data)}, which is not or no longer what the heads were "
             "trained on")
-    if found["key"] == stored["key"]:
-        return stored.get, found
-    return lambda split: data.load_tokens(args.data, encoding, split, template), found
+    return lambda split: data.load_tokens(args.data, encoding, split, template), measured_on
 
 
 def main(args):

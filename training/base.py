@@ -7,12 +7,13 @@ Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW doe
 AdamW. The tokenizer is a byte-level BPE learned from the same text.
 """
 
-if __name__ == "__main__":  # flags are parsed before torch is loaded, so that a typo is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
     from training.flags import parse_base
     ARGS = parse_base()
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf import checkpoint
 from hf.tokenizer import CODE_PATTERN, load_encoding
-from model import GPT, GPTConfig, InputError, atomic_write, human, pick_device
+from model import GPT, GPTConfig, InputError, human, pick_device
 from tools.cli import command
 from training.common import noted_signals, progress, saving, set_learning_rate
 from training.corpus import SPLITS, split_records
@@ -51,11 +52,12 @@ def train_tokenizer(documents, vocab_size, out):
         special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))])
     config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=END_OF_TEXT,
                   eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-    config = json.dumps(config, indent=2) + "\n"
+    files = {"tokenizer.json": tokenizer.to_str(),
+             "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     with saving(f"{out}: a tokenizer cannot be written there", "make room, or take another --out"):
         out.mkdir(parents=True, exist_ok=True)
-        atomic_write(out / "tokenizer_config.json", lambda tmp: Path(tmp).write_text(config))
-        atomic_write(out / "tokenizer.json", lambda tmp: Path(tmp).write_text(tokenizer.to_str()))
+        for name, text in files.items():
+            (out / name).write_text(text)
 
 
 def loss_of(model, ids):
@@ -94,7 +96,7 @@ def train(model, tokens, args):
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     loss_fn = torch.compile(loss_of) if args.compile else loss_of
-    show = progress(0, args.steps, args.batch_size * args.block_size)
+    show = progress(0, args.steps, args.batch_size * args.block_size, partial(print, flush=True))
     step = 0
     with noted_signals() as signals:
         while step < args.steps and not signals:

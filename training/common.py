@@ -7,15 +7,7 @@ import time
 import torch
 from safetensors import SafetensorError
 
-from clover import preset
 from model import InputError, atomic_write
-from training.flags import SWITCHES
-
-
-def head_config(args):
-    """The CloverConfig that train_heads.py's flags ask for."""
-    given = vars(args).keys() & set(SWITCHES)
-    return preset(args.preset, **{name: getattr(args, name) for name in given})
 
 
 @contextlib.contextmanager
@@ -58,15 +50,15 @@ def set_learning_rate(optimizer, peak, step, steps):
         group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
 
 
-def progress(start, steps, tokens_per_step):
-    """A function that prints a step, what the caller measured, tokens per second, the time left."""
+def progress(start, steps, tokens_per_step, log):
+    """A function that logs a step, what the caller measured, tokens per second, the time left."""
     began = time.perf_counter()
 
     def show(step, measured):
         speed = (step - start) / (time.perf_counter() - began)  # steps per second
         left = int((steps - step) / speed)
-        print(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  "
-              f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left", flush=True)
+        log(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  "
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
     return show
 
 

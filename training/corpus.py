@@ -3,6 +3,7 @@
 The built-in corpus is the source of Python's standard library: no command needs a download.
 """
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -38,14 +39,11 @@ class Record(NamedTuple):
         return "".join(text for text, _ in self.parts)
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-
 def builtin_corpus(split):
     """The .py files of Python's standard library that are in a split, a sorted list of Path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
-             and split_of(file.relative_to(root).as_posix()) == split and read_utf8(file)]
+             and split_of(file.relative_to(root).as_posix()) == split]
     if not files:
         raise InputError(f"{root}: expected code for the split {split!r}; name files of text")
     return files
@@ -75,18 +73,9 @@ def find_files(path):
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
 
-def source_files(paths):
-    """All files of `paths`, or of the built-in corpus if None: a list of Path."""
-    groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
-    return list(itertools.chain.from_iterable(groups))
-
-
 def corpus_name(paths):
     return "the built-in corpus" if paths is None else " ".join(map(str, paths))
 
-
-# --------------------------------------------------------------------------------------------------
-# Files into documents
 
 def read_records(paths, template=None):
     """Yields each document that is not empty as a `Record`. A file is one document, but of LINES
@@ -95,27 +84,19 @@ def read_records(paths, template=None):
     for path in paths:
         empty = True
         for file in find_files(path):
-            for record in read_file(file, template):
-                if record.text:
-                    empty = False
-                    yield record
+            for record in filter(lambda record: record.text, read_file(file, template)):
+                empty = False
+                yield record
         if empty:
             raise InputError(f"{path}: expected text in UTF-8 that is not empty, in files such as "
                              f"{' '.join(TEXT_SUFFIXES)}; name another")
 
 
-def read_utf8(file):
-    """A file's text, or "" where it cannot be read as UTF-8."""
-    try:
-        return file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def read_file(file, template):
-    """Yields the Records of a file."""
+def read_file(file, template=None):
+    """Yields the Records of a file; none where it should be text and is not UTF-8."""
     if not file.name.endswith(LINES):
-        yield Record(((read_utf8(file), True),))
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            yield Record(((file.read_bytes().decode(), True),))
         return
     number = 0
     try:
@@ -169,9 +150,6 @@ def chat_parts(messages, template):
     raise ValueError("the chat template does not render a prefix")
 
 
-# --------------------------------------------------------------------------------------------------
-# Documents into splits
-
 def split_of(text):
     """The split that a text belongs to, by its hash: 1 in 20 is held out."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
@@ -186,8 +164,8 @@ def split_records(paths, splits, template=None):
     neighbouring pieces of a split stay one document."""
     if paths is None:
         for split in splits:
-            for record in read_records(builtin_corpus(split)):
-                yield split, record
+            for file in builtin_corpus(split):
+                yield from ((split, record) for record in read_file(file) if record.text)
         return
     missing = set(splits)
     for record in read_records(paths, template):

@@ -15,7 +15,7 @@ from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
 from training.common import load_file, save_file, saving
-from training.corpus import SPLITS, source_files, split_records
+from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 
 FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
@@ -34,25 +34,20 @@ class Tokens(NamedTuple):
     def tensors(self):
         return list(map(torch.from_numpy, self))
 
-
-def document(ids, loss_mask, dtype):
-    """One document as Tokens; an empty one has no start."""
-    starts = np.zeros(min(len(ids), 1), np.int64)
-    return Tokens(np.array(ids, dtype), np.array(loss_mask, bool), starts)
+    @classmethod
+    def of(cls, tensors):
+        return cls(*(tensor.numpy() for tensor in tensors))
 
 
-def concatenate(parts):
-    """Several Tokens as one."""
-    offsets = itertools.accumulate((len(part.ids) for part in parts), initial=0)
-    shifted = (part._replace(starts=part.starts + offset) for part, offset in zip(parts, offsets))
-    return Tokens(*map(np.concatenate, zip(*shifted)))
+def pack(documents, dtype):
+    """(ids, loss_mask) pairs as Tokens."""
+    ids, loss_masks = zip(*documents)
+    starts = np.cumsum([0, *map(len, ids)])[:-1]
+    return Tokens(np.concatenate(ids).astype(dtype, copy=False), np.concatenate(loss_masks), starts)
 
-
-# --------------------------------------------------------------------------------------------------
-# Text into tokens
 
 def encode_record(record, encoding):
-    """A Record as Tokens.
+    """A Record's token ids and loss mask, as arrays.
 
     A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text
     after it, which is also the prefix of the next where they are one token; a chat template writes
@@ -65,14 +60,15 @@ def encode_record(record, encoding):
         end = [end_of_text(encoding)]
         prefix = [] if encoding.prefix == end else encoding.prefix
         parts = [(prefix, False), *parts, (end, True)]
+    ids = [token for ids, _ in parts for token in ids]
     loss_mask = np.repeat([in_loss for _, in_loss in parts], [len(ids) for ids, _ in parts])
-    dtype = np.uint16 if encoding.max_token_value < 2**16 else np.uint32
-    return document([token for ids, _ in parts for token in ids], loss_mask, dtype)
+    return np.array(ids, np.uint32), loss_mask
 
 
 def encode_splits(paths, splits, encoding, template=None, log=print):
     """All documents of some of SPLITS, encoded by all cores -> ({split: Tokens}, {kind of Record:
     how many}). Arguments and errors as in `split_records`."""
+    dtype = np.uint16 if encoding.max_token_value < 2**16 else np.uint32
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
     kinds = Counter()
@@ -84,7 +80,7 @@ def encode_splits(paths, splits, encoding, template=None, log=print):
                 kinds[record.kind] += 1
             if len(chunk) == CHUNK:
                 log(f"tokenised {kinds.total()} documents")
-    return {split: concatenate(parts) for split, parts in documents.items()}, dict(kinds)
+    return {split: pack(found, dtype) for split, found in documents.items()}, dict(kinds)
 
 
 def load_tokens(paths, encoding, split, template=None):
@@ -94,8 +90,9 @@ def load_tokens(paths, encoding, split, template=None):
 
 def tokens_key(paths, encoding, template=None):
     """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
-    files = sorted((str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns)
-                   for f in source_files(paths))
+    groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
+    files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
+                   for group in groups for file in group)
     template = template and (template.source, template.tokens)
     parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -119,19 +116,18 @@ def store_tokens(file, key, paths, encoding, template=None, log=print):
 def open_tokens(file):
     """A token file's STORED, as a dict: the splits' Tokens are mapped into memory."""
     stored = load_file(file, STORED, mmap=True)
-    return stored | {split: Tokens(*(array.numpy() for array in stored[split]))
-                     for split in SPLITS}
+    return stored | {split: Tokens.of(stored[split]) for split in SPLITS}
 
 
 def draft_vocabulary(ids, n, vocab_size, log=print):
     """The n most frequent token ids of an array, most frequent first, then lowest first; an empty
-    list means all ids. n "auto": as many as cover COVERAGE of the array, rounded up to a multiple
-    of VOCABULARY_STEP, but all of them unless that is under half."""
+    list means all ids. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
+    VOCABULARY_STEP, but all of them unless that is under half."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
         counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
-    if n == "auto":
+    if n is None:
         covered = counts[order].cumsum() / counts.sum()
         needed = int(np.searchsorted(covered, COVERAGE)) + 1
         n = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
@@ -140,9 +136,6 @@ def draft_vocabulary(ids, n, vocab_size, log=print):
             f"{COVERAGE:.0%} of the training text")
     return order[:n].tolist()
 
-
-# --------------------------------------------------------------------------------------------------
-# Windows and prompts
 
 def step_seed(seed, step):
     """The seed of a training step's windows: each step has its own, the same in a resumed run."""
@@ -158,9 +151,8 @@ def window_batch(parts, length, seed, device, mine=slice(None)):
     for tokens, n in parts:
         last = len(tokens.ids) - length
         if last < 0:
-            raise InputError(f"expected at least {length} tokens of text in each split, one "
-                             f"window, but one has {len(tokens.ids)}; give more text, or a smaller "
-                             "--block-size")
+            raise InputError(f"expected a window of {length} tokens in each split, but one has "
+                             f"only {len(tokens.ids)}; give more text, or a smaller --block-size")
         starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
         columns = starts.numpy() + np.arange(length)
         documents = np.searchsorted(tokens.starts, columns, side="right")

@@ -1,12 +1,5 @@
-"""How good draft heads are.
-
-head accuracy        the share of held-out positions where the model's own greedy token is among a
-                     head's n likeliest of its draft vocabulary
-tokens per step      of decoding held-out prompts
-acceptance           how often each node of a tree is accepted: what tools/policy.py expects of heads
-"""
-
-import contextlib
+"""How good draft heads are: head accuracy, tokens per step, and which nodes of a tree they get
+accepted, from which tools/policy.py expects how many tokens a step finds."""
 
 import torch
 
@@ -29,21 +22,17 @@ def heldout_prompts(heldout, model):
 
 
 @torch.no_grad()
-def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nullcontext(),
-                  batches=16):
-    """{n: a list of K shares} for n of TOPS, on fixed windows of the held-out Tokens. autocast: for
-    heads that are not in the model's dtype."""
-    model = heads.model
+def head_accuracy(heads, heldout, batch_size, block_size, batches=16):
+    """{n: a list of K shares} for n of TOPS: in how many places of fixed held-out windows the
+    model's own greedy token is among a head's n likeliest."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):
         ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed,
-                                                 model.device)
-        with autocast:
-            hidden, outputs = teacher_forced(heads, ids, documents)
-            guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-            hits = hits + top_hits(model, outputs, hidden, guess_mask, TOPS,
-                                   vocabulary=heads.vocabulary)
+                                                 heads.model.device)
+        hidden, outputs = teacher_forced(heads, ids, documents)
+        guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
+        hits = hits + top_hits(heads, outputs, hidden, guess_mask, TOPS)
         guesses = guesses + guess_mask.sum(dim=(1, 2))
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
@@ -68,8 +57,7 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
 
 
 def measure(heads, heldout, batch_size, block_size, log=print):
-    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype.
-    log: called with a line before each part."""
+    """The measurements that go into heads.json, as a dict. log: called with a line before each."""
     log("measuring 1 of 4: head accuracy")
     top = head_accuracy(heads, heldout, batch_size, block_size)
     given = heldout_prompts(heldout, heads.model)
@@ -84,14 +72,13 @@ def measure(heads, heldout, batch_size, block_size, log=print):
                 tokens_per_step=out.tokens_per_step, acceptance=tables)
 
 
-def table(top_accuracy, prompts=None, tokens_per_step=None, **_):
-    """The lines that show what `measure`, or `head_accuracy` alone, found."""
+def table(top_accuracy, prompts, tokens_per_step, **_):
+    """The lines that show what `measure` found."""
     lines = ["held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS)]
     for i, row in enumerate(zip(*top_accuracy.values()), start=1):
         lines.append(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
-    if tokens_per_step is not None:
-        lines.append(f"{tokens_per_step:.2f} tokens per step over {prompts} held-out prompts, "
-                     f"greedy, tree size {TREE_SIZE}")
+    lines.append(f"{tokens_per_step:.2f} tokens per step over {prompts} held-out prompts, greedy, "
+                 f"tree size {TREE_SIZE}")
     return "\n".join(lines)
 
 

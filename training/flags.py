@@ -13,7 +13,7 @@ PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
 SELF_PROMPTS = 1024  # by default, where the data are conversations
-MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
+KEEP = -1            # --draft-vocabulary that is not given; None is auto
 LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
 
 STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
@@ -131,18 +131,8 @@ def add_head_flags(parser):
                         **switch("what comes before the LM head"))
     parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
                         **switch("all heads but the first share their weights"))
-    parser.add_argument("--draft-vocabulary", type=vocabulary_size, metavar="N|auto",
-                        help="let the heads draft only among the N most frequent tokens of the "
-                             "data; 0: all; auto: as many as cover 97%% of the data, or all where "
-                             "that is half of them or more; default: auto, or with --resume or "
-                             "--evaluate what the heads in --out have")
-
-
-def vocabulary_size(text):
-    """--draft-vocabulary -> "auto" or a number."""
-    if text == "auto":
-        return text
-    if not text.isdecimal() or 0 < int(text) < MIN_VOCABULARY:
-        raise argparse.ArgumentTypeError("expected auto, 0 for all token ids, or "
-                                         f"{MIN_VOCABULARY} of them or more, not {text!r}")
-    return int(text)
+    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
+               help="let the heads draft only among the N most frequent tokens of the data; 0: "
+                    "all; auto: as many as cover 97%% of the data, or all where that is half of "
+                    "them or more; default: auto, or with --resume or --evaluate what the heads "
+                    "in --out have")

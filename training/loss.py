@@ -39,9 +39,8 @@ def teacher_forced(heads, ids, documents=None, wrapped=None):
 
 
 def guess_masks(tokens, K, loss_mask=None, documents=None):
-    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. loss_mask: bool, of that
-    shape, the tokens to be guessed (default: all); documents: int64, likewise, the number of each
-    token's document: guesses across a border do not count."""
+    """Which guesses count, bool [K, B, T]: of tokens in loss_mask, default all, and not across a
+    border of documents, default one. tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
     loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
@@ -54,13 +53,13 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each.
 
     outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
-    model's, at positions 0..T + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T],
-    see `guess_masks`. objective: "distill", against the model's next-token distribution, or "data",
-    against the tokens. A hit is a guess in guess_mask whose top-1 is the model's greedy token.
+    model's states. tokens: int64 [B, T + K + 1]. guess_mask: see `guess_masks`. objective:
+    "distill", against the model's next-token distribution, or "data", against the tokens. A hit is
+    a guess in guess_mask whose top-1 is the model's greedy token.
 
-    Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable
-    with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time,
-    and with probabilities, gradient and copies six times as many numbers."""
+    Products are in autocast's dtype where it is on, sums in float32 and differentiable with respect
+    to the outputs. At most `chunk` logits (or those of one position) exist at a time, and with
+    probabilities, gradient and copies six times as many numbers."""
     device = hidden.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else model.head.weight.dtype
@@ -82,8 +81,7 @@ class HeadLosses(torch.autograd.Function):
         K = len(outputs)
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        needed = ctx.needs_input_grad[-K:]
-        grads = [torch.empty_like(x) if need else None for x, need in zip(outputs, needed)]
+        ctx.grads = [torch.empty_like(x) for x in outputs]
         for rows, start, end in chunk_ranges(B, T + K, len(weight), chunk):  # of the model's
             # contiguous: of a slice it would be a batch of products that each read the whole weight
             logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
@@ -105,16 +103,13 @@ class HeadLosses(torch.autograd.Function):
                 target = text if objective == "data" else probs[:, at]
                 losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
                 sums[i] += (losses * mask).sum()
-                if grads[i] is not None:
-                    grads[i][here] = gradient.to(weight.dtype) @ weight * mask[..., None]
-        ctx.grads = grads
+                ctx.grads[i][here] = gradient.to(weight.dtype) @ weight * mask[..., None]
         ctx.mark_non_differentiable(hits)
         return sums, hits
 
     @staticmethod
     def backward(ctx, d_sums, _):
-        grads = (None if grad is None else grad * d.to(grad.dtype)
-                 for grad, d in zip(ctx.grads, d_sums.unbind()))
+        grads = (grad * d.to(grad.dtype) for grad, d in zip(ctx.grads, d_sums.unbind()))
         return (None,) * 6 + tuple(grads)
 
 
@@ -130,10 +125,7 @@ def chunk_ranges(B, length, V, chunk):
 def cross_entropy_(logits, target, is_token):
     """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits.
     target: token ids [..., 1] if is_token, else probabilities [..., V]."""
-    if is_token:
-        agreed = logits.gather(-1, target)[..., 0]
-    else:
-        agreed = (target * logits).sum(dim=-1)
+    agreed = logits.gather(-1, target)[..., 0] if is_token else (target * logits).sum(dim=-1)
     mass = logits.exp_().sum(dim=-1)
     gradient = logits.div_(mass[..., None])
     if is_token:
@@ -144,25 +136,22 @@ def cross_entropy_(logits, target, is_token):
 
 
 @torch.no_grad()
-def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None, vocabulary=None):
+def top_hits(heads, outputs, hidden, guess_mask, tops, chunk=None):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest; of equally likely tokens the lower id
-    comes first. vocabulary: the only token ids that heads guess, a tensor [n]; None: all. Logits
-    are float32, as in decoding. Other arguments as in `head_losses`."""
+    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equally
+    likely tokens the lower id comes first. Logits are float32, as in decoding. Other arguments as
+    in `head_losses`."""
+    model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size
-    device = hidden.device
-    drafted = torch.full((V,), vocabulary is None, device=device)  # whether heads guess it
-    if vocabulary is not None:
-        drafted[vocabulary.long()] = True
     rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // V)
-
-    def logits_of(states):
-        with without_autocast(device):
-            return model.head.logits(model.norm(states.to(hidden.dtype)))
+    drafted = torch.full((V,), heads.vocabulary is None, device=hidden.device)
+    if heads.vocabulary is not None:
+        drafted[heads.vocabulary.long()] = True
+    logits_of = lambda states: model.head.logits(model.norm(states))
     best = [logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]
     best = torch.cat(best).view(B, -1)
-    ids = torch.arange(V, device=device)
+    ids = torch.arange(V, device=hidden.device)
     hits = hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)

@@ -6,21 +6,11 @@ import contextlib
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from clover import CloverHeads
+from clover import CloverHeads, preset
 from hf.families import read_config
-from model import GPT, InputError, free_memory
+from model import GPT, free_memory
 from tools.cli import load_model
-from training.common import head_config
-
-
-def check_processes(args, group):
-    if args.shard_base and group.size == 1:
-        raise InputError("--shard-base divides the model among processes; start them with torchrun "
-                         "--nproc-per-node N train_heads.py")
-    if args.batch_size % group.size:
-        raise InputError("the batch size is that of all processes together and must divide by "
-                         f"their number, but {args.batch_size} does not by {group.size}; take a "
-                         "multiple")
+from training.flags import SWITCHES
 
 
 def too_large(args):
@@ -51,22 +41,23 @@ def shard(model, mesh):
 
 def load_for_training(args, group):
     """--model for this process, and new heads on it -> (heads, encoding)."""
-    group.raise_together(lambda: check_processes(args, group))
     args.shard_base = group.size > 1 and group.any(args.shard_base or too_large(args))
     loading = argparse.Namespace(**vars(args))
-    kind = torch.device(args.device).type
+    device = torch.device(args.device).type
     # that of the device it trains on, also where the CPU loads it
-    loading.dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    loading.dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
+    switches = {name: value for name, value in vars(args).items() if name in SWITCHES}
     turns = contextlib.nullcontext()
     if args.shard_base:
-        loading.device = "cpu"  # of a machine's processes one at a time
+        loading.device = "cpu"
         turns = group.one_by_one()
         # here, where no process waits for another: it may make a group, which all make together
-        mesh = init_device_mesh(kind, (group.size,))
+        mesh = init_device_mesh(device, (group.size,))
     with turns:
         model, encoding = load_model(loading, packed=False)
         torch.manual_seed(args.seed)
-        heads = CloverHeads(head_config(args), model)  # copies the last block: not yet divided
+        # copies the last block, so before that is divided
+        heads = CloverHeads(preset(args.preset, **switches), model)
         if args.shard_base:
             shard(model, mesh)
     return heads, encoding

@@ -1,18 +1,15 @@
 """Text that the model itself writes, for heads to train on, since decoding is on such text."""
 
-import contextlib
 import time
 from pathlib import Path
 
-from clover import model_hash
 from generate import generate
 from model import InputError
 from training.common import load_file, save_file, saving
-from training.data import Tokens, concatenate, document, prompts
+from training.data import Tokens, pack, prompts
 from training.flags import SELF_PROMPTS
 
-FILE = "self_distill.pt"  # in --out
-BATCH = 32  # prompts decoded together
+BATCH = 32     # prompts decoded together
 TREE_SIZE = 5  # lookup drafts
 
 
@@ -28,17 +25,14 @@ def number_of_prompts(args, kinds):
 
 def own_text(args, model, stored, stop):
     """The Tokens of what the model writes after --self-distill prompts from the training text,
-    greedily after one half of them and at temperature 1 after the other. A file in --out keeps
-    them.
-    stored: what `open_tokens` gives; stop: token ids."""
-    file = Path(args.out) / FILE
-    key = str((model_hash(model), args.key, args.self_distill, args.seed, args.window))
-    with contextlib.suppress(InputError):
-        kept = load_file(file, ("key", "tokens"))
-        if kept["key"] == key:
-            return Tokens(*(array.numpy() for array in kept["tokens"]))
+    greedily after one half of them, at temperature 1 after the other. A file in --out keeps them
+    for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
+    file = Path(args.out) / "self_distill.pt"
+    if args.resume:
+        return Tokens.of(load_file(file, ["tokens"])["tokens"])
+    corpus = stored["train"]
     length = min(args.window, model.config.block_size // 2)
-    given = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
+    given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
@@ -53,11 +47,8 @@ def own_text(args, model, stored, stop):
               f"{temperature} in {time.monotonic() - began:.0f} s", flush=True)
         for prompt, text in zip(some, out.tokens):
             in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
-            documents.append(document([*prompt, *text], in_loss, stored["train"].ids.dtype))
-    tokens = concatenate(documents)
-    if len(tokens.ids) < args.window:
-        raise InputError(f"the model wrote less than a window of {args.window} tokens; take more "
-                         "--self-distill prompts")
+            documents.append(([*prompt, *text], in_loss))
+    tokens = pack(documents, corpus.ids.dtype)
     with saving(f"{file}: cannot be written", "make room and start it again"):
-        save_file(file, dict(key=key, tokens=tokens.tensors()))
+        save_file(file, dict(tokens=tokens.tensors()))
     return tokens
