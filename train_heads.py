@@ -32,12 +32,12 @@ from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
 from tools.flags import DEMO
 from training import common, data
-from training.corpus import SPLITS, corpus_name
-from training.evaluate import heldout_prompts, measure, record
+from training.corpus import SPLITS
+from training.evaluate import measure, record
 from training.flags import KEEP, RUN_FILE, SAVED, STATE_FILE, TRAINING
 from training.loss import guess_masks, head_losses, teacher_forced
 from training.parallel import load_for_training
-from training.self_distill import number_of_prompts, own_text
+from training.self_distill import own_text
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -60,8 +60,9 @@ class Run:
         self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
+        self.dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16  # of products
         self.autocast = torch.autocast(heads.model.device.type, torch.bfloat16,
-                                       enabled=args.dtype != "float32")
+                                       enabled=self.dtype == torch.bfloat16)
         if state:
             heads.set_vocabulary(state["heads"].pop("vocabulary", []))
             heads.load_state_dict(heads.state_dict() | state["heads"])
@@ -94,14 +95,22 @@ class Run:
         """Whether a signal came to any process; asking waits for all, so every tenth step."""
         return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
 
+    def report(self, show, loss, accuracies):
+        tokens = self.step * self.args.batch_size * self.args.block_size
+        self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
+                             lr=self.optimizer.param_groups[0]["lr"]))
+        shown = " ".join(map("{:.3f}".format, accuracies))
+        show(self.step, f"loss {loss:.3f}  accuracy {shown}")
+
     def batch(self, corpus, own):
         """This process's part of the step's windows."""
         a, group = self.args, self.group
         due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # own ones up to a step
         n = due(self.step + 1) - due(self.step) if own else 0
         parts = [(corpus, a.batch_size - n), (own, n)] if n else [(corpus, a.batch_size)]
-        return data.window_batch(parts, a.window, data.step_seed(a.seed, self.step),
-                                 self.heads.model.device, slice(group.rank, None, group.size))
+        seed = a.seed * 1_000_003 + self.step  # each step has windows of its own
+        return data.window_batch(parts, a.window, seed, self.heads.model.device,
+                                 slice(group.rank, None, group.size))
 
     def train_step(self, ids, loss_mask, documents):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -119,23 +128,15 @@ class Run:
         """A batch of windows -> (losses in nats, head accuracies), each [K], over all processes.
         Only this process's part of a loss has a gradient, times their number: DDP divides by it."""
         group = self.group
-        with self.autocast:
-            hidden, outputs = teacher_forced(self.heads, ids, documents, self.wrapped)
-            guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-            sums, hits = head_losses(self.heads.model, outputs, hidden, ids, guess_mask,
-                                     self.args.objective)
+        hidden, outputs = teacher_forced(self.heads, ids, documents, self.autocast, self.wrapped)
+        guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
+        sums, hits = head_losses(self.heads.model, outputs, hidden, ids, guess_mask,
+                                 self.args.objective, self.dtype)
         count = group.all_reduce(guess_mask.sum(dim=(1, 2)).float()).clamp(min=1)
         losses = sums / count
         total = group.all_reduce(losses.detach().clone())
         accuracies = group.all_reduce(hits) / count
         return total + group.size * (losses - losses.detach()), accuracies
-
-    def report(self, show, loss, accuracies):
-        tokens = self.step * self.args.batch_size * self.args.block_size
-        self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
-                             lr=self.optimizer.param_groups[0]["lr"]))
-        shown = " ".join(map("{:.3f}".format, accuracies))
-        show(self.step, f"loss {loss:.3f}  accuracy {shown}")
 
     def save(self):
         """Writes the heads and what --resume needs. The state comes last: where anything fails, the
@@ -158,7 +159,7 @@ class Run:
             heads.save_pretrained(self.out, self.encoding.hash, torch.bfloat16, training=training)
             for name, text in files.items():
                 atomic_write(self.out / name, lambda tmp: Path(tmp).write_text(text))
-            common.save_file(path, state)
+            common.save_file(path, state, advice)
 
     def check_finite(self, *tensors):
         if not all(bool(x.isfinite().all()) for x in tensors):
@@ -182,7 +183,7 @@ def prepare(args, group):
     state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
     template = load_chat_template(args.model)
     heads, encoding = load_for_training(args, group)
-    check_sizes(args, heads)
+    check_block_size(args, heads)
 
     def prepare_text():
         if args.batch_size % group.size:
@@ -197,39 +198,27 @@ def prepare(args, group):
         stored = data.store_tokens(out / data.FILE, args.key, args.data, encoding, template)
         for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
             leftover.unlink()
-        heldout_prompts(stored["heldout"], heads.model)  # raises where there are none
-        for split in SPLITS:
-            data.window_batch([(stored[split], 1)], args.window, 0, "cpu")  # or too little text
-        args.self_distill = number_of_prompts(args, stored["kinds"])
-        own = None
-        if args.self_distill:
-            own = own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
+        for split in SPLITS:  # raises where there is too little text
+            data.window_batch([(stored[split], 1)], args.window, 0, "cpu")
+        own = own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
         return args.key, args.self_distill, own
     args.key, args.self_distill, own = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, state)
     corpus = data.open_tokens(out / data.FILE)["train"]
     if not state or args.draft_vocabulary != KEEP:
-        size = None if args.draft_vocabulary == KEEP else args.draft_vocabulary
-        set_vocabulary(heads, size, corpus, group)
+        n = None if args.draft_vocabulary == KEEP else args.draft_vocabulary
+        data.set_draft_vocabulary(heads, corpus.ids, n, group.print)
     return run, corpus, own
 
 
-def check_sizes(args, heads):
-    """Checks what depends on the model. --block-size is by default 256, or what the context holds
-    with a token after the block for each head to guess."""
-    V, K = heads.model.config.vocab_size, heads.config.n_draft
-    if args.draft_vocabulary not in (None, KEEP, 0):
-        # the acceptance table is measured with as many beams
-        check("draft vocabulary", args.draft_vocabulary, 8, V, whole=True)
-    longest = heads.model.config.block_size - K - 1
+def check_block_size(args, heads):
+    """Checks --block-size. By default it is 256, or what the context holds with a token after the
+    block for each head to guess."""
+    ahead = heads.config.n_draft + 1
+    longest = heads.model.config.block_size - ahead
     args.block_size = args.block_size or min(256, longest)
     check("block size", args.block_size, 1, longest, whole=True)
-    args.window = args.block_size + K + 1  # all heads have a token to guess
-
-
-def set_vocabulary(heads, size, tokens, group):
-    V = heads.model.config.vocab_size
-    heads.set_vocabulary(data.draft_vocabulary(tokens.ids, size, V, group.print))
+    args.window = args.block_size + ahead
 
 
 def finish(run):
@@ -264,11 +253,12 @@ def evaluate(args, group):
     if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
         raise InputError(f"{args.out}: these heads were trained on the model before it was "
                          "rounded; measure them without --quantize")
-    check_sizes(args, heads)
+    check_block_size(args, heads)
     load_split, measured_on = evaluation_data(args, heads, encoding, group.print)
     chosen = args.draft_vocabulary != KEEP
     if chosen:
-        set_vocabulary(heads, args.draft_vocabulary, load_split("train"), group)
+        data.set_draft_vocabulary(heads, load_split("train").ids, args.draft_vocabulary,
+                                  group.print)
     found = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
     if group.rank == 0:
         record(heads, args.out, encoding.hash, found | dict(measured_on=measured_on), chosen)
@@ -290,8 +280,8 @@ def evaluation_data(args, heads, encoding, log):
     template = load_chat_template(args.model)
     measured_on = data_record(args.data, data.tokens_key(args.data, encoding, template))
     if measured_on["key"] != key:
-        log(f"measuring on {corpus_name(args.data)}, which is not or no longer what the heads were "
-            "trained on")
+        log(f"measuring on {' '.join(args.data or [STANDARD_LIBRARY])}, which is not or no longer "
+            "what the heads were trained on")
     return lambda split: data.load_tokens(args.data, encoding, split, template), measured_on
 
 

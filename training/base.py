@@ -25,9 +25,9 @@ from hf import checkpoint
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, human, pick_device
 from tools.cli import command
-from training.common import noted_signals, progress, saving, set_learning_rate
+from training.common import progress, saving, set_learning_rate
 from training.corpus import SPLITS, split_records
-from training.data import load_tokens, step_seed, to_device, window_batch
+from training.data import load_tokens, to_device, window_batch
 from training.flags import LOWEST
 
 END_OF_TEXT = "<|endoftext|>"
@@ -74,10 +74,7 @@ def loss_of(model, ids):
 def evaluate(model, data, ids):
     """Prints a model's loss on all held-out text, its tokens `ids`, in windows of the context that
     do not overlap."""
-    T = model.config.block_size
-    if len(ids) <= T:
-        raise InputError(f"expected more than {T} held-out tokens, the model's context, but got "
-                         f"{len(ids)}; give more text")
+    T = min(model.config.block_size, len(ids) - 1)
     windows = (ids[i:i + T + 1].astype(int) for i in range(0, len(ids) - T, T))
     losses = [loss_of(model, to_device(window[None], model.device)).item() for window in windows]
     loss = sum(losses) / len(losses)
@@ -88,8 +85,6 @@ def evaluate(model, data, ids):
 
 
 def train(model, tokens, args):
-    """Trains to the last step -> 0, or to the end of that in which Ctrl-C or SIGTERM come -> the
-    exit code. The model is saved every SAVE_EVERY steps and at the end."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = (
@@ -97,41 +92,33 @@ def train(model, tokens, args):
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     loss_fn = torch.compile(loss_of) if args.compile else loss_of
     show = progress(0, args.steps, args.batch_size * args.block_size, partial(print, flush=True))
-    step = 0
-    with noted_signals() as signals:
-        while step < args.steps and not signals:
-            ids, *_ = window_batch([(tokens, args.batch_size)], args.block_size + 1,
-                                   step_seed(args.seed, step), model.device)
-            loss = loss_fn(model, ids)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                set_learning_rate(optimizer, args.lr, step, args.steps)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            step += 1
-            if step % SHOW_EVERY == 0 or step == args.steps:
-                show(step, f"loss {loss.item():.3f}")
-            if step % SAVE_EVERY == 0 or step == args.steps or signals:
-                with saving(f"{args.out}: step {step} cannot be saved", "make room"):
-                    model.save_pretrained(args.out, torch.bfloat16)
-    if step == args.steps:
-        return 0
-    print(f"\ninterrupted at step {step}; {args.out} holds the model of that step", flush=True)
-    return 128 + signals[0]
+    for step in range(1, args.steps + 1):
+        seed = args.seed * 1_000_003 + step - 1  # each step has windows of its own
+        ids, *_ = window_batch([(tokens, args.batch_size)], args.block_size + 1, seed, model.device)
+        loss = loss_fn(model, ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, args.lr, step - 1, args.steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % SHOW_EVERY == 0 or step == args.steps:
+            show(step, f"loss {loss.item():.3f}")
+        if step % SAVE_EVERY == 0:
+            save(model, args.out)
 
 
-def make_config(args):
+def save(model, out):
+    with saving(f"{out}: the model cannot be saved", "make room"):
+        model.save_pretrained(out, torch.bfloat16)
+
+
+def main(args):
     sizes = {name: value for name, value in vars(args).items() if name in LOWEST}
     c = GPTConfig(block_size=args.block_size, **sizes)
     if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
         raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
                          f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
-    return c
-
-
-def main(args):
-    config = make_config(args)
     device = pick_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     out = Path(args.out)
     if args.evaluate:
@@ -140,18 +127,20 @@ def main(args):
     if (out / "config.json").exists():
         raise InputError(f"{out} holds a model already; choose another --out")
     pairs = split_records(args.data, SPLITS)
-    train_tokenizer([record.text for split, record in pairs if split == "train"],
-                    config.vocab_size, out)
+    train_tokenizer([record.text for split, record in pairs if split == "train"], c.vocab_size, out)
     tokens, heldout = (load_tokens(args.data, load_encoding(out), split) for split in SPLITS)
-    model = GPT(config).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
+    model = GPT(c).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
     size = sum(p.numel() for p in model.parameters())
     print(f"{human(size)} parameters; {human(len(tokens.ids))} training tokens, "
           f"{human(len(heldout.ids))} held out", flush=True)
-    interrupted = train(model, tokens, args)
-    if not interrupted:
-        evaluate(model, args.data, heldout.ids)
-        print(f"\nnext:  python train_heads.py --model {out}")
-    return interrupted
+    try:
+        train(model, tokens, args)
+    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
+        save(model, out)
+        raise
+    save(model, out)
+    evaluate(model, args.data, heldout.ids)
+    print(f"\nnext:  python train_heads.py --model {out}")
 
 
 if __name__ == "__main__":

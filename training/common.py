@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from datetime import timedelta
 
 import torch
 from safetensors import SafetensorError
@@ -12,8 +13,7 @@ from model import InputError, atomic_write
 
 @contextlib.contextmanager
 def saving(what, advice):
-    """Around writing files: raises InputError, with the reason, where they cannot be written.
-    what: such as "OUT: step 9 cannot be saved"."""
+    """Around writing files: where they cannot be written, raises InputError with the reason."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise these
@@ -24,11 +24,13 @@ def saving(what, advice):
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
-def save_file(path, value):
+def save_file(path, value, advice):
     def write(tmp):
         with open(tmp, "wb") as file:  # torch's own file does not say why it fails
             torch.save(value, file)
-    atomic_write(path, write)
+    with saving(f"{path}: cannot be written", advice):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, write)
 
 
 def load_file(path, keys, mmap=False):
@@ -56,9 +58,8 @@ def progress(start, steps, tokens_per_step, log):
 
     def show(step, measured):
         speed = (step - start) / (time.perf_counter() - began)  # steps per second
-        left = int((steps - step) / speed)
-        log(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  "
-            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
+        left = timedelta(seconds=int((steps - step) / speed))
+        log(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  {left} left")
     return show
 
 

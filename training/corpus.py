@@ -73,10 +73,6 @@ def find_files(path):
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
 
-def corpus_name(paths):
-    return "the built-in corpus" if paths is None else " ".join(map(str, paths))
-
-
 def read_records(paths, template=None):
     """Yields each document that is not empty as a `Record`. A file is one document, but of LINES
     each line is one. template: the `ChatTemplate` that turns messages into text. InputError for a
@@ -176,4 +172,4 @@ def split_records(paths, splits, template=None):
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
     for split in sorted(missing):
-        raise InputError(f"{corpus_name(paths)}: expected text for {split!r}; give more text")
+        raise InputError(f"{' '.join(map(str, paths))}: expected text for {split!r}; give more")

@@ -14,7 +14,7 @@ import torch
 from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
-from training.common import load_file, save_file, saving
+from training.common import load_file, save_file
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 
 FILE = "tokens.pt"      # in --out
@@ -22,12 +22,11 @@ CHUNK = 4096            # documents whose text is in memory at a time
 COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
 MAX_PREFIX = 2          # tokens before a text that are its tokenizer's; more are a prompt
-STORED = ("key", "kinds", *SPLITS)  # what a token file holds
 
 
 class Tokens(NamedTuple):
     """Documents one after the other."""
-    ids: np.ndarray        # [N], uint16 or uint32
+    ids: np.ndarray        # [N], uint32
     loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
     starts: np.ndarray     # int64, ascending: the offset of each document's first token
 
@@ -39,11 +38,11 @@ class Tokens(NamedTuple):
         return cls(*(tensor.numpy() for tensor in tensors))
 
 
-def pack(documents, dtype):
+def pack(documents):
     """(ids, loss_mask) pairs as Tokens."""
     ids, loss_masks = zip(*documents)
     starts = np.cumsum([0, *map(len, ids)])[:-1]
-    return Tokens(np.concatenate(ids).astype(dtype, copy=False), np.concatenate(loss_masks), starts)
+    return Tokens(np.concatenate(ids).astype(np.uint32), np.concatenate(loss_masks), starts)
 
 
 def encode_record(record, encoding):
@@ -68,7 +67,6 @@ def encode_record(record, encoding):
 def encode_splits(paths, splits, encoding, template=None, log=print):
     """All documents of some of SPLITS, encoded by all cores -> ({split: Tokens}, {kind of Record:
     how many}). Arguments and errors as in `split_records`."""
-    dtype = np.uint16 if encoding.max_token_value < 2**16 else np.uint32
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
     kinds = Counter()
@@ -80,7 +78,7 @@ def encode_splits(paths, splits, encoding, template=None, log=print):
                 kinds[record.kind] += 1
             if len(chunk) == CHUNK:
                 log(f"tokenised {kinds.total()} documents")
-    return {split: pack(found, dtype) for split, found in documents.items()}, dict(kinds)
+    return {split: pack(found) for split, found in documents.items()}, dict(kinds)
 
 
 def load_tokens(paths, encoding, split, template=None):
@@ -106,23 +104,22 @@ def store_tokens(file, key, paths, encoding, template=None, log=print):
         if stored["key"] == key:
             return stored
     tokens, kinds = encode_splits(paths, SPLITS, encoding, template, log)
-    with saving(f"{file}: tokens cannot be written", "make room, or choose another --out"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(file, dict(key=key, kinds=kinds) | {split: tokens[split].tensors()
-                                                      for split in SPLITS})
+    stored = dict(key=key, kinds=kinds) | {split: tokens[split].tensors() for split in SPLITS}
+    save_file(file, stored, "make room, or choose another --out")
     return open_tokens(file)
 
 
 def open_tokens(file):
-    """A token file's STORED, as a dict: the splits' Tokens are mapped into memory."""
-    stored = load_file(file, STORED, mmap=True)
+    """A token file as a dict: its key, kinds, and the splits' Tokens, mapped into memory."""
+    stored = load_file(file, ("key", "kinds", *SPLITS), mmap=True)
     return stored | {split: Tokens.of(stored[split]) for split in SPLITS}
 
 
-def draft_vocabulary(ids, n, vocab_size, log=print):
-    """The n most frequent token ids of an array, most frequent first, then lowest first; an empty
-    list means all ids. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
-    VOCABULARY_STEP, but all of them unless that is under half."""
+def set_draft_vocabulary(heads, ids, n, log=print):
+    """Lets heads draft among the n most frequent token ids of an array, most frequent first, then
+    lowest first; 0: among all. n None: as many as cover COVERAGE of the array, rounded up to a
+    multiple of VOCABULARY_STEP, but all of them unless that is under half."""
+    vocab_size = heads.model.config.vocab_size
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
         counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
@@ -134,12 +131,7 @@ def draft_vocabulary(ids, n, vocab_size, log=print):
         n = n if 2 * n < vocab_size else 0
         log(f"draft vocabulary: {n or 'all'} of {vocab_size} token ids; {needed} cover "
             f"{COVERAGE:.0%} of the training text")
-    return order[:n].tolist()
-
-
-def step_seed(seed, step):
-    """The seed of a training step's windows: each step has its own, the same in a resumed run."""
-    return seed * 1_000_003 + step
+    heads.set_vocabulary(order[:n].tolist())
 
 
 def window_batch(parts, length, seed, device, mine=slice(None)):

@@ -72,20 +72,14 @@ def measure(heads, heldout, batch_size, block_size, log=print):
                 tokens_per_step=out.tokens_per_step, acceptance=tables)
 
 
-def table(top_accuracy, prompts, tokens_per_step, **_):
-    """The lines that show what `measure` found."""
-    lines = ["held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS)]
-    for i, row in enumerate(zip(*top_accuracy.values()), start=1):
-        lines.append(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
-    lines.append(f"{tokens_per_step:.2f} tokens per step over {prompts} held-out prompts, greedy, "
-                 f"tree size {TREE_SIZE}")
-    return "\n".join(lines)
-
-
 def record(heads, out, tokenizer, measured, weights=False):
     """Prints what was measured of saved heads, and writes it into their heads.json. weights: writes
     these too."""
-    print(table(**measured))
+    print("held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS))
+    for i, row in enumerate(zip(*measured["top_accuracy"].values()), start=1):
+        print(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
+    print(f"{measured['tokens_per_step']:.2f} tokens per step over {measured['prompts']} held-out "
+          f"prompts, greedy, tree size {TREE_SIZE}")
     info = dict(training=heads.info.get("training", {})) | measured
     with saving(f"{out}: what was measured cannot be written", "make room and --evaluate"):
         if weights:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from tools.flags import Parser, add_model_flags, add_number, add_quantize_flag
@@ -13,6 +14,7 @@ PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
 SELF_PROMPTS = 1024  # by default, where the data are conversations
+MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
 KEEP = -1            # --draft-vocabulary that is not given; None is auto
 LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
 
@@ -29,14 +31,17 @@ def parse_heads(argv=None):
     """train_heads.py's flags. With --resume those that are not given are the saved run's."""
     parser = heads_parser()
     args = parser.parse_args(argv)
-    args.out = args.out or f"out/{args.preset}"
-    if args.evaluate:
-        return args
-    if args.resume:
-        return parse_resumed(parser, argv, args.out)
-    if (Path(args.out) / STATE_FILE).exists():
-        parser.error(f"{args.out} holds a run already; --resume goes on with it, another --out "
-                     "starts a new one")
+    out = args.out or f"out/{args.preset}"
+    if args.resume and not args.evaluate:
+        args = parse_resumed(parser, argv, out)
+    elif not args.evaluate and (Path(out) / STATE_FILE).exists():
+        parser.error(f"{out} holds a run already; --resume goes on with it, another --out starts a "
+                     "new one")
+    if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
+        parser.error(f"--draft-vocabulary takes auto, 0 for all, or at least {MIN_VOCABULARY}")
+    args.out = out
+    args.model = os.path.abspath(args.model)  # for --resume from anywhere
+    args.data = args.data and list(map(os.path.abspath, args.data))
     return args
 
 
@@ -48,7 +53,6 @@ def parse_resumed(parser, argv, out):
     except (OSError, TypeError, ValueError) as error:
         parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
     args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
-    args.out = out
     flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
     differ = [f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
               if vars(args)[name] != saved[name]]

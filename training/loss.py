@@ -1,9 +1,9 @@
 """The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
 
 K heads over N tokens and a vocabulary of V make K * N * V logits, and as many in their gradient:
-with K = 5, N = 4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so
-the gradient with respect to its input is known as soon as the logits are. Both are computed chunk
-by chunk in the forward pass, and only [N, C] is kept.
+with K = 5, N = 4096 and V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient
+of its input is known as soon as the logits are. The forward pass computes both chunk by chunk and
+keeps [N, C] alone.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
 t + 1 + i. Losses are sums, not means: several processes add theirs up.
@@ -19,23 +19,17 @@ CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
 
-def without_autocast(device):
-    """Turns autocast off. CUDA's gives norms in float32, and casts the LM head with them."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def teacher_forced(heads, ids, documents=None, wrapped=None):
+def teacher_forced(heads, ids, documents=None, autocast=contextlib.nullcontext(), wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
     outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place. A
     model in half precision runs without autocast, as in decoding."""
     K = heads.config.n_draft
     half = heads.model.dtype.itemsize == 2
     up_to = lambda end: None if documents is None else documents[:, :end]
-    with torch.no_grad(), without_autocast(ids.device) if half else contextlib.nullcontext():
+    with torch.no_grad(), contextlib.nullcontext() if half else autocast:
         hidden = heads.model(ids[:, :-1], documents=up_to(-1))
-    return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
+    with autocast:
+        return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
 
 
 def guess_masks(tokens, K, loss_mask=None, documents=None):
@@ -49,26 +43,23 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
                         for at in guessed])
 
 
-def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", chunk=None):
+def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each.
 
     outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
     model's states. tokens: int64 [B, T + K + 1]. guess_mask: see `guess_masks`. objective:
     "distill", against the model's next-token distribution, or "data", against the tokens. A hit is
-    a guess in guess_mask whose top-1 is the model's greedy token.
+    a guess in guess_mask whose top-1 is the model's greedy token. dtype: of products, default the
+    LM head's; not by autocast, whose norms are in float32 on CUDA.
 
-    Products are in autocast's dtype where it is on, sums in float32 and differentiable with respect
-    to the outputs. At most `chunk` logits (or those of one position) exist at a time, and with
-    probabilities, gradient and copies six times as many numbers."""
-    device = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else model.head.weight.dtype
-    chunk = chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)
-    with without_autocast(hidden.device):
-        teacher = model.norm(hidden).detach().to(dtype)
-        states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
-        weight = model.head.weight.to(dtype)
-        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, chunk, *states)
+    Sums are float32, differentiable with respect to the outputs. At most CHUNK logits (or those of
+    one position) exist at a time, and with probabilities, gradient and copies six times as many
+    numbers."""
+    dtype = dtype or model.head.weight.dtype
+    teacher = model.norm(hidden).detach().to(dtype)
+    states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
+    weight = model.head.weight.to(dtype)
+    return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, *states)
 
 
 class HeadLosses(torch.autograd.Function):
@@ -76,13 +67,12 @@ class HeadLosses(torch.autograd.Function):
     [B, T, C], of one dtype."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, guess_mask, objective, chunk, *outputs):
-        B, T, _ = outputs[0].shape
-        K = len(outputs)
+    def forward(ctx, weight, teacher, tokens, guess_mask, objective, *outputs):
+        T, K = outputs[0].shape[1], len(outputs)
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
         ctx.grads = [torch.empty_like(x) for x in outputs]
-        for rows, start, end in chunk_ranges(B, T + K, len(weight), chunk):  # of the model's
+        for rows, start, end in chunk_ranges(teacher, len(weight)):
             # contiguous: of a slice it would be a batch of products that each read the whole weight
             logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
             best = logits.argmax(dim=-1)                                     # (rows, end - start)
@@ -110,11 +100,14 @@ class HeadLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_sums, _):
         grads = (grad * d.to(grad.dtype) for grad, d in zip(ctx.grads, d_sums.unbind()))
-        return (None,) * 6 + tuple(grads)
+        return (None,) * 5 + tuple(grads)
 
 
-def chunk_ranges(B, length, V, chunk):
-    """Yields (slice of B, start, end): positions 1..length - 1, about `chunk` logits at a time."""
+def chunk_ranges(states, V):
+    """Yields (slice of B, start, end) of states [B, length, C]: positions 1..length - 1, about as
+    many at a time as have CHUNK logits."""
+    B, length, _ = states.shape
+    chunk = CUDA_CHUNK if states.is_cuda else CHUNK
     sequences = min(B, max(1, chunk // V))
     positions = max(1, chunk // (V * sequences))
     for b in range(0, B, sequences):
@@ -136,7 +129,7 @@ def cross_entropy_(logits, target, is_token):
 
 
 @torch.no_grad()
-def top_hits(heads, outputs, hidden, guess_mask, tops, chunk=None):
+def top_hits(heads, outputs, hidden, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
     the model's greedy token is among the head's n likeliest of its draft vocabulary; of equally
     likely tokens the lower id comes first. Logits are float32, as in decoding. Other arguments as
@@ -144,7 +137,7 @@ def top_hits(heads, outputs, hidden, guess_mask, tops, chunk=None):
     model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size
-    rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // V)
+    rows = max(1, (CUDA_CHUNK if hidden.is_cuda else CHUNK) // V)
     drafted = torch.full((V,), heads.vocabulary is None, device=hidden.device)
     if heads.vocabulary is not None:
         drafted[heads.vocabulary.long()] = True

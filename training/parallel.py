@@ -28,12 +28,11 @@ def shard(model, mesh):
     from torch.distributed.fsdp import fully_shard
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    parts = model.embed, model.embed_positions, model.norm, model.head
-    unsharded = [part for part in parts if part is not None]
-    for part in unsharded:
+    whole = set()
+    for part in filter(None, (model.embed, model.embed_positions, model.norm, model.head)):
         part.to(mesh.device_type)
+        whole |= set(part.parameters())
     model.tie_and_place()
-    whole = {p for part in unsharded for p in part.parameters()}
     # one root above the blocks: otherwise each block is a root, and a root's weights stay gathered
     # after a pass
     fully_shard(model, mesh=mesh, ignored_params=whole)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from generate import generate
 from model import InputError
-from training.common import load_file, save_file, saving
+from training.common import load_file, save_file
 from training.data import Tokens, pack, prompts
 from training.flags import SELF_PROMPTS
 
@@ -13,30 +13,27 @@ BATCH = 32     # prompts decoded together
 TREE_SIZE = 5  # lookup drafts
 
 
-def number_of_prompts(args, kinds):
-    """--self-distill, or its default for documents of these kinds, {kind: number}."""
-    if args.self_distill is None:
-        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
-        return SELF_PROMPTS if mostly_chats and not args.shard_base else 0
-    if args.self_distill and args.shard_base:
-        raise InputError("a sharded model does not decode; take --self-distill 0")
-    return args.self_distill
-
-
 def own_text(args, model, stored, stop):
     """The Tokens of what the model writes after --self-distill prompts from the training text,
-    greedily after one half of them, at temperature 1 after the other. A file in --out keeps them
-    for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
+    greedily after one half of them, at temperature 1 after the other; None for no prompts. A file
+    in --out keeps them for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
+    kinds, corpus = stored["kinds"], stored["train"]
+    if args.self_distill is None:
+        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
+        args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
+    if not args.self_distill:
+        return None
+    if args.shard_base:
+        raise InputError("a sharded model does not decode; take --self-distill 0")
     file = Path(args.out) / "self_distill.pt"
     if args.resume:
         return Tokens.of(load_file(file, ["tokens"])["tokens"])
-    corpus = stored["train"]
     length = min(args.window, model.config.block_size // 2)
     given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
-    prompt_in_loss = set(stored["kinds"]) == {"text"}  # a user's words are not
+    prompt_in_loss = set(kinds) == {"text"}  # a user's words are not
     documents = []
     for temperature in (0, 1):
         some = given[temperature::2] or given
@@ -48,7 +45,6 @@ def own_text(args, model, stored, stop):
         for prompt, text in zip(some, out.tokens):
             in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
             documents.append(([*prompt, *text], in_loss))
-    tokens = pack(documents, corpus.ids.dtype)
-    with saving(f"{file}: cannot be written", "make room and start it again"):
-        save_file(file, dict(tokens=tokens.tensors()))
+    tokens = pack(documents)
+    save_file(file, dict(tokens=tokens.tensors()), "make room and start it again")
     return tokens
