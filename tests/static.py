@@ -1,7 +1,6 @@
 """What the kernels need, without a GPU.
 
     python -m tests.static launches   # of a step, for trees of several sizes
-    python -m tests.static compile    # registers, spills and shared memory; minutes
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
 operations that are not views: a lower bound, as an operation may take several. And every shape class of launches that
@@ -14,7 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -143,6 +142,14 @@ TENSORS = dict(
     filtered_sample=dict(logits="M V float32") | PLACE)
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, kind="int4", n_head=8,
              temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0)
+INT4 = dict(C=4096, N=4096, words=512, present="zeros")
+EXAMPLES = dict(  # a launch or two of every kernel
+    tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
+    linear_quantized=INT4 | dict(M=8, G=32), add_norm=dict(present="delta weight"),
+    rope_cache=dict(D=80, present="rope q_weight k_weight"), cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
+    merge_chain=dict(T=16, n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
+    best_tree=dict(n=15, K=4, tree_size=16), accept_path=dict(T=16, max_path=5),
+    sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
@@ -203,8 +210,7 @@ def cases(name, **choices):
 
 
 def all_launches():
-    """The signatures of every shape class of every host function, each once. Launches that differ from others in ways
-    that never showed in the registers are left out: float16 beside bfloat16, for one."""
+    """The signatures of every shape class of every host function, each once; float16 needs what bfloat16 does."""
     D = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
     T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of 16 to 128 query rows
     attention = partial(cases, "tree_attention")
@@ -226,31 +232,24 @@ def all_launches():
     found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 2, 4, 8, 16, 64, 256])  # how many lists to merge
     found += topk(M=M, k=8, weight=torch.int8, present=["scales", "scales vocab_ids"])
     found += sample(M=8, weight=torch.int8, present="scales")
-    linear = partial(cases, "linear_quantized", capability=[8, 9], C=4096, N=4096)
-    four = partial(linear, words=512, present="zeros")
-    eight = partial(linear, words=1024)
+    linear = partial(cases, "linear_quantized", capability=[8, 9])
+    four = partial(linear, **INT4)
+    eight = partial(linear, C=4096, N=4096, words=1024)
     M = [8, 32, 64]  # more rows are more tiles
     found += four(M=M, G=[32, 64, 128]) + four(M=M, G=32, dtype=FP32) + four(M=64, G=32, dtype=FP16)
     found += four(M=8, G=129, C=4128, words=528) + four(M=8, G=32, N=28672)  # padding; one split
     found += eight(kind=["int8", "e4m3"], M=M, G=1) + eight(kind="int8", M=64, G=[32, 64, 128], present="zeros")
     found += eight(kind="e4m3", M=64, G=32, dtype=[BF16, FP32])
-    found += cases("commit_path", P=[1, 64], D=[16, 80, 256]) + cases("commit_path", P=64, D=256, dtype=FP32)
-    found += cases("add_norm", C=[16, 1000, 4096, 16384], present=["", "delta weight bias"])
-    found += cases("add_norm", C=16384, present="delta weight bias", dtype=FP32)
-    found += cases("add_norm", C=4096, present="delta weight")
+    found += cases("commit_path", P=64, D=256, dtype=FP32)
+    found += cases("add_norm", C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])
     found += cases("rope_cache", D=21, present="q_weight k_weight", dtype=[BF16, FP32])
-    found += cases("rope_cache", D=[16, 80, 128, 256], present=["rope", "rope q_weight k_weight"])
-    found += cases("sum_parts", N=8, C=4096, n=16 * 4096, present=["", "bias"], dtype=[BF16, FP32])
-    found += cases("glu", C=2 * 11008, activation=["silu", "gelu"])
-    found += cases("cosine_mix", C=[1024, 16384], n_head=[1, 8])
-    for W, n, K in ((4, 15, 4), (8, 63, 4), (8, 63, 8), (8, 63, 16), (32, 63, 32)):
-        found += cases("select_candidates", w=W, W=W, n=n, K=K, depth=K - 1)
-        found += cases("best_tree", n=n, K=K, tree_size=n + 1)
-    found += cases("ngram_lookup", n=[1, 10, 63])
-    for T, n in ((1, 10), (16, 10), (1, 63), (63, 1), (33, 31)):
-        found += cases("merge_chain", T=T, n=n)
-    found += cases("accept_path", T=[1, 16, 64], max_path=5)
-    found += cases("filtered_sample", V=[100, 32000, 151936], top_k=[0, 50])  # splits in one block to 256
+    found += cases("rope_cache", D=[16, 256], present=["rope", "rope q_weight k_weight"])
+    found += cases("glu", C=2 * 11008, activation="gelu") + cases("cosine_mix", C=16384, n_head=1)
+    found += cases("select_candidates", w=32, W=32, n=63, K=32, depth=31)
+    found += cases("best_tree", K=[8, 32], n=63, tree_size=64) + cases("ngram_lookup", n=[1, 63])
+    found += cases("merge_chain", T=33, n=31) + cases("merge_chain", T=1, n=63) + cases("accept_path", T=64, max_path=5)
+    found += cases("filtered_sample", V=[100, 151936], top_k=[0, 50])  # splits in one block, and in 256
+    found += [launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])]
     return signatures(found)
 
 
@@ -284,29 +283,11 @@ def compile_launch(target, launch):
 
 
 def usage(target, launch):
-    """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). The kernels have no arrays,
-    so that their stack is what was spilled."""
+    """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). All stack is spilled."""
     compiled = compile_launch(target, launch)
     text = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=compiled.metadata.shared)
-
-
-def early_reads(sass):
-    """The instructions of a kernel for Hopper that name a register of an accumulator whose product may still be in
-    flight: between HGMMA and the wait for all of them."""
-    busy = set()
-    found = []
-    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.M):
-        product = re.search(r"HGMMA\.\d+x(\d+)x\d+\.F32\S* R(\d+)", line)
-        if product:
-            n, first = map(int, product.groups())
-            busy |= set(range(first, first + n // 2))  # 64 x n numbers of 128 threads
-        elif "DEPBAR.LE gsb0, 0x0" in line:
-            busy = set()
-        elif busy & set(map(int, re.findall(r"\bR(\d+)", line))):
-            found.append(line)
-    return found
 
 
 def cuobjdump(cubin, what):
@@ -325,7 +306,7 @@ def compile_all(pairs):
 
 
 def shape_class(launch):
-    """(kernel, dtype, tile, warps, stages): launches with equal ones share a row of the table."""
+    """(kernel, dtype, tile, warps, stages)"""
     name, kinds, _, _, options = launch
     options = dict(options)
     constants = named_constants(launch)
@@ -336,27 +317,11 @@ def shape_class(launch):
     return short_name(name) + kind, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
 
 
-def print_figures():
-    """Prints a row per shape class, its worst for each target."""
-    classes = defaultdict(lambda: defaultdict(Counter))
-    pairs = [(target, launch) for launch in all_launches() for target in targets_of(launch)]
-    for (target, launch), used in zip(pairs, compile_all(pairs)):
-        worst = classes[shape_class(launch)][target]
-        worst.update({figure: value - worst[figure] for figure, value in used.items() if value > worst[figure]})
-    print("Registers per thread / spilled / shared bytes, the worst of each class")
-    print("| kernel | dtype | tile | warps | stages |", " | ".join(TARGETS), "|\n|", "--- | " * 7)
-    for key, targets in sorted(classes.items(), key=str):
-        figures = [" / ".join(map(str, targets[target].values())) or "-" for target in TARGETS]
-        print("|", " | ".join(map(str, (*key, *figures))), "|")
-
-
 def main():
     parser = Parser("What the kernels need, without a GPU.", prog="python -m tests.static")
-    parser.add_argument("table", choices=("launches", "compile"))
-    if parser.parse_args().table == "launches":
-        print_launches()
-    else:
-        print_figures()
+    parser.add_argument("table", choices=("launches",))
+    parser.parse_args()
+    print_launches()
 
 
 if __name__ == "__main__":
