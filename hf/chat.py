@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import sys
-import time
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,14 +10,11 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from clover import read_record
 from hf.families import text_config
-from hf.tokenizer import end_of_text, load_encoding, optional_json, token_settings, token_text
+from hf.tokenizer import end_of_text, optional_json, token_settings, token_text
 from model import InputError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
-MAX_SECONDS = 5      # that a template may take; milliseconds are usual
-MAX_LENGTH = 10**7   # characters that it may give
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,57 +77,13 @@ def _template_source(folder):
         if source is not None:
             break
     if isinstance(source, list):
-        entries = (entry for entry in source if isinstance(entry, dict))
-        named = (entry for entry in entries if entry.get("name") == "default")
-        source = next(named, {}).get("template", source)
+        named = [entry.get("template") for entry in source
+                 if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0] if named else source
     if not isinstance(source, str | None):
         raise InputError(f"{file}: expected a chat_template that is a text, or a list with one "
                          f"named default, not a {type(source).__name__}; correct the file")
     return file, source
-
-
-def describe_texts(path, vocab_size):
-    """What generate.py takes from a folder beside the weights, and what it lacks there, in lines of
-    text. vocab_size: the model's."""
-    lacks = []
-
-    def read(load):
-        try:
-            return load()
-        except InputError as error:
-            lacks.append(str(error))
-
-    ends, tokenizer = "", "cannot be read"
-    if encoding := read(lambda: load_encoding(path)):
-        special = {index: text for text, index in encoding.special_tokens.items()}
-        names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
-        tokenizer = f"{encoding.n_vocab:,} tokens"
-        if encoding.prefix:
-            tokenizer += f", {names(encoding.prefix)} before a prompt"
-        if encoding.max_token_value >= vocab_size:
-            lacks.append(f"a tokenizer of the model's own: this one has ids up to "
-                         f"{encoding.max_token_value}, the model {vocab_size} embeddings")
-        ends = names(read(lambda: stop_tokens(path, encoding)) or [])
-    template = read(lambda: load_chat_template(path))
-    sampling = read(lambda: sampling_defaults(path)) or {}
-    sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
-    heads = [read(lambda: describe_heads(file)) for file in sorted(Path(path).glob("*/heads.json"))]
-    return f"""\
-tokenizer     {tokenizer}
-chat          {f"template of {template.file.name}" if template else "no template, so no --chat"}
-a text ends   at {" or ".join(filter(None, (ends, "the end of the context")))}
-sampling      {sampling.replace("temperature 0.0", "greedy")}, unless flags say otherwise
-draft heads   {"; ".join(filter(None, heads)) or "none beside it: lookup drafts (train_heads.py)"}
-generate.py   {"lacks " + "; ".join(lacks) if lacks else "has all that it needs"}"""
-
-
-def describe_heads(file):
-    """A heads.json in a few words. It is not checked that the heads are this model's."""
-    config, record = read_record(file)
-    words = f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads"
-    if found := record.get("tokens_per_step"):
-        words += f", {found:.2f} tokens per step"
-    return words + ")"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,28 +100,22 @@ class ChatTemplate:
         self.source = source
         self.tokens = tokens
         extensions = [Generation, jinja2.ext.loopcontrols]
-        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                    extensions=extensions)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         with self._named_errors():
             self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
-        template uses, such as tools. Raises InputError, with the reason, if the template raises,
-        leaves its sandbox or does not end."""
+        template uses, such as tools. Raises InputError, with the reason, if the template raises or
+        leaves its sandbox."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
-        text = ""
-        previous = sys.gettrace()
         with self._named_errors():
-            sys.settrace(_time_limit(MAX_SECONDS))  # checks at each line of the compiled template
-            try:
-                for part in self.template.generate(**self.tokens | given | variables):
-                    text += part
-                    if len(text) > MAX_LENGTH:
-                        raise OverflowError(f"it gives more than {MAX_LENGTH} characters")
-            finally:
-                sys.settrace(previous)
-        return text
+            return self.template.render(**self.tokens | given | variables)
 
     @contextlib.contextmanager
     def _named_errors(self):
@@ -181,25 +126,6 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(f"{self.file}: cannot render these messages: {line}{reason}; correct "
                              "the messages or the template") from error
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, without what a single expression could spend hours or gigabytes on."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # not escaped for HTML
-        self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        del self.globals["lipsum"]  # it makes texts of any length
-
-    def call_binop(self, context, operator, left, right):
-        sizes = [abs(x) if isinstance(x, (int, float)) else len(x) for x in (left, right)]
-        if operator == "**" or sizes[0] * sizes[1] > 10**9:
-            raise OverflowError(f"{operator} of numbers this large")
-        return super().call_binop(context, operator, left, right)
 
 
 class Generation(jinja2.ext.Extension):
@@ -215,15 +141,3 @@ class Generation(jinja2.ext.Extension):
 
 def _raise(message):
     raise jinja2.TemplateError(message)
-
-
-def _time_limit(seconds):
-    """A function for sys.settrace that raises TimeoutError after this many seconds."""
-    end = time.monotonic() + seconds
-
-    def check(frame, event, arg):
-        if time.monotonic() > end:
-            raise TimeoutError(f"it takes more than {seconds} seconds")
-        return check
-
-    return check

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
-from clover import samples_hash
-from hf.chat import describe_texts
+from clover import read_record, samples_hash
+from hf.chat import load_chat_template, sampling_defaults, stop_tokens
 from hf.families import (
     FAMILIES,
     from_stored,
@@ -35,11 +35,17 @@ from hf.families import (
     stored_parts,
     text_config,
 )
-from hf.quantization import QuantizedTensor, combine, describe_scheme, read_scheme, weight_layouts
+from hf.quantization import QuantizedTensor, combine, read_scheme, weight_layouts
+from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
+DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+              F8_E4M3=torch.float8_e4m3fn, I32=torch.int32)  # of a safetensors header
+FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+# Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -53,16 +59,10 @@ class StoredTensor(NamedTuple):
     load: Callable            # () -> its values, mapped into memory where possible
 
 
-# Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
-
-
 def weight_files(path):
     """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards."""
-    path = Path(path)
-    for single in (path / "model.safetensors", path / "pytorch_model.bin"):
-        index = path / f"{single.name}.index.json"
+    for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
+        index = single.with_name(f"{single.name}.index.json")
         if single.is_file():
             return [single]
         if index.is_file():
@@ -72,21 +72,15 @@ def weight_files(path):
 
 
 def shard_files(index):
-    """The files that a shard index names. Raises InputError for one outside its folder."""
+    """The files that a shard index names, all beside it."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or {*map(type, names.values())} != {str}:
         raise InputError(f"{index}: expected a weight_map of tensor names to file names")
-    folder = index.parent.resolve()
-    # the Hugging Face cache links to blobs/ beside snapshots/
-    blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
-        inside = (file.resolve().is_relative_to(place) for place in (folder, *blobs))
-        if "\0" in str(file) or not any(inside):
-            raise InputError(f"{index}: expected files of its own folder, but {str(file)!r} is "
-                             "outside; fetch the checkpoint again")
-        if not file.is_file():
-            raise InputError(f"{file}: no such file, but {index.name} names it; fetch it")
+        if file.parent != index.parent or not file.is_file():
+            raise InputError(f"{index}: expected files of its own folder, but {str(file)!r} is none; "
+                             "fetch the checkpoint again")
     return files
 
 
@@ -97,11 +91,10 @@ def open_weights(file):
     except pickle.UnpicklingError:
         raise InputError(f"{file}: holds code or other objects beside tensors; get the safetensors "
                          "version") from None
-    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError,
-            ValueError) as error:
+    except Exception as error:  # safetensors and torch have many for a broken file
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{file}: truncated or not a {file.suffix[1:]} file ({reason}); fetch it "
-                         "again") from None
+                         "again") from error
 
 
 def open_safetensors(file):
@@ -118,12 +111,10 @@ def open_safetensors(file):
 
 def open_pickle(file):
     mapped = zipfile.is_zipfile(file)  # torch's first format is not a zip file; it is read at once
-    with open(file, "rb") as opened:
-        if not mapped and opened.read(1) != b"\x80":
-            raise ValueError("it is not a pickle")
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    is_tensor = lambda x: isinstance(x, torch.Tensor) and x.layout is torch.strided
-    if not isinstance(state, dict) or not all(map(is_tensor, state.values())):
+    holds_values = lambda x: (isinstance(x, torch.Tensor) and x.layout is torch.strided
+                              and x.nbytes <= x.untyped_storage().nbytes())
+    if not isinstance(state, dict) or not all(map(holds_values, state.values())):
         raise ValueError("it does not hold tensors by name")
     return {name: StoredTensor(file, tuple(value.shape), value.dtype, lambda value=value: value)
             for name, value in state.items()}
@@ -132,13 +123,24 @@ def open_pickle(file):
 # --------------------------------------------------------------------------------------------------
 # From files to parameters
 
-def read_headers(path):
-    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder. Raises
-    InputError if config.json or the files' headers are invalid."""
+def open_folder(path):
+    """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder. Of the weights it reads
+    headers only."""
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
         tensors |= open_weights(file)
+    if any("language_model." in name for name in tensors):  # of a text model inside another
+        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
+                   if "language_model." in name or name == "lm_head.weight"}
+    raw = text_config(read_json(Path(path) / "config.json"))
+    return config, combine(path, tensors, read_scheme(raw.get("quantization_config")))
+
+
+def read_headers(path):
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder. Raises
+    InputError if config.json or the files' headers are invalid."""
+    config, tensors = open_folder(path)
     if config.n_layer > len(tensors):  # before anything is built for each layer
         raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold "
                          f"only {len(tensors)} tensors; fetch the checkpoint again")
@@ -149,20 +151,14 @@ def read_headers(path):
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch "
                          "it again") from None
-    scheme = read_scheme(text_config(read_json(Path(path) / "config.json"))
-                         .get("quantization_config"))
-    return model, match_tensors(path, model, tensors, scheme)
+    return model, match_tensors(path, model, tensors)
 
 
-def match_tensors(path, model, tensors, scheme=None):
-    """[(stored tensor, parameter's name, the first of its rows that it fills)] for a folder's
-    tensors, {name: StoredTensor}; scheme: how they are quantised. Raises InputError for one that is
-    missing, unknown, quantised otherwise or of another shape."""
+def match_tensors(path, model, tensors):
+    """[(stored tensor, parameter's name, the first of its rows that it fills)] for the tensors of a
+    checkpoint, {name: StoredTensor}. Raises InputError for one that is missing, unknown or of
+    another shape or dtype."""
     family = FAMILIES[model.config.family]
-    if any("language_model." in name for name in tensors):  # of a text model inside another
-        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
-                   if "language_model." in name or name == "lm_head.weight"}
-    tensors = combine(path, tensors, scheme)
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
         order = -1 if is_transposed(name, model.config) else 1
@@ -175,13 +171,13 @@ def match_tensors(path, model, tensors, scheme=None):
         found.setdefault(f"{family.names['embed'][0]}.weight", table)
     matches = []
     for part, tensor in found.items():
-        if scheme and part.endswith(".bias") and part not in expected and not tensor.load().any():
-            continue  # GPTQ's writers gave every layer a bias, of zeros
         if part not in expected:
+            if part.endswith(".bias") and not tensor.load().any():
+                continue  # GPTQ's writers gave every layer a bias, of zeros
             raise InputError(f"{tensor.file}: expected the tensors of its config.json, found "
                              f"{part} too; a quantised checkpoint needs its quantization_config")
         name, start, shape = expected[part]
-        if tensor.dtype not in DTYPES.values():
+        if tensor.dtype not in FLOATS:
             raise InputError(f"{tensor.file}: {part} is quantised ({tensor.dtype}), but not as its "
                              "config.json says; fetch the checkpoint again")
         if tensor.shape != shape:
@@ -217,9 +213,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
-    layouts = weight_layouts(model, matches)
-    if quantize:
-        layouts = rounded_layouts(model, quantize)
+    layouts = rounded_layouts(model, quantize) if quantize else weight_layouts(model, matches)
     packed = packed and runs_triton(torch.empty(0, device=device))
     with torch.device("meta"):
         group.divide(model)
@@ -253,7 +247,7 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     memory of about one tensor."""
     config = model.config
     parameters = dict(model.named_parameters())
-    samples = {name: {} for name in shapes}
+    samples = {name: {} for name in shapes}  # by the first row of each part
     unrounded = {name: {} for name in shapes}
     for tensor, name, start in show_files(matches):
         arrange = partial(from_stored, name, start=start, config=config)
@@ -335,8 +329,38 @@ def save(model, path, dtype=None):
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
 
-def special_layers(c):
-    """What differs between families and layers, in lines of text: norms, windows, rotation."""
+# --------------------------------------------------------------------------------------------------
+# A description
+
+def describe(path):
+    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
+    Raises InputError as read_headers does."""
+    model, matches = read_headers(path)
+    c = model.config
+    files = weight_files(path)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
+    gb = lambda size: human(size, "B")
+    lines = {
+        "family": f"{c.family} ({FAMILIES[c.family].architecture})",
+        "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
+        "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
+        "vocabulary": f"{c.vocab_size:,}, LM head "
+                      f"{'tied to the embeddings' if c.tied else 'of its own'}",
+        "context": f"{c.block_size:,} tokens",
+        **describe_layers(c),
+        "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
+        "weights": f"{f'{len(files)} files' if len(files) > 1 else files[0].name}, "
+                   f"{gb(sum(file.stat().st_size for file in files))}",
+        **describe_scheme(matches),
+        "KV cache": f"{per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in "
+                    "bfloat16",
+        **describe_texts(Path(path), c.vocab_size)}
+    return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
+
+
+def describe_layers(c):
+    """What differs between families and layers."""
     norms = {"before": "before attention and MLP", "after": "after attention and MLP",
              "both": "before and after attention and MLP"}[c.norm_at]
     norms += {"head": "; of each query and key head", "all": "; of all queries, of all keys",
@@ -350,30 +374,58 @@ def special_layers(c):
         rotation.append(f"base {c.rope_theta:g}, with a window {c.window_theta:g}")
     if c.unrotated:
         rotation.append(f"none in {len(c.unrotated)} of {c.n_layer} layers")
-    return f"""\
-positions     by {", ".join([c.positions, *rotation])}
-windows       {", ".join(windows) or "none"}
-norms         {norms}"""
+    return {"positions": f"by {', '.join([c.positions, *rotation])}",
+            "windows": ", ".join(windows) or "none", "norms": norms}
 
 
-def describe(path):
-    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
-    Raises InputError as read_headers does."""
-    model, matches = read_headers(path)
-    c = model.config
-    files = weight_files(path)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
-    shards = f"{len(files)} files" if len(files) > 1 else files[0].name
-    gb = lambda size: human(size, "B")
-    return f"""\
-family        {c.family} ({FAMILIES[c.family].architecture})
-layers        {c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{" gated" if c.gated else ""}
-heads         {c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}
-vocabulary    {c.vocab_size:,}, LM head {"tied to the embeddings" if c.tied else "of its own"}
-context       {c.block_size:,} tokens
-{special_layers(c)}
-parameters    {human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16
-weights       {shards}, {gb(sum(file.stat().st_size for file in files))}{describe_scheme(matches)}
-KV cache      {per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in bfloat16
-{describe_texts(path, c.vocab_size)}"""
+def describe_scheme(matches):
+    """How a folder's layers are quantised, if they are."""
+    found = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
+    size = sum(math.prod(part.shape) * part.dtype.itemsize
+               for tensor in found for part in tensor.parts.values())
+    text = lambda: f"{found[0].scheme}; {len(found)} weights in {human(size, 'B')}"
+    return {"quantised": text()} if found else {}
+
+
+def describe_texts(path, vocab_size):
+    """What generate.py takes from a folder beside the weights, and what it lacks there. vocab_size:
+    the model's."""
+    lacks = []
+
+    def read(load):
+        try:
+            return load()
+        except InputError as error:
+            lacks.append(str(error))
+
+    ends = ""
+    tokenizer = "cannot be read"
+    if encoding := read(lambda: load_encoding(path)):
+        special = {index: text for text, index in encoding.special_tokens.items()}
+        names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
+        prefix = f", {names(encoding.prefix)} before a prompt" if encoding.prefix else ""
+        tokenizer = f"{encoding.n_vocab:,} tokens{prefix}"
+        ends = names(read(lambda: stop_tokens(path, encoding)) or [])
+        if encoding.max_token_value >= vocab_size:
+            lacks.append(f"a tokenizer of the model's own: this one has ids up to "
+                         f"{encoding.max_token_value}, the model {vocab_size} embeddings")
+    template = read(lambda: load_chat_template(path))
+    sampling = read(lambda: sampling_defaults(path)) or {}
+    sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
+    heads = [read(lambda: describe_heads(file)) for file in sorted(path.glob("*/heads.json"))]
+    return {
+        "tokenizer": tokenizer,
+        "chat": f"template of {template.file.name}" if template else "no template, so no --chat",
+        "a text ends": f"at {' or '.join(filter(None, (ends, 'the end of the context')))}",
+        "sampling": f"{sampling.replace('temperature 0.0', 'greedy')}, unless flags say otherwise",
+        "draft heads": "; ".join(filter(None, heads))
+                       or "none beside it: lookup drafts (train_heads.py)",
+        "generate.py": "lacks " + "; ".join(lacks) if lacks else "has all that it needs"}
+
+
+def describe_heads(file):
+    """A heads.json in a few words. It is not checked that the heads are this model's."""
+    config, record = read_record(file)
+    found = record.get("tokens_per_step")
+    steps = f", {found:.2f} tokens per step" if found else ""
+    return f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads{steps})"
