@@ -10,33 +10,40 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hf import expect
 from hf.families import text_config
-from hf.tokenizer import end_of_text, optional_json, token_settings, token_text
-from model import InputError
+from hf.tokenizer import end_of_text
+from model import InputError, read_json
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 
 
-# --------------------------------------------------------------------------------------------------
-# A folder's files
+def optional_json(file):
+    """The object in a json file, {} if the file does not exist."""
+    return read_json(file) if file.exists() else {}
+
+
+def token_text(token):
+    """A token's text, or None. tokenizer_config.json has texts, dicts with "content", nulls."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
 
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
-    else end_of_text; with a chat template tokenizer_config.json's eos_token, too. Raises InputError
-    for ids that the tokenizer does not have."""
-    folder = Path(path)
-    for file in (folder / "generation_config.json", folder / "config.json"):
+    else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
+    for file in (Path(path) / "generation_config.json", Path(path) / "config.json"):
         settings = optional_json(file)
         ids = settings.get("eos_token_id")
         ids = text_config(settings).get("eos_token_id") if ids is None else ids
         if ids is not None:
             break
-    ids = [end_of_text(encoding)] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not ids or not all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids):
-        raise InputError(f"{file}: expected an eos_token_id of the tokenizer's, but it is {ids}; "
-                         "correct the file")
-    text = token_text(optional_json(folder / "tokenizer_config.json").get("eos_token"))
-    if _template_source(folder)[1] and text in encoding.special_tokens:
+    ids = end_of_text(encoding) if ids is None else ids
+    ids = ids if isinstance(ids, list) else [ids]
+    expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
+           f"{file}: eos_token_id is {ids}, which are not ids of the tokenizer; correct the file")
+    text = token_text(optional_json(Path(path) / "tokenizer_config.json").get("eos_token"))
+    if text in encoding.special_tokens and find_template(Path(path))[1]:
         ids = [*ids, encoding.special_tokens[text]]
     return list(dict.fromkeys(ids))
 
@@ -52,25 +59,24 @@ def sampling_defaults(path):
 
 
 def load_chat_template(path):
-    """A folder's ChatTemplate: from chat_template.jinja, else tokenizer_config.json, else
-    chat_template.json, which folders of models that read pictures have, else None. Of several
-    templates the one named "default" is taken."""
-    file, source = _template_source(Path(path))
+    """A folder's ChatTemplate, or None."""
+    file, source = find_template(Path(path))
     if source is None:
         return None
-    texts = {key: token_text(value) for key, value in token_settings(Path(path)).items()
-             if key.endswith("_token") and token_text(value) is not None}
-    return ChatTemplate(file, source, texts)
+    settings = optional_json(Path(path) / "special_tokens_map.json")  # the older file
+    settings |= optional_json(Path(path) / "tokenizer_config.json")
+    tokens = {key: token_text(value) for key, value in settings.items()
+              if key.endswith("_token") and token_text(value) is not None}
+    return ChatTemplate(file, source, tokens)
 
 
-def _template_source(folder):
-    """(file, text of its template or None)."""
+def find_template(folder):
+    """(file, text of its template or None): chat_template.jinja, else tokenizer_config.json, else
+    chat_template.json, which folders of models that read pictures have. Of several templates the
+    one named "default" is taken."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        try:
-            return file, file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{file}: expected UTF-8, but: {error}; fetch it again") from error
+        return file, file.read_text(encoding="utf-8", errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
         file = folder / name
         source = optional_json(file).get("chat_template")
@@ -80,14 +86,11 @@ def _template_source(folder):
         named = [entry.get("template") for entry in source
                  if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0] if named else source
-    if not isinstance(source, str | None):
-        raise InputError(f"{file}: expected a chat_template that is a text, or a list with one "
-                         f"named default, not a {type(source).__name__}; correct the file")
+    expect(isinstance(source, str | None),
+           f"{file}: expected a chat_template that is a text, or a list with one named default, "
+           f"not a {type(source).__name__}; correct the file")
     return file, source
 
-
-# --------------------------------------------------------------------------------------------------
-# Templates
 
 class ChatTemplate:
     """Turns messages into the text of a prompt, as transformers' apply_chat_template does.
@@ -99,26 +102,24 @@ class ChatTemplate:
         self.file = file
         self.source = source
         self.tokens = tokens
-        extensions = [Generation, jinja2.ext.loopcontrols]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=extensions)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
-        environment.globals["raise_exception"] = _raise
+        environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        with self._named_errors():
+        with self.named_errors():
             self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
-        template uses, such as tools. Raises InputError, with the reason, if the template raises or
-        leaves its sandbox."""
+        template uses, such as tools. Raises InputError with the template's own reason."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
-        with self._named_errors():
+        with self.named_errors():
             return self.template.render(**self.tokens | given | variables)
 
     @contextlib.contextmanager
-    def _named_errors(self):
+    def named_errors(self):
         try:
             yield
         except Exception as error:  # a template can raise anything
@@ -139,5 +140,5 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _raise(message):
+def raise_exception(message):
     raise jinja2.TemplateError(message)

@@ -5,9 +5,9 @@ Weights come from model.safetensors or pytorch_model.bin, in one file or in shar
 
 import json
 import math
-import pickle
 import sys
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,27 +23,16 @@ from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
 from clover import read_record, samples_hash
-from hf.chat import load_chat_template, sampling_defaults, stop_tokens
-from hf.families import (
-    FAMILIES,
-    from_stored,
-    hf_config,
-    is_transposed,
-    parse_config,
-    read_config,
-    split_weight,
-    stored_parts,
-    text_config,
-)
-from hf.quantization import QuantizedTensor, combine, read_scheme, weight_layouts
+from hf import chat, expect, families
+from hf.families import FAMILIES, read_config
+from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
 from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
-DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
-              F8_E4M3=torch.float8_e4m3fn, I32=torch.int32)  # of a safetensors header
-FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
 # Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -55,7 +44,7 @@ class StoredTensor(NamedTuple):
     """A tensor as its file's header describes it."""
     file: Path
     shape: tuple
-    dtype: torch.dtype | str  # a str for a type of safetensors' that is not in DTYPES
+    dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
 
 
@@ -74,13 +63,12 @@ def weight_files(path):
 def shard_files(index):
     """The files that a shard index names, all beside it."""
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or {*map(type, names.values())} != {str}:
-        raise InputError(f"{index}: expected a weight_map of tensor names to file names")
+    expect(isinstance(names, dict) and {*map(type, names.values())} == {str},
+           f"{index}: expected a weight_map of tensor names to file names")
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
-        if file.parent != index.parent or not file.is_file():
-            raise InputError(f"{index}: expected files of its own folder, but {str(file)!r} is none; "
-                             "fetch the checkpoint again")
+        expect(file.parent == index.parent and file.is_file(),
+               f"{index}: {str(file)!r} is no such file beside it; fetch the checkpoint again")
     return files
 
 
@@ -88,13 +76,10 @@ def open_weights(file):
     """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
-    except pickle.UnpicklingError:
-        raise InputError(f"{file}: holds code or other objects beside tensors; get the safetensors "
-                         "version") from None
-    except Exception as error:  # safetensors and torch have many for a broken file
+    except Exception as error:  # safetensors and torch raise many kinds
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{file}: truncated or not a {file.suffix[1:]} file ({reason}); fetch it "
-                         "again") from error
+        raise InputError(f"{file}: truncated, not a {file.suffix[1:]} file, or more than tensors "
+                         f"({reason}); fetch it again, or the safetensors version") from error
 
 
 def open_safetensors(file):
@@ -112,10 +97,9 @@ def open_safetensors(file):
 def open_pickle(file):
     mapped = zipfile.is_zipfile(file)  # torch's first format is not a zip file; it is read at once
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    holds_values = lambda x: (isinstance(x, torch.Tensor) and x.layout is torch.strided
-                              and x.nbytes <= x.untyped_storage().nbytes())
-    if not isinstance(state, dict) or not all(map(holds_values, state.values())):
-        raise ValueError("it does not hold tensors by name")
+    for value in state.values():
+        if value.layout is not torch.strided or value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError("a tensor does not store all its values")
     return {name: StoredTensor(file, tuple(value.shape), value.dtype, lambda value=value: value)
             for name, value in state.items()}
 
@@ -124,8 +108,7 @@ def open_pickle(file):
 # From files to parameters
 
 def open_folder(path):
-    """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder. Of the weights it reads
-    headers only."""
+    """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder."""
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
@@ -133,7 +116,7 @@ def open_folder(path):
     if any("language_model." in name for name in tensors):  # of a text model inside another
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
-    raw = text_config(read_json(Path(path) / "config.json"))
+    raw = families.text_config(read_json(Path(path) / "config.json"))
     return config, combine(path, tensors, read_scheme(raw.get("quantization_config")))
 
 
@@ -141,28 +124,22 @@ def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder. Raises
     InputError if config.json or the files' headers are invalid."""
     config, tensors = open_folder(path)
-    if config.n_layer > len(tensors):  # before anything is built for each layer
-        raise InputError(f"{path}: config.json says {config.n_layer} layers, but the files hold "
-                         f"only {len(tensors)} tensors; fetch the checkpoint again")
-    try:
-        with torch.device("meta"):
-            model = GPT(config)
-    except (RuntimeError, TypeError) as error:  # sizes whose product does not fit an int64
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: config.json has sizes that no tensor can have ({reason}); fetch "
-                         "it again") from None
+    expect(config.n_layer <= len(tensors),  # before anything is built for each layer
+           f"{path}: config.json says {config.n_layer} layers, but the files hold only "
+           f"{len(tensors)} tensors; fetch the checkpoint again")
+    with torch.device("meta"):
+        model = GPT(config)
     return model, match_tensors(path, model, tensors)
 
 
 def match_tensors(path, model, tensors):
     """[(stored tensor, parameter's name, the first of its rows that it fills)] for the tensors of a
-    checkpoint, {name: StoredTensor}. Raises InputError for one that is missing, unknown or of
-    another shape or dtype."""
+    checkpoint, {name: StoredTensor}."""
     family = FAMILIES[model.config.family]
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
-        order = -1 if is_transposed(name, model.config) else 1
-        for part, start, size in stored_parts(name, len(parameter), model.config):
+        order = -1 if name.endswith(family.transposed) else 1
+        for part, start, size in families.stored_parts(name, len(parameter), model.config):
             expected[part] = name, start, (size, *parameter.shape[1:])[::order]
     found = {name.removeprefix(family.prefix): tensor  # which only some folders have
              for name, tensor in tensors.items() if not name.endswith(IGNORED)}
@@ -171,23 +148,21 @@ def match_tensors(path, model, tensors):
         found.setdefault(f"{family.names['embed'][0]}.weight", table)
     matches = []
     for part, tensor in found.items():
-        if part not in expected:
-            if part.endswith(".bias") and not tensor.load().any():
-                continue  # GPTQ's writers gave every layer a bias, of zeros
-            raise InputError(f"{tensor.file}: expected the tensors of its config.json, found "
-                             f"{part} too; a quantised checkpoint needs its quantization_config")
-        name, start, shape = expected[part]
-        if tensor.dtype not in FLOATS:
-            raise InputError(f"{tensor.file}: {part} is quantised ({tensor.dtype}), but not as its "
-                             "config.json says; fetch the checkpoint again")
-        if tensor.shape != shape:
-            raise InputError(f"{tensor.file}: {part} should have shape {shape} by config.json, but "
-                             f"has {tensor.shape}")
+        if part not in expected and part.endswith(".bias") and not tensor.load().any():
+            continue  # GPTQ's writers gave every layer a bias, of zeros
+        expect(part in expected,
+               f"{tensor.file}: expected the tensors of its config.json, found {part} too; a "
+               "quantised checkpoint needs its quantization_config")
+        name, start, shape = expected.pop(part)
+        expect(tensor.dtype in FLOATS.values(),
+               f"{tensor.file}: {part} is quantised ({tensor.dtype}), but not as its config.json "
+               "says; fetch the checkpoint again")
+        expect(tensor.shape == shape,
+               f"{tensor.file}: {part} should have shape {shape} by config.json, but has "
+               f"{tensor.shape}")
         matches.append((tensor, name, start))
-    for part, (name, *_) in expected.items():
-        if part not in found:
-            raise InputError(f"{path}: the checkpoint lacks what {name} is made of ({part}); it "
-                             "does not fit its config.json")
+    expect(not expected, f"{path}: the checkpoint lacks {', '.join([*expected][:3])}; it does not "
+           "fit its config.json")
     return matches
 
 
@@ -203,9 +178,9 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     group = group or Group()
     model, matches = read_headers(path)
     stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    if quantize and stored:
-        raise InputError(f"{path}: the checkpoint is quantised already ({stored[0].scheme}); leave "
-                         "out --quantize")
+    scheme = str(stored[0].scheme) if stored else None
+    expect(not (quantize and stored),
+           f"{path}: the checkpoint is quantised already ({scheme}); leave out --quantize")
     for tensor in stored:
         tensor.check_values()
     if quantize and model.config.tied:
@@ -214,10 +189,10 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
     layouts = rounded_layouts(model, quantize) if quantize else weight_layouts(model, matches)
-    packed = packed and runs_triton(torch.empty(0, device=device))
     with torch.device("meta"):
         group.divide(model)
-        pack_layers(model, layouts if packed else {})
+        if packed and runs_triton(torch.empty(0, device=device)):
+            pack_layers(model, layouts)
     model = model.to(dtype)
     size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
@@ -225,7 +200,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     model = model.to_empty(device=device).requires_grad_(False).eval()
     model.hash, model.unrounded_hash = read_weights(model, matches, shapes, group, layouts,
                                                     quantize)
-    model.quantization = quantize or (str(stored[0].scheme) if stored else None)
+    model.quantization = quantize or scheme
     group.connect(model)
     return model
 
@@ -245,38 +220,33 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     shapes: {name: shape} of the whole parameters; layouts: {name: `Layout`} of those that are
     quantised. The hash is of the values in the files, dequantised, before any cast. Takes the
     memory of about one tensor."""
-    config = model.config
     parameters = dict(model.named_parameters())
-    samples = {name: {} for name in shapes}  # by the first row of each part
-    unrounded = {name: {} for name in shapes}
+    samples, unrounded = defaultdict(dict), defaultdict(dict)  # {name: {first row: values}}
     for tensor, name, start in show_files(matches):
-        arrange = partial(from_stored, name, start=start, config=config)
-        layout, weight = layouts.get(name), None
-        if layout is None:
-            given = value = arrange(tensor.load())
-        elif quantize:
-            given = arrange(tensor.load()).to(model.device)
-            weight = round_weight(given, layout)
-            value = weight.values()
-        else:
+        arrange = partial(families.from_stored, name, start=start, config=model.config)
+        weight = None
+        if name in layouts and not quantize:
             weight = tensor.weight(model.device, arrange)
-            given = value = weight.values()
-        cut = group.shard_slices(name, config)
-        if name in parameters:
-            copy_shard(parameters[name], value, start, cut)
+            given = weight.values()
         else:
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            for target, stored, columns in layer.slots(weight, cut):
-                copy_shard(target, stored, start, columns)
+            given = arrange(tensor.load())
+        if name in layouts and quantize:
+            weight = round_weight(given.to(model.device), layouts[name])
+        value = weight.values() if weight else given
+        cut = group.shard_slices(name, model.config)
+        targets = [(parameters[name], value, cut)] if name in parameters else (
+            model.get_submodule(name.removesuffix(".weight")).slots(weight, cut))
+        for target, stored, columns in targets:
+            copy_shard(target, stored, start, columns)
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
         samples[name][start] = value.flatten()[first::stride].clone()
         unrounded[name][start] = given.flatten()[first::stride].clone()
-    if config.unit_head:
+    if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
-    return [hash_of(config, shapes, found) for found in (samples, unrounded)]
+    return [hash_of(model.config, shapes, found) for found in (samples, unrounded)]
 
 
 def hash_of(config, shapes, samples):
@@ -315,14 +285,13 @@ def save(model, path, dtype=None):
     """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for
     transformers to read. Raises InputError for a config that the family's format cannot express."""
     path, dtype = Path(path), dtype or model.dtype
-    raw = hf_config(model.config, dtype)
-    if parse_config(raw) != model.config:
-        raise InputError(f"{path}: the {model.config.family} format has no way to write this "
-                         f"config: {model.config}")
+    raw = families.hf_config(model.config, dtype)
+    expect(families.parse_config(raw) == model.config,
+           f"{path}: the {model.config.family} format has no way to write {model.config}")
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, value in model.named_parameters():
-        tensors |= split_weight(name, value.detach().to("cpu", dtype), model.config)
+        tensors |= families.split_weight(name, value.detach().to("cpu", dtype), model.config)
     write = partial(save_file, tensors, metadata={"format": "pt"})
     atomic_write(path / "model.safetensors", write)
     text = json.dumps(raw, indent=2) + "\n"
@@ -333,14 +302,23 @@ def save(model, path, dtype=None):
 # A description
 
 def describe(path):
-    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only.
-    Raises InputError as read_headers does."""
+    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only."""
     model, matches = read_headers(path)
     c = model.config
     files = weight_files(path)
+    quantised = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
+    nbytes = sum(math.prod(part.shape) * part.dtype.itemsize
+                 for tensor in quantised for part in tensor.parts.values())
     count = sum(parameter.numel() for parameter in model.parameters())
-    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024
+    cache = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024  # numbers per token
     gb = lambda size: human(size, "B")
+    sizes = sorted({*c.windows} - {0})
+    rotation = [c.positions, c.rope_scaling and c.rope_scaling["rope_type"],
+                c.rotary_size and f"{c.rotary_size} of a head's {c.head_size} dimensions",
+                c.window_theta and f"base {c.rope_theta:g}, with a window {c.window_theta:g}",
+                c.unrotated and f"none in {len(c.unrotated)} of {c.n_layer} layers"]
+    qk_norm = {None: "", "head": "; of each query and key head",
+               "all": "; of all queries, of all keys"}[c.qk_norm]
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
@@ -348,43 +326,18 @@ def describe(path):
         "vocabulary": f"{c.vocab_size:,}, LM head "
                       f"{'tied to the embeddings' if c.tied else 'of its own'}",
         "context": f"{c.block_size:,} tokens",
-        **describe_layers(c),
+        "positions": f"by {', '.join(filter(None, rotation))}",
+        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
+                             for size in sizes) or "none",
+        "norms": f"{c.norm_at.replace('both', 'before and after')} attention and MLP{qk_norm}",
         "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
-        "weights": f"{f'{len(files)} files' if len(files) > 1 else files[0].name}, "
+        "weights": f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, "
                    f"{gb(sum(file.stat().st_size for file in files))}",
-        **describe_scheme(matches),
-        "KV cache": f"{per_token * 4:.1f} KiB per token in float32, {per_token * 2:.1f} KiB in "
-                    "bfloat16",
-        **describe_texts(Path(path), c.vocab_size)}
+        "KV cache": f"{cache * 4:.1f} KiB per token in float32, {cache * 2:.1f} KiB in bfloat16"}
+    if quantised:
+        lines["quantised"] = f"{quantised[0].scheme}; {len(quantised)} weights in {gb(nbytes)}"
+    lines |= describe_texts(Path(path), c.vocab_size)
     return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
-
-
-def describe_layers(c):
-    """What differs between families and layers."""
-    norms = {"before": "before attention and MLP", "after": "after attention and MLP",
-             "both": "before and after attention and MLP"}[c.norm_at]
-    norms += {"head": "; of each query and key head", "all": "; of all queries, of all keys",
-              None: ""}[c.qk_norm]
-    sizes = sorted({window for window in c.windows if window})
-    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers" for size in sizes]
-    rotation = [c.rope_scaling["rope_type"]] if c.rope_scaling else []
-    if c.rotary_size:
-        rotation.append(f"{c.rotary_size} of a head's {c.head_size} dimensions")
-    if c.window_theta:
-        rotation.append(f"base {c.rope_theta:g}, with a window {c.window_theta:g}")
-    if c.unrotated:
-        rotation.append(f"none in {len(c.unrotated)} of {c.n_layer} layers")
-    return {"positions": f"by {', '.join([c.positions, *rotation])}",
-            "windows": ", ".join(windows) or "none", "norms": norms}
-
-
-def describe_scheme(matches):
-    """How a folder's layers are quantised, if they are."""
-    found = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    size = sum(math.prod(part.shape) * part.dtype.itemsize
-               for tensor in found for part in tensor.parts.values())
-    text = lambda: f"{found[0].scheme}; {len(found)} weights in {human(size, 'B')}"
-    return {"quantised": text()} if found else {}
 
 
 def describe_texts(path, vocab_size):
@@ -392,34 +345,33 @@ def describe_texts(path, vocab_size):
     the model's."""
     lacks = []
 
-    def read(load):
+    def read(load, *args):
         try:
-            return load()
+            return load(*args)
         except InputError as error:
             lacks.append(str(error))
 
-    ends = ""
-    tokenizer = "cannot be read"
-    if encoding := read(lambda: load_encoding(path)):
+    ends, tokenizer = [], "cannot be read"
+    if encoding := read(load_encoding, path):
         special = {index: text for text, index in encoding.special_tokens.items()}
         names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
         prefix = f", {names(encoding.prefix)} before a prompt" if encoding.prefix else ""
         tokenizer = f"{encoding.n_vocab:,} tokens{prefix}"
-        ends = names(read(lambda: stop_tokens(path, encoding)) or [])
+        ends = [names(ids)] if (ids := read(chat.stop_tokens, path, encoding)) else []
         if encoding.max_token_value >= vocab_size:
             lacks.append(f"a tokenizer of the model's own: this one has ids up to "
                          f"{encoding.max_token_value}, the model {vocab_size} embeddings")
-    template = read(lambda: load_chat_template(path))
-    sampling = read(lambda: sampling_defaults(path)) or {}
+    template = read(chat.load_chat_template, path)
+    sampling = read(chat.sampling_defaults, path) or {}
     sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
-    heads = [read(lambda: describe_heads(file)) for file in sorted(path.glob("*/heads.json"))]
+    heads = [read(describe_heads, file) for file in sorted(path.glob("*/heads.json"))]
     return {
         "tokenizer": tokenizer,
         "chat": f"template of {template.file.name}" if template else "no template, so no --chat",
-        "a text ends": f"at {' or '.join(filter(None, (ends, 'the end of the context')))}",
+        "a text ends": f"at {' or '.join([*ends, 'the end of the context'])}",
         "sampling": f"{sampling.replace('temperature 0.0', 'greedy')}, unless flags say otherwise",
-        "draft heads": "; ".join(filter(None, heads))
-                       or "none beside it: lookup drafts (train_heads.py)",
+        "draft heads": "; ".join(filter(None, heads)) or (
+            "none beside it: lookup drafts (train_heads.py)"),
         "generate.py": "lacks " + "; ".join(lacks) if lacks else "has all that it needs"}
 
 

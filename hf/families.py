@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf.quantization import one_of, read_scheme
+from hf import expect, one_of
+from hf.quantization import read_scheme
 from model import GPTConfig, InputError, check, read_json
 
 # Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
@@ -72,17 +73,16 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorc
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 10**5
-UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what it has; what to take
-    "gpt_oss": ("attention sinks", "Qwen 3"),
-    "gemma2 attn_logit_softcapping": ("soft-capped scores", "Gemma 3"),
-    "final_logit_softcapping": ("soft-capped logits", "Gemma 3"),
-    "use_bidirectional_attention": ("attention to later tokens", "Gemma 3"),
-    "gemma3n gemma4": ("embeddings by layer", "Gemma 3"),
-    "kv_lora_rank": ("latent attention (MLA)", "Qwen 3 or Llama 3"),
-    "qwen3_next qwen3_5": ("recurrent layers", "Qwen 3"),
-    "scale_attn_by_inverse_layer_idx add_cross_attention": ("another attention", "GPT-2's own"),
-    "num_experts num_local_experts n_routed_experts": (
-        "a mixture of experts", "a dense model, such as Qwen 3 8B"),
+UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what such a model has
+    "gpt_oss": "attention sinks; take Qwen 3",
+    "gemma2 attn_logit_softcapping": "soft-capped scores; take Gemma 3",
+    "final_logit_softcapping": "soft-capped logits; take Gemma 3",
+    "use_bidirectional_attention": "attention to later tokens; take Gemma 3",
+    "gemma3n gemma4": "embeddings by layer; take Gemma 3",
+    "kv_lora_rank": "latent attention (MLA); take Qwen 3 or Llama 3",
+    "qwen3_next qwen3_5": "recurrent layers; take Qwen 3",
+    "num_experts num_local_experts n_routed_experts": "a mixture of experts; take Qwen 3 8B",
+    "scale_attn_by_inverse_layer_idx add_cross_attention": "another attention; take GPT-2",
 }
 
 
@@ -114,8 +114,20 @@ class Family(NamedTuple):
     transposed: tuple = ()          # ends of names of ours that are stored as [inputs, outputs]
 
 
-def qwen_windows(raw, n_layer):
-    return [i >= raw.get("max_window_layers", 28) for i in range(n_layer)]
+def unrotated_layers(raw, n_layer):
+    """[whether a layer of SmolLM3 is without a rotation]."""
+    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)  # the key says the opposite
+    period = value_of(raw, "no_rope_layer_interval", int, 4)
+    return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
+
+
+def read_smollm3(raw):
+    unrotated = unrotated_layers(raw, raw["num_hidden_layers"])
+    return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
+
+
+def write_smollm3(config):
+    return dict(no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])
 
 
 def gemma3_windows(raw, n_layer):
@@ -125,19 +137,7 @@ def gemma3_windows(raw, n_layer):
 
 def read_gemma3(raw):
     scalar = value_of(raw, "query_pre_attn_scalar", float, 256.0)
-    return dict(attn_scale=scalar ** -0.5, embed_scale=value_of(raw, "hidden_size", int) ** 0.5)
-
-
-def smollm3_windows(raw, n_layer):
-    """The layers without a rotation."""
-    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)  # the key says the opposite
-    period = value_of(raw, "no_rope_layer_interval", int, 4)
-    return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
-
-
-def read_smollm3(raw):
-    unrotated = smollm3_windows(raw, value_of(raw, "num_hidden_layers", int))
-    return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
+    return dict(attn_scale=scalar ** -0.5, embed_scale=raw["hidden_size"] ** 0.5)
 
 
 def read_baichuan(raw):
@@ -155,23 +155,21 @@ def write_baichuan(config):
     return dict(model_max_length=config.block_size) | rope | head
 
 
+QWEN_WINDOW = Window(
+    switch=True, layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
 FAMILIES = {  # by model_type
     "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
     "mistral": Family("MistralForCausalLM", window=Window()),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", fixed=dict(qkv_bias=True),
-        window=Window(switch=True, layers=qwen_windows)),
+    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), window=QWEN_WINDOW),
     "qwen3": Family(
-        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"),
-        window=Window(switch=True, layers=qwen_windows)),
+        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), window=QWEN_WINDOW),
     "phi3": Family(
         "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=Window(size=None),
         write=lambda config: dict(original_max_position_embeddings=config.block_size)),
     "smollm3": Family(
         "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
-        window=Window(switch=True, layers=smollm3_windows), read=read_smollm3,
-        write=lambda config: dict(
-            no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
+        read=read_smollm3, write=write_smollm3,
+        window=Window(switch=True, layers=unrotated_layers)),
     "olmo2": Family(
         "Olmo2ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after")),
     "olmo3": Family(
@@ -222,26 +220,25 @@ def value_of(raw, key, kind, default=None):
 def by_layer(raw, key, values, n_layer):
     """raw[key], a list of one of these values for each layer, or None."""
     found = raw.get(key)
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) != n_layer or any(x not in values for x in found):
-        raise InputError(f"{key} must be a list of {n_layer}, one for each layer, of "
-                         f"{' or '.join(map(str, values))}; found {str(found)[:100]}")
+    valid = isinstance(found, list) and len(found) == n_layer and all(x in values for x in found)
+    expect(found is None or valid,
+           f"{key} must be a list of {n_layer}, one for each layer, of "
+           f"{' or '.join(map(str, values))}; found {str(found)[:100]}")
     return found
 
 
 def read_config(path):
     """config.json of a folder -> GPTConfig. Raises InputError for a broken or unsupported one."""
-    if not Path(path).is_dir():
-        raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
-    path = Path(path) / "config.json"
-    raw = read_json(path)
+    file = Path(path) / "config.json"
+    expect(file.parent.is_dir(),
+           f"{path}: no such folder; expected a Hugging Face checkpoint folder")
+    raw = text_config(read_json(file))
     try:
-        return parse_config(text_config(raw))
+        return parse_config(raw)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{file}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: a value has the wrong type ({error})") from None
+        raise InputError(f"{file}: a value has the wrong type ({error})") from None
 
 
 def text_config(raw):
@@ -253,22 +250,22 @@ def text_config(raw):
 
 def parse_config(raw):
     """The dict of a config.json -> GPTConfig."""
-    for words, (what, instead) in UNSUPPORTED.items():
+    for words, what in UNSUPPORTED.items():
         for word in words.split():
-            if str(raw.get("model_type")).startswith(word) or raw.get(word):
-                raise InputError(f"{what} ({word}) is not supported; take {instead}")
+            unsupported = str(raw.get("model_type")).startswith(word) or raw.get(word)
+            expect(not unsupported, f"{word} is not supported: {what}")
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     family = FAMILIES[name]
-    if read_scheme(raw.get("quantization_config")) and family.transposed:
-        raise InputError(f"a quantised checkpoint of {name} is not supported; take the plain one")
+    expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
+           f"a quantised checkpoint of {name} is not supported; take the plain one")
+    one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     config = GPTConfig(family=name, **read_fields(raw, family))
     check("the head size", config.head_size, 16, 256, whole=True)
-    if config.n_head % config.n_kv_head or config.head_size % 2:
-        raise InputError(f"expected an even head size, not {config.head_size}, and a multiple of "
-                         f"{config.n_kv_head} key/value heads, not {config.n_head} heads")
-    if config.tied and config.unit_head:
-        raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
-                         "rows are normalised")
+    expect(config.n_head % config.n_kv_head == 0 and config.head_size % 2 == 0,
+           f"expected an even head size, not {config.head_size}, and heads that are a multiple of "
+           f"the key/value heads, not {config.n_head} of {config.n_kv_head}")
+    expect(not (config.tied and config.unit_head),
+           "tie_word_embeddings is not supported where the LM head's rows are normalised")
     config.windows = read_windows(raw, family.window, config.n_layer)
     rope = read_rope(raw, family, config) if config.positions == "rope" else {}
     return replace(config, **rope)
@@ -314,13 +311,13 @@ def read_rope(raw, family, config):
     settings = settings.get("full_attention", settings)
     older = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     settings = older | {key: value for key, value in settings.items() if value is not None}
-    D = config.head_size
-    part = value_of(settings, "partial_rotary_factor", float, family.rotary or 1.0)
-    R = int(D * part)
-    if R % 2 or not 0 < R <= D or (R < D and family.rotary is None):
-        raise InputError(f"partial_rotary_factor {part} is not supported with {config.family} and "
-                         f"a head size of {D}; Phi-4-mini and GLM-4 have parts that are")
     theta = value_of(settings, "rope_theta", float, family.theta)
+    part = value_of(settings, "partial_rotary_factor", float, family.rotary or 1.0)
+    D = config.head_size
+    R = int(D * part)
+    expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary),
+           f"partial_rotary_factor {part} is not supported with {config.family} and a head size of "
+           f"{D}; Phi-4-mini and GLM-4 have parts that are")
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
     found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
                  rotary_size=R if R < D else None)
@@ -328,8 +325,7 @@ def read_rope(raw, family, config):
         one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
         own = value_of(raw, "rope_local_base_freq", float, family.window.theta or theta)
         own = value_of(of_windows, "rope_theta", float, own)
-        if own != theta or scaling:
-            found["window_theta"] = own
+        found["window_theta"] = own if own != theta or scaling else None
     return found
 
 
@@ -348,8 +344,8 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
         scaling |= {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise InputError("low_freq_factor must be below high_freq_factor")
+        check("high_freq_factor", scaling["high_freq_factor"], scaling["low_freq_factor"], 1e30,
+              above=True)
         return scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
@@ -364,9 +360,9 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     else:
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
-            if not isinstance(values, list) or len(values) != rotary_size // 2:
-                raise InputError(f"{key} must be a list of {rotary_size // 2} numbers, one for "
-                                 f"each pair that is rotated, not {values!r}")
+            expect(isinstance(values, list) and len(values) == rotary_size // 2,
+                   f"{key} must be a list of {rotary_size // 2} numbers, one for each pair that is "
+                   f"rotated, not {values!r}")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it the long factors would apply to all keys
@@ -381,29 +377,25 @@ def hf_config(config, dtype):
                mlp_bias=config.mlp_bias, pad_token_id=None)
     raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
+    window = family.window or Window()
     if config.positions == "rope":
-        raw |= written_rope(config, family)
+        settings = dict(rope_theta=config.rope_theta)
+        if family.rotary:
+            D = config.head_size
+            settings["partial_rotary_factor"] = (config.rotary_size or D) / D
+        raw |= settings | dict(rope_scaling=config.rope_scaling)
+        settings |= config.rope_scaling or dict(rope_type="default")
+        if window.own_rope:
+            own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
+            settings = dict(full_attention=settings, sliding_attention=own)
+        raw["rope_parameters"] = settings
     if family.window:
         raw |= dict(sliding_window=max(config.windows, default=None),
                     use_sliding_window=bool(config.windows))
-        if family.window.layers:
-            windows = config.windows or (0,) * config.n_layer
-            raw["layer_types"] = [LAYER_TYPES[window > 0] for window in windows]
+    if window.layers:
+        windows = config.windows or (0,) * config.n_layer
+        raw["layer_types"] = [LAYER_TYPES[size > 0] for size in windows]
     return raw | family.write(config)
-
-
-def written_rope(config, family):
-    """The inverse of read_rope."""
-    settings = dict(rope_theta=config.rope_theta)
-    if family.rotary:
-        D = config.head_size
-        settings["partial_rotary_factor"] = (config.rotary_size or D) / D
-    older = settings | dict(rope_scaling=config.rope_scaling)
-    settings |= config.rope_scaling or dict(rope_type="default")
-    if family.window and family.window.own_rope:
-        own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
-        settings = dict(full_attention=settings, sliding_attention=own)
-    return older | dict(rope_parameters=settings)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -420,11 +412,6 @@ def stored_parts(name, rows, config):
         heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         sizes = [n * config.head_size for n in heads]
     return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
-
-
-def is_transposed(name, config):
-    """Whether the checkpoint stores a parameter as [inputs, outputs]."""
-    return name.endswith(FAMILIES[config.family].transposed)
 
 
 def stored_rows(name, config):
@@ -445,10 +432,10 @@ def stored_rows(name, config):
 
 def from_stored(name, value, start, config):
     """A stored tensor -> the rows of our parameter from `start` on."""
-    value = value.T if is_transposed(name, config) else value
-    offset = FAMILIES[config.family].norm_offset
-    if offset and name.endswith("norm.weight"):
-        value = value.float() + offset
+    family = FAMILIES[config.family]
+    value = value.T if name.endswith(family.transposed) else value
+    if family.norm_offset and name.endswith("norm.weight"):
+        value = value.float() + family.norm_offset
     rows = stored_rows(name, config)
     return value if rows is None else value[rows[start:start + len(value)] - start]
 
@@ -461,6 +448,8 @@ def split_weight(name, value, config):
         value = (value.float() - family.norm_offset).to(value.dtype)
     rows = stored_rows(name, config)
     value = value if rows is None else value[rows.argsort()]
-    turn = torch.t if is_transposed(name, config) else lambda part: part
-    return {prefix + key: turn(value[start:start + size]).contiguous()
-            for key, start, size in stored_parts(name, len(value), config)}
+    parts = stored_parts(name, len(value), config)
+    stored = value.split([size for *_, size in parts])
+    if name.endswith(family.transposed):
+        stored = [part.T for part in stored]
+    return {prefix + key: part.contiguous() for (key, *_), part in zip(parts, stored)}

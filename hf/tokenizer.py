@@ -113,14 +113,9 @@ class TextStream:
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
-        self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode("a"))  # after any text a space stays
-
-    def _continue_after(self, context):
-        """The next ids are decoded after those of `context`, whose text has been given."""
-        self.context = context
-        self.pending = []  # ids after the context
-        self.shown = self.decode(context)  # what of context and pending has been given
+        self.held = ""                       # text that may be the beginning of a stop text
+        self.context = encoding.encode("a")  # ids before the pending: after a text a space stays
+        self.pending = []                    # ids whose text was not given yet
 
     def feed(self, tokens):
         """The text that these further ids complete."""
@@ -128,90 +123,64 @@ class TextStream:
 
     def finish(self):
         """The rest, at the end of a text."""
-        rest = self._release(self.decode(self.context + self.pending)[len(self.shown):])
-        return rest + self.held
+        return self._release(self._pending_text()) + self.held
+
+    def _pending_text(self):
+        return self.decode(self.context + self.pending)[len(self.decode(self.context)):]
 
     def _completed(self, token):
         self.pending.append(token)
-        text = self.decode(self.context + self.pending)
+        text = self._pending_text()
         # an incomplete character decodes to U+FFFD; so do bytes that will never be one
-        complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new = complete[len(self.shown):]
-        if new and complete == text:
-            self._continue_after(self.pending)
-        elif new:
-            self.shown = complete
-        return new
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}") and len(self.pending) <= 16:
+            return ""
+        self.context = self.pending
+        self.pending = []
+        return text
 
     def _release(self, text):
         """Holds back from the first stop text on, and what may be the beginning of one."""
         if self.stopped:
             return ""
         text = self.held + text
-        self.held = ""
         found = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return text[:min(found)]
         begun = (n for stop in self.stop_texts for n in range(1, len(stop))
                  if text.endswith(stop[:n]))
-        end = len(text) - max(begun, default=0)
-        self.held = text[end:]
+        self.stopped = bool(found)
+        end = min(found) if found else len(text) - max(begun, default=0)
+        self.held = "" if found else text[end:]
         return text[:end]
 
-
-# --------------------------------------------------------------------------------------------------
-# A folder's files
 
 def load_encoding(path):
     """The Encoding of a Hugging Face folder. Raises InputError for files that are missing or
     broken, and for a missing package."""
     file = Path(path) / "tokenizer.json"
+    older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
-        return Encoding(file, _convert(file.parent) or read_json(file))
+        spec = read_json(file) if file.exists() or not older else convert(file.parent, older[0])
+        return Encoding(file, spec)
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
+    except ImportError as error:
+        raise InputError(f"{file}: no such file; to read {older[0]}, pip install transformers "
+                         f"sentencepiece protobuf ({error})") from None
     except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
 
-def _convert(folder):
-    """What transformers makes of older files, where tokenizer.json is missing, else None."""
-    older = [name for name in ("merges.txt", "tokenizer.model") if (folder / name).exists()]
-    if (folder / "tokenizer.json").exists() or not older:
-        return None
-    needed, reader = ["transformers"], "AutoTokenizer"
-    if older[0] == "tokenizer.model":  # which needs no code of the folder, such as Baichuan's
-        needed, reader = [*needed, "sentencepiece", "google.protobuf"], "PreTrainedTokenizerFast"
-    try:
-        transformers, *_ = map(importlib.import_module, needed)
-    except ImportError as error:
-        raise InputError(f"{folder}: expected a tokenizer.json; to read {older[0]}, pip install "
-                         f"transformers sentencepiece protobuf ({error})") from None
-    tokenizer = getattr(transformers, reader).from_pretrained(folder, trust_remote_code=False)
+def convert(folder, older):
+    """What transformers makes of a folder's older files. It runs no code of the folder."""
+    import transformers
+    reader = transformers.AutoTokenizer
+    if older == "tokenizer.model":  # whatever its class, such as Baichuan's
+        for package in ("sentencepiece", "google.protobuf"):
+            importlib.import_module(package)
+        reader = transformers.PreTrainedTokenizerFast
+    tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     return json.loads(tokenizer.backend_tokenizer.to_str())
 
-
-def optional_json(file):
-    """The object in a json file, {} if the file does not exist."""
-    return read_json(file) if file.exists() else {}
-
-
-def token_settings(folder):
-    """The content of tokenizer_config.json over that of special_tokens_map.json, the older file."""
-    older = optional_json(folder / "special_tokens_map.json")
-    return older | optional_json(folder / "tokenizer_config.json")
-
-
-def token_text(token):
-    """A token's text, or None. tokenizer_config.json has texts, dicts with "content", nulls."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-# --------------------------------------------------------------------------------------------------
-# tiktoken
 
 def _through_tiktoken(spec, special, model):
     """(tiktoken.Encoding or None, what the ids depend on) of a tokenizer.json and its package."""
