@@ -2,12 +2,12 @@
 
 import contextlib
 import json
+import re
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import jinja2
-import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hf import expect
@@ -103,10 +103,12 @@ class ChatTemplate:
         self.source = source
         self.tokens = tokens
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        # {% generation %} ... {% endgeneration %} mark what the assistant wrote, and give no text
+        source = re.sub(r"(\{%[-+]?\s*(end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
         with self.named_errors():
             self.template = environment.from_string(source)
 
@@ -127,17 +129,6 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(f"{self.file}: cannot render these messages: {line}{reason}; correct "
                              "the messages or the template") from error
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} mark what the assistant wrote, and give no text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def raise_exception(message):

@@ -37,9 +37,6 @@ DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safe
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-
 class StoredTensor(NamedTuple):
     """A tensor as its file's header describes it."""
     file: Path
@@ -169,11 +166,9 @@ def match_tensors(path, model, tensors):
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
 
-    dtype: torch dtype, default `backends.cpu.default_dtype`; device: default CUDA where there is a
-    GPU. group: the ranks that hold it together, a `backends.tensor_parallel.Group`: only this
-    rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised weights
-    stay packed where kernels run, unless `packed` is False. Raises InputError if the checkpoint is
-    invalid, or the device has no room for it."""
+    device: default CUDA where there is a GPU. group: the ranks that hold the model together: only
+    this rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised
+    weights stay packed where kernels run, unless `packed` is False."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
@@ -183,8 +178,11 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
            f"{path}: the checkpoint is quantised already ({scheme}); leave out --quantize")
     for tensor in stored:
         tensor.check_values()
-    if quantize and model.config.tied:
-        untie(model, matches)
+    if quantize and model.config.tied:  # an LM head of its own, of the same table
+        model.config.tied = False  # its layers' too: they have the same config
+        model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+        matches += [(tensor, "head.weight", start) for tensor, name, start in matches
+                    if name == "embed.weight"]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or default_dtype(device, largest.dtype)
@@ -195,49 +193,42 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
             pack_layers(model, layouts)
     model = model.to(dtype)
     size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
+    advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    model.hash, model.unrounded_hash = read_weights(model, matches, shapes, group, layouts,
-                                                    quantize)
+    hashes = read_weights(model, matches, shapes, group, layouts, quantize)
+    model.hash, model.unrounded_hash = hashes
     model.quantization = quantize or scheme
     group.connect(model)
     return model
 
 
-def untie(model, matches):
-    """Gives a model without weights an LM head of its own, of the same stored table."""
-    model.config.tied = False  # its layers' too: they have the same config
-    model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
-    matches += [(tensor, "head.weight", start) for tensor, name, start in matches
-                if name == "embed.weight"]
-
-
 def read_weights(model, matches, shapes, group, layouts, quantize):
-    """Fills a model, or this rank's part of it, from the files -> (hash of the whole model, that of
-    the folder's values before rounding).
+    """Fills a model, or this rank's part of it, from the files -> [hash of the whole model, that of
+    the folder's values before rounding]. Takes the memory of about one tensor.
 
-    shapes: {name: shape} of the whole parameters; layouts: {name: `Layout`} of those that are
-    quantised. The hash is of the values in the files, dequantised, before any cast. Takes the
-    memory of about one tensor."""
+    shapes: {name: shape} of the whole parameters. layouts: {name: `Layout`} of those that are
+    quantised. The hash is of the values in the files, dequantised, before any cast."""
     parameters = dict(model.named_parameters())
     samples, unrounded = defaultdict(dict), defaultdict(dict)  # {name: {first row: values}}
     for tensor, name, start in show_files(matches):
         arrange = partial(families.from_stored, name, start=start, config=model.config)
-        weight = None
-        if name in layouts and not quantize:
-            weight = tensor.weight(model.device, arrange)
-            given = weight.values()
+        if name not in layouts:
+            given = value = arrange(tensor.load())
+        elif quantize:
+            given = arrange(tensor.load()).to(model.device)
+            weight = round_weight(given, layouts[name])
+            value = weight.values()
         else:
-            given = arrange(tensor.load())
-        if name in layouts and quantize:
-            weight = round_weight(given.to(model.device), layouts[name])
-        value = weight.values() if weight else given
+            weight = tensor.weight(model.device, arrange)
+            given = value = weight.values()
         cut = group.shard_slices(name, model.config)
-        targets = [(parameters[name], value, cut)] if name in parameters else (
-            model.get_submodule(name.removesuffix(".weight")).slots(weight, cut))
-        for target, stored, columns in targets:
-            copy_shard(target, stored, start, columns)
+        if name in parameters:
+            copy_shard(parameters[name], value, start, cut)
+        else:
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            for target, stored, columns in layer.slots(weight, cut):
+                copy_shard(target, stored, start, columns)
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
@@ -306,43 +297,39 @@ def describe(path):
     model, matches = read_headers(path)
     c = model.config
     files = weight_files(path)
-    quantised = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    nbytes = sum(math.prod(part.shape) * part.dtype.itemsize
-                 for tensor in quantised for part in tensor.parts.values())
+    stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
     count = sum(parameter.numel() for parameter in model.parameters())
-    cache = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024  # numbers per token
+    cache = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024  # thousands of numbers per token
     gb = lambda size: human(size, "B")
-    sizes = sorted({*c.windows} - {0})
     rotation = [c.positions, c.rope_scaling and c.rope_scaling["rope_type"],
                 c.rotary_size and f"{c.rotary_size} of a head's {c.head_size} dimensions",
                 c.window_theta and f"base {c.rope_theta:g}, with a window {c.window_theta:g}",
                 c.unrotated and f"none in {len(c.unrotated)} of {c.n_layer} layers"]
+    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
+               for size in sorted({*c.windows} - {0})]
     qk_norm = {None: "", "head": "; of each query and key head",
                "all": "; of all queries, of all keys"}[c.qk_norm]
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
         "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        "vocabulary": f"{c.vocab_size:,}, LM head "
-                      f"{'tied to the embeddings' if c.tied else 'of its own'}",
+        "vocabulary": f"{c.vocab_size:,}, LM head " + (
+            "tied to the embeddings" if c.tied else "of its own"),
         "context": f"{c.block_size:,} tokens",
         "positions": f"by {', '.join(filter(None, rotation))}",
-        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
-                             for size in sizes) or "none",
+        "windows": ", ".join(windows) or "none",
         "norms": f"{c.norm_at.replace('both', 'before and after')} attention and MLP{qk_norm}",
         "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
         "weights": f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, "
                    f"{gb(sum(file.stat().st_size for file in files))}",
-        "KV cache": f"{cache * 4:.1f} KiB per token in float32, {cache * 2:.1f} KiB in bfloat16"}
-    if quantised:
-        lines["quantised"] = f"{quantised[0].scheme}; {len(quantised)} weights in {gb(nbytes)}"
-    lines |= describe_texts(Path(path), c.vocab_size)
-    return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
+        "quantised": stored and f"{stored[0].scheme}; {len(stored)} weights",
+        "KV cache": f"{cache * 4:.1f} KiB per token in float32, {cache * 2:.1f} KiB in bfloat16",
+        **describe_texts(Path(path), c.vocab_size)}
+    return "\n".join(f"{name:<14}{text}" for name, text in lines.items() if text)
 
 
 def describe_texts(path, vocab_size):
-    """What generate.py takes from a folder beside the weights, and what it lacks there. vocab_size:
-    the model's."""
+    """What generate.py takes from a folder beside the weights, and what it lacks there."""
     lacks = []
 
     def read(load, *args):
@@ -351,33 +338,31 @@ def describe_texts(path, vocab_size):
         except InputError as error:
             lacks.append(str(error))
 
-    ends, tokenizer = [], "cannot be read"
+    ends, tokenizer = "", "cannot be read"
     if encoding := read(load_encoding, path):
         special = {index: text for text, index in encoding.special_tokens.items()}
         names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
         prefix = f", {names(encoding.prefix)} before a prompt" if encoding.prefix else ""
         tokenizer = f"{encoding.n_vocab:,} tokens{prefix}"
-        ends = [names(ids)] if (ids := read(chat.stop_tokens, path, encoding)) else []
+        if stops := read(chat.stop_tokens, path, encoding):
+            ends = f"{names(stops)} or "
         if encoding.max_token_value >= vocab_size:
             lacks.append(f"a tokenizer of the model's own: this one has ids up to "
                          f"{encoding.max_token_value}, the model {vocab_size} embeddings")
     template = read(chat.load_chat_template, path)
     sampling = read(chat.sampling_defaults, path) or {}
     sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
-    heads = [read(describe_heads, file) for file in sorted(path.glob("*/heads.json"))]
+    heads = []
+    for file in sorted(path.glob("*/heads.json")):
+        if found := read(read_record, file):
+            config, record = found
+            steps = record.get("tokens_per_step")
+            steps = f", {steps:.2f} tokens per step" if steps else ""
+            heads.append(f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads{steps})")
     return {
         "tokenizer": tokenizer,
         "chat": f"template of {template.file.name}" if template else "no template, so no --chat",
-        "a text ends": f"at {' or '.join([*ends, 'the end of the context'])}",
+        "a text ends": f"at {ends}the end of the context",
         "sampling": f"{sampling.replace('temperature 0.0', 'greedy')}, unless flags say otherwise",
-        "draft heads": "; ".join(filter(None, heads)) or (
-            "none beside it: lookup drafts (train_heads.py)"),
+        "draft heads": "; ".join(heads) or "none beside it: lookup drafts (train_heads.py)",
         "generate.py": "lacks " + "; ".join(lacks) if lacks else "has all that it needs"}
-
-
-def describe_heads(file):
-    """A heads.json in a few words. It is not checked that the heads are this model's."""
-    config, record = read_record(file)
-    found = record.get("tokens_per_step")
-    steps = f", {found:.2f} tokens per step" if found else ""
-    return f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads{steps})"

@@ -115,8 +115,8 @@ class Family(NamedTuple):
 
 
 def unrotated_layers(raw, n_layer):
-    """[whether a layer of SmolLM3 is without a rotation]."""
-    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)  # the key says the opposite
+    """[whether a layer of SmolLM3 is without a rotation]. The key says the opposite."""
+    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
     period = value_of(raw, "no_rope_layer_interval", int, 4)
     return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
 
@@ -124,15 +124,6 @@ def unrotated_layers(raw, n_layer):
 def read_smollm3(raw):
     unrotated = unrotated_layers(raw, raw["num_hidden_layers"])
     return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
-
-
-def write_smollm3(config):
-    return dict(no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])
-
-
-def gemma3_windows(raw, n_layer):
-    period = value_of(raw, "sliding_window_pattern", int, 6)
-    return [(i + 1) % period > 0 for i in range(n_layer)]
 
 
 def read_gemma3(raw):
@@ -157,6 +148,10 @@ def write_baichuan(config):
 
 QWEN_WINDOW = Window(
     switch=True, layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
+OLMO3_WINDOW = Window(layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)], own_rope=True)
+GEMMA3_WINDOW = Window(
+    own_rope=True, theta=10000.0, layers=lambda raw, L: [
+        (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)])
 FAMILIES = {  # by model_type
     "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
     "mistral": Family("MistralForCausalLM", window=Window()),
@@ -168,21 +163,20 @@ FAMILIES = {  # by model_type
         write=lambda config: dict(original_max_position_embeddings=config.block_size)),
     "smollm3": Family(
         "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
-        read=read_smollm3, write=write_smollm3,
-        window=Window(switch=True, layers=unrotated_layers)),
+        window=Window(switch=True, layers=unrotated_layers), read=read_smollm3,
+        write=lambda config: dict(
+            no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
     "olmo2": Family(
         "Olmo2ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after")),
     "olmo3": Family(
         "Olmo3ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"),
-        theta=500000.0, window=Window(
-            layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)], own_rope=True)),
+        theta=500000.0, window=OLMO3_WINDOW),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, fixed=dict(qk_norm="head", norm_at="both"),
         defaults=dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
                       norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True),
-        read=read_gemma3, norm_offset=1.0, theta=1e6,
-        write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2)),
-        window=Window(layers=gemma3_windows, own_rope=True, theta=10000.0)),
+        read=read_gemma3, norm_offset=1.0, theta=1e6, window=GEMMA3_WINDOW,
+        write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2))),
     "glm": Family(
         "GlmForCausalLM", GLM_NAMES, GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5,
         neighbours=True),
@@ -190,8 +184,8 @@ FAMILIES = {  # by model_type
         "Glm4ForCausalLM", GLM4_NAMES, GLM_KEYS, fixed=dict(norm_at="both"),
         defaults=dict(qkv_bias=True), rotary=0.5, neighbours=True),
     "baichuan": Family(
-        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read=read_baichuan,
-        write=write_baichuan),
+        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS,
+        read=read_baichuan, write=write_baichuan),
     "gpt2": Family(
         "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, prefix="transformer.",
         fixed=dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
@@ -207,13 +201,11 @@ FAMILIES = {  # by model_type
 # config.json. A key that is null counts as missing.
 
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default: a bool, a str, or an int or float above 0. Raises InputError for
-    any other value, or for none."""
+    """raw[key], or the default: a bool, a str, or an int or float above 0."""
     value = default if raw.get(key) is None else raw[key]
-    if kind is bool and not isinstance(value, bool):
-        raise InputError(f"{key} must be true or false, not {value!r}")
-    if kind in (int, float):
-        check(key, value, 0, 2**31 - 1 if kind is int else 1e30, whole=kind is int, above=True)
+    expect(kind is not bool or isinstance(value, bool), f"{key} must be true or false, not {value}")
+    if kind in (int, float):  # the product of any two sizes fits an int64
+        check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
     return kind(value)
 
 
@@ -260,10 +252,10 @@ def parse_config(raw):
            f"a quantised checkpoint of {name} is not supported; take the plain one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     config = GPTConfig(family=name, **read_fields(raw, family))
-    check("the head size", config.head_size, 16, 256, whole=True)
-    expect(config.n_head % config.n_kv_head == 0 and config.head_size % 2 == 0,
-           f"expected an even head size, not {config.head_size}, and heads that are a multiple of "
-           f"the key/value heads, not {config.n_head} of {config.n_kv_head}")
+    D = config.head_size
+    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256,
+           "the number of heads must be a multiple of that of key/value heads, and the head size "
+           f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
     expect(not (config.tied and config.unit_head),
            "tie_word_embeddings is not supported where the LM head's rows are normalised")
     config.windows = read_windows(raw, family.window, config.n_layer)
@@ -302,10 +294,9 @@ def read_windows(raw, window, n_layer):
 
 
 def read_rope(raw, family, config):
-    """What a config.json says of the rotation, and where texts end by it: fields of GPTConfig.
-
-    transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`. Both
-    may be for layers without a window alone."""
+    """The fields of GPTConfig for the rotation, and for the context that it allows. transformers 5
+    writes `rope_parameters`, where layers with a window may have their own; older versions wrote
+    `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
