@@ -11,6 +11,6 @@ def expect(valid, message):
 
 def one_of(what, value, supported):
     """The value. Raises InputError unless it is one of those supported, with their type."""
-    valid = any(value == other and type(value) is type(other) for other in supported)
-    expect(valid, f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
+    expect(any(value == other and type(value) is type(other) for other in supported),
+           f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
     return value

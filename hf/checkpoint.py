@@ -1,7 +1,4 @@
-"""Hugging Face checkpoint folders: their files, and the weights under our names.
-
-Weights come from model.safetensors or pytorch_model.bin, in one file or in shards.
-"""
+"""Hugging Face checkpoint folders: their files, and the weights under our names."""
 
 import json
 import math
@@ -52,21 +49,15 @@ def weight_files(path):
         if single.is_file():
             return [single]
         if index.is_file():
-            return shard_files(index)
+            names = read_json(index).get("weight_map")
+            expect(isinstance(names, dict) and names, f"{index}: expected a weight_map")
+            names = sorted({str(name) for name in names.values()})
+            for name in names:
+                expect(Path(name).name == name and index.with_name(name).is_file(),
+                       f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
+            return [index.with_name(name) for name in names]
     raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or an index of "
                      "their shards; fetch the checkpoint's weights")
-
-
-def shard_files(index):
-    """The files that a shard index names, all beside it."""
-    names = read_json(index).get("weight_map")
-    expect(isinstance(names, dict) and {*map(type, names.values())} == {str},
-           f"{index}: expected a weight_map of tensor names to file names")
-    files = [index.parent / name for name in sorted(set(names.values()))]
-    for file in files:
-        expect(file.parent == index.parent and file.is_file(),
-               f"{index}: {str(file)!r} is no such file beside it; fetch the checkpoint again")
-    return files
 
 
 def open_weights(file):
@@ -101,9 +92,6 @@ def open_pickle(file):
             for name, value in state.items()}
 
 
-# --------------------------------------------------------------------------------------------------
-# From files to parameters
-
 def open_folder(path):
     """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder."""
     config = read_config(path)
@@ -118,20 +106,18 @@ def open_folder(path):
 
 
 def read_headers(path):
-    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder. Raises
-    InputError if config.json or the files' headers are invalid."""
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
     config, tensors = open_folder(path)
-    expect(config.n_layer <= len(tensors),  # before anything is built for each layer
-           f"{path}: config.json says {config.n_layer} layers, but the files hold only "
-           f"{len(tensors)} tensors; fetch the checkpoint again")
+    n = len(tensors)  # checked before anything is built for each layer
+    expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but only {n} tensors; fetch the "
+           "checkpoint again")
     with torch.device("meta"):
         model = GPT(config)
     return model, match_tensors(path, model, tensors)
 
 
 def match_tensors(path, model, tensors):
-    """[(stored tensor, parameter's name, the first of its rows that it fills)] for the tensors of a
-    checkpoint, {name: StoredTensor}."""
+    """{name: StoredTensor} -> [(tensor, parameter's name, the first of its rows that it fills)]."""
     family = FAMILIES[model.config.family]
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
@@ -147,19 +133,15 @@ def match_tensors(path, model, tensors):
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # GPTQ's writers gave every layer a bias, of zeros
-        expect(part in expected,
-               f"{tensor.file}: expected the tensors of its config.json, found {part} too; a "
-               "quantised checkpoint needs its quantization_config")
+        expect(part in expected, f"{tensor.file}: {part} is not of this model_type; a quantised "
+               "checkpoint needs its quantization_config")
         name, start, shape = expected.pop(part)
-        expect(tensor.dtype in FLOATS.values(),
-               f"{tensor.file}: {part} is quantised ({tensor.dtype}), but not as its config.json "
-               "says; fetch the checkpoint again")
-        expect(tensor.shape == shape,
-               f"{tensor.file}: {part} should have shape {shape} by config.json, but has "
-               f"{tensor.shape}")
+        expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),
+               f"{tensor.file}: {part} should be floats of shape {shape} by config.json, but is "
+               f"{tensor.dtype} of {tensor.shape}; fetch the checkpoint again")
         matches.append((tensor, name, start))
-    expect(not expected, f"{path}: the checkpoint lacks {', '.join([*expected][:3])}; it does not "
-           "fit its config.json")
+    expect(not expected, f"{path}: the checkpoint lacks {', '.join([*expected][:3])}, which its "
+           "config.json has")
     return matches
 
 
@@ -237,16 +219,13 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
-    return [hash_of(model.config, shapes, found) for found in (samples, unrounded)]
-
-
-def hash_of(config, shapes, samples):
-    """The hash of a model by its parameters' samples, {name: {first row: values}}."""
-    joined = {name: (shapes[name], torch.cat([values for _, values in sorted(parts.items())]))
-              for name, parts in samples.items()}
-    if config.tied:
-        joined["head.weight"] = joined["embed.weight"]
-    return samples_hash(joined)
+    hashes = []
+    for found in (samples, unrounded):
+        joined = {name: (shapes[name], torch.cat([values for _, values in sorted(parts.items())]))
+                  for name, parts in found.items()}
+        tied = {"head.weight": joined["embed.weight"]} if model.config.tied else {}
+        hashes.append(samples_hash(joined | tied))
+    return hashes
 
 
 def show_files(matches):
@@ -273,8 +252,7 @@ def copy_shard(target, value, start, slices):
 
 
 def save(model, path, dtype=None):
-    """Writes config.json and model.safetensors (tensors in `dtype`, default the model's) for
-    transformers to read. Raises InputError for a config that the family's format cannot express."""
+    """Writes config.json and model.safetensors, in a dtype, for transformers to read."""
     path, dtype = Path(path), dtype or model.dtype
     raw = families.hf_config(model.config, dtype)
     expect(families.parse_config(raw) == model.config,
@@ -288,9 +266,6 @@ def save(model, path, dtype=None):
     text = json.dumps(raw, indent=2) + "\n"
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
-
-# --------------------------------------------------------------------------------------------------
-# A description
 
 def describe(path):
     """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only."""

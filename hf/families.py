@@ -213,8 +213,7 @@ def by_layer(raw, key, values, n_layer):
     """raw[key], a list of one of these values for each layer, or None."""
     found = raw.get(key)
     valid = isinstance(found, list) and len(found) == n_layer and all(x in values for x in found)
-    expect(found is None or valid,
-           f"{key} must be a list of {n_layer}, one for each layer, of "
+    expect(found is None or valid, f"{key} must be a list of {n_layer}, one for each layer, of "
            f"{' or '.join(map(str, values))}; found {str(found)[:100]}")
     return found
 
@@ -222,8 +221,7 @@ def by_layer(raw, key, values, n_layer):
 def read_config(path):
     """config.json of a folder -> GPTConfig. Raises InputError for a broken or unsupported one."""
     file = Path(path) / "config.json"
-    expect(file.parent.is_dir(),
-           f"{path}: no such folder; expected a Hugging Face checkpoint folder")
+    expect(file.parent.is_dir(), f"{path}: no such folder; expected one of Hugging Face's form")
     raw = text_config(read_json(file))
     try:
         return parse_config(raw)
@@ -251,20 +249,6 @@ def parse_config(raw):
     expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
            f"a quantised checkpoint of {name} is not supported; take the plain one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
-    config = GPTConfig(family=name, **read_fields(raw, family))
-    D = config.head_size
-    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256,
-           "the number of heads must be a multiple of that of key/value heads, and the head size "
-           f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
-    expect(not (config.tied and config.unit_head),
-           "tie_word_embeddings is not supported where the LM head's rows are normalised")
-    config.windows = read_windows(raw, family.window, config.n_layer)
-    rope = read_rope(raw, family, config) if config.positions == "rope" else {}
-    return replace(config, **rope)
-
-
-def read_fields(raw, family):
-    """{field of GPTConfig: value}, except windows and the rotation."""
     keys = family.keys
     check(keys["n_layer"], raw.get(keys["n_layer"]), 1, MAX_LAYERS, whole=True)
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
@@ -275,17 +259,24 @@ def read_fields(raw, family):
     for ours, theirs in keys.items():
         found[ours] = value_of(raw, theirs, types[ours], found.get(ours))
     found["activation"] = ACTIVATIONS[one_of(keys["activation"], found["activation"], ACTIVATIONS)]
-    return found | family.fixed | family.read(raw)
+    config = GPTConfig(family=name, **found | family.fixed | family.read(raw))
+    D = config.head_size
+    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256,
+           "the number of heads must be a multiple of that of key/value heads, and the head size "
+           f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
+    expect(not config.tied or not config.unit_head, "tied embeddings cannot be normalised rows")
+    config.windows = read_windows(raw, family.window, config.n_layer)
+    rope = read_rope(raw, family, config) if config.positions == "rope" else {}
+    return replace(config, **rope)
 
 
 def read_windows(raw, window, n_layer):
     """GPTConfig.windows of a config.json."""
     if window is None or window.switch and not value_of(raw, "use_sliding_window", bool, False):
         return ()
-    size = raw.get("sliding_window", window.size)
-    if size is None:
+    if raw.get("sliding_window", window.size) is None:
         return ()
-    size = value_of(dict(sliding_window=size), "sliding_window", int)
+    size = value_of(raw, "sliding_window", int, window.size)
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
     if window.layers is None:
         return (size,) * n_layer
@@ -294,9 +285,8 @@ def read_windows(raw, window, n_layer):
 
 
 def read_rope(raw, family, config):
-    """The fields of GPTConfig for the rotation, and for the context that it allows. transformers 5
-    writes `rope_parameters`, where layers with a window may have their own; older versions wrote
-    `rope_scaling` and `rope_theta`."""
+    """Fields of GPTConfig. transformers 5 writes `rope_parameters`, where layers with a window may
+    have their own; older versions wrote `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
@@ -306,9 +296,8 @@ def read_rope(raw, family, config):
     part = value_of(settings, "partial_rotary_factor", float, family.rotary or 1.0)
     D = config.head_size
     R = int(D * part)
-    expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary),
-           f"partial_rotary_factor {part} is not supported with {config.family} and a head size of "
-           f"{D}; Phi-4-mini and GLM-4 have parts that are")
+    expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary), f"partial_rotary_factor {part} "
+           f"is not supported with {config.family} and a head size of {D}")
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
     found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
                  rotary_size=R if R < D else None)
@@ -321,7 +310,7 @@ def read_rope(raw, family, config):
 
 
 def read_scaling(raw, settings, theta, context, rotary_size):
-    """(GPTConfig.rope_scaling, longest sequence) of a config.json's settings of the rotation."""
+    """(GPTConfig.rope_scaling, longest sequence) by a config.json and its rope settings."""
     number = lambda key, default=None: value_of(settings, key, float, default)
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
@@ -352,8 +341,7 @@ def read_scaling(raw, settings, theta, context, rotary_size):
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
             expect(isinstance(values, list) and len(values) == rotary_size // 2,
-                   f"{key} must be a list of {rotary_size // 2} numbers, one for each pair that is "
-                   f"rotated, not {values!r}")
+                   f"{key} must be a list of {rotary_size // 2} numbers, not {values!r}")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it the long factors would apply to all keys
@@ -406,9 +394,8 @@ def stored_parts(name, rows, config):
 
 
 def stored_rows(name, config):
-    """Where the checkpoint stores each row of a parameter, int64; None where all are in place. Of a
-    head's dimensions `rope_table` wants the firsts of all rotated pairs, half of the others, the
-    seconds of all pairs, the rest."""
+    """Where the checkpoint stores each row of a parameter; None: in place. `rope_table` wants the
+    firsts of a head's rotated pairs, half of its other dimensions, the seconds, the rest."""
     D = config.head_size
     R = config.rotary_size or D
     neighbours = FAMILIES[config.family].neighbours

@@ -91,8 +91,7 @@ class QuantizedTensor(NamedTuple):
         return self.weight().values()
 
     def check_values(self):
-        """Raises InputError for scales that are not finite, and for an order of channels. It reads
-        these alone."""
+        """Reads the scales and the order of channels, and raises InputError for bad ones."""
         expect(self.parts[PARTS[self.scheme.method][1]].load().float().isfinite().all(),
                f"{self.file}: {self.name} has scales that are not finite; fetch it again")
         C = self.shape[1]
@@ -141,8 +140,7 @@ def unpack_int32(x, bits):
 
 
 def combine(path, tensors, scheme):
-    """{name: StoredTensor} of a folder -> the same with one QuantizedTensor for what a quantised
-    layer's weight is made of."""
+    """{name: StoredTensor} -> the same with a QuantizedTensor for each quantised weight's parts."""
     if scheme is None:
         return tensors
     scales = PARTS[scheme.method][1]
@@ -165,8 +163,7 @@ def combine(path, tensors, scheme):
 
 
 def combine_layer(stem, parts, scheme):
-    """{part: StoredTensor} of a layer -> QuantizedTensor. Raises InputError for parts that do not
-    fit one another."""
+    """{part: StoredTensor} of a layer -> QuantizedTensor."""
     values, scales, *_ = PARTS[scheme.method]
     expect(values in parts and len(parts[values].shape) == 2,
            f"has {scales}, but no {values} of two dimensions; fetch it again")
@@ -182,10 +179,14 @@ def combine_layer(stem, parts, scheme):
     expected = dict(qweight=((first, second), int32), qzeros=((G, N // fields), int32),
                     scales=((G, N), floats), g_idx=((C,), int32),
                     weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
+    without_ones = lambda sizes: [size for size in sizes if size != 1]
     for name in PARTS[scheme.method]:
         expect(name in parts or name == "g_idx", f"lacks {name}, which {scheme} has")
-        if name in parts:
-            check_part(name, parts[name], *expected[name])
+        shape, dtypes = expected[name]
+        part = parts.get(name)
+        expect(part is None or (
+            without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes),
+            f"has a {name} that is not of shape {shape} and {' or '.join(map(str, dtypes))}")
     group = 0 if columns >= C else largest_group(math.gcd(C, columns))
     expect(group is not None,
            f"has {C} inputs in groups of {columns}; groups of 128, 64 or 32 are supported")
@@ -194,17 +195,8 @@ def combine_layer(stem, parts, scheme):
     return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)
 
 
-def check_part(name, part, shape, dtypes):
-    """Raises InputError for a StoredTensor of another shape, but for sizes of 1, or dtype."""
-    without_ones = lambda sizes: [size for size in sizes if size != 1]
-    expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
-           f"has a {name} of {part.dtype}, {part.shape}, where config.json says "
-           f"{' or '.join(map(str, dtypes))}, {shape}")
-
-
 def weight_layouts(model, matches):
-    """{name of a parameter: its `Layout`} for the blocks' linear layers that can stay packed: all
-    that they are stacked from is quantised alike."""
+    """{parameter: `Layout`} of the blocks' linear layers whose parts are all quantised alike."""
     layouts = defaultdict(set)
     for tensor, name, _ in matches:
         layouts[name].add(getattr(tensor, "layout", None))

@@ -1,7 +1,5 @@
-"""A checkpoint folder's tokenizer, with the ids that the folder's own files give.
-
-The tokenizers package reads a tokenizer.json; transformers makes one of older files. tiktoken,
-which is faster, encodes where that is a byte-level BPE that splits texts by a pattern below.
+"""A folder's tokenizer. The tokenizers package reads a tokenizer.json; transformers makes one of
+older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below.
 """
 
 import hashlib
@@ -12,6 +10,7 @@ from pathlib import Path
 import tiktoken
 from tokenizers import Tokenizer
 
+from hf import expect
 from model import InputError, read_json
 
 # The pattern that ByteLevel itself splits by: GPT-2's.
@@ -19,8 +18,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 # Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of training.base. Punctuation takes no line end, so a prompt that ends with a colon, as prompts of
-# code do, is cut into tokens as the text before a line end is.
+# Of training.base. Punctuation takes no line end: prompts of code end with a colon.
 CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
@@ -30,13 +28,12 @@ LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,
 
 
 class Encoding:
-    """The tokenizer that a tokenizer.json describes.
+    """The tokenizer that a tokenizer.json (spec, read from file) describes.
 
     special_tokens: {text: id} of all added tokens. ids: those of all tokens. prefix: the ids before
     a prompt. hash: 16 hex digits of what the ids depend on."""
 
     def __init__(self, file, spec):
-        """spec: the content of a tokenizer.json. file: what errors name."""
         flags = dict.fromkeys((*STRIPS, "special"), False)
         added = [flags | {"normalized": not token.get("special")} | token
                  for token in spec.get("added_tokens") or [] if token["content"]]
@@ -52,19 +49,17 @@ class Encoding:
         encoded = self.package.encode("a")  # after the special tokens that belong before a text
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         for text, index in self.special_tokens.items():  # the package numbers them itself
-            if vocab[text] != index:
-                raise ValueError(f"{text!r} should have the id {vocab[text]}, not {index}")
-        if spec["model"].get("dropout") or len(self.ids) < len(vocab):
-            raise ValueError("it has dropout, or one id for two tokens")
-        if not self.ids.issuperset(self.prefix):
-            raise ValueError(f"the ids {self.prefix} before a text are not tokens")
+            expect(vocab[text] == index, f"{file}: {text!r} should have the id {vocab[text]}")
+        expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
+        expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
+               f"{file}: two tokens have one id, or the ids {self.prefix} before a text have none")
         self.always = {token["content"] for token in added if not token["special"]}
         self.bpe, hashed = _through_tiktoken(spec, self.special_tokens, self.package.model)
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text, in which special tokens are found with allowed_special="all"."""
-        # U+FFFD for lone surrogates
+        """The ids of a text, in which special tokens are found with allowed_special="all". A lone
+        surrogate counts as U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = allowed_special == "all"
         normalizer = self.package.normalizer
@@ -76,8 +71,7 @@ class Encoding:
         try:
             return self.package.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
-            raise InputError(f"{self.file}: expected a text in its vocabulary ({error}); change "
-                             "the text") from error
+            raise InputError(f"{self.file}: it has no token for this text ({error})") from error
 
     def decode(self, ids):
         """The text of ids. An id without a token gives nothing. It may take a space off the start
@@ -103,11 +97,9 @@ def end_of_text(encoding):
 
 
 class TextStream:
-    """Text from token ids as they come: whole characters, and no part of a stop text.
-
-    In total it is what decoding all ids at once gives, except for a space that some decoders take
-    off the start of a text. encoding: any object with encode(text) and decode(ids). stopped:
-    whether a stop text has come."""
+    """Text from token ids as they come: whole characters, and no part of a stop text. In total it
+    is what decoding all ids at once gives, except for a space that some decoders take off its
+    start. encoding: any object with encode and decode. stopped: whether a stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
@@ -153,8 +145,7 @@ class TextStream:
 
 
 def load_encoding(path):
-    """The Encoding of a Hugging Face folder. Raises InputError for files that are missing or
-    broken, and for a missing package."""
+    """The Encoding of a Hugging Face folder."""
     file = Path(path) / "tokenizer.json"
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
@@ -163,7 +154,7 @@ def load_encoding(path):
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except ImportError as error:
-        raise InputError(f"{file}: no such file; to read {older[0]}, pip install transformers "
+        raise InputError(f"{file}: no such file; {older[0]} takes pip install transformers "
                          f"sentencepiece protobuf ({error})") from None
     except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -183,15 +174,16 @@ def convert(folder, older):
 
 
 def _through_tiktoken(spec, special, model):
-    """(tiktoken.Encoding or None, what the ids depend on) of a tokenizer.json and its package."""
-    parts = [spec.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    """(tiktoken.Encoding or None, what the ids depend on)."""
     pattern = _pattern(spec["pre_tokenizer"])
-    ranks = _ranks(spec, special, model) if pattern else None
+    ranks = _ranks(spec, special, model) if pattern and "merges" in spec["model"] else None
     if ranks is None:
-        return None, (json.dumps(parts, sort_keys=True), sorted(special.items()))
+        keys = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+        parts = json.dumps([spec.get(key) for key in keys], sort_keys=True)
+        return None, (parts, sorted(special.items()))
     bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    hashed = sorted(ranks.items()), pattern, sorted(special.items())
-    return bpe, hashed if spec["normalizer"] is None else (*hashed, "NFC")
+    normalized = ("NFC",) if spec["normalizer"] else ()
+    return bpe, (sorted(ranks.items()), pattern, sorted(special.items()), *normalized)
 
 
 def _pattern(pre_tokenizer):
@@ -210,16 +202,18 @@ def _pattern(pre_tokenizer):
 
 
 def _ranks(spec, special, model):
-    """{bytes: id} of the ordinary tokens, or None where tiktoken may give other ids.
-
-    tiktoken joins the two neighbours whose joint token has the lowest id. Merges do the same if the
-    ids of what they make rise, and if they make every token from its own bytes."""
+    """{bytes: id} of the ordinary tokens, or None where tiktoken may give other ids: it joins the
+    neighbours whose joint token has the lowest id. Merges do the same if the ids of what they make
+    rise, and if they make every token from its own bytes."""
     vocab, added = spec["model"]["vocab"], spec["added_tokens"]
     ordinary = {token: index for token, index in vocab.items() if token not in special}
     merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
               for pair in spec["model"]["merges"]]
     ids = [ordinary.get(token, -1) for token in merged]
-    symbols = _byte_symbols()
+    # GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = dict(zip(map(chr, [*printable, *range(256, 324)]), printable + others))
     follows = (spec["normalizer"] in (None, {"type": "NFC"})
                and not any(token[flag] for token in added for flag in STRIPS)
                and not any(a != b and a in b for a in special for b in special)
@@ -228,10 +222,3 @@ def _ranks(spec, special, model):
                and symbols.keys() <= ordinary.keys() and set("".join(ordinary)) <= symbols.keys()
                and all(len(model.tokenize(token)) == 1 for token in ordinary))
     return {bytes(map(symbols.get, token)): i for token, i in ordinary.items()} if follows else None
-
-
-def _byte_symbols():
-    """{symbol: byte}: GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return dict(zip(map(chr, [*printable, *range(256, 256 + len(others))]), printable + others))
