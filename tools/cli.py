@@ -80,9 +80,7 @@ def error_line(error):
             return f"standard output cannot be written: {error.strerror}"
         if error.errno == errno.EPIPE:  # the reader of our output is gone, as with `| head`
             return ""
-    if tensor_parallel.is_lost(error):
-        return f"another process has ended, or cannot be reached ({reason})"
-    return None
+    return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None
 
 
 def load_model(args, group=None, packed=True):
@@ -126,7 +124,6 @@ def load_heads(path, model, encoding, of_original=False):
 def load_session(args):
     """The `Session` of generate.py's flags; of ranks, each has read what the others have."""
     group = tensor_parallel.start(args)
-    group.check_same(sys.argv[1:], "were started with different flags")
     conversations = group.on_first(lambda: read_prompts(args))
     session = group.raise_together(lambda: Session(args, conversations, group))
     if group.size > 1:
