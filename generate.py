@@ -119,7 +119,7 @@ class Slots:
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     """Empty `Slots` for texts of `capacity` tokens. On a GPU the host learns of a text's end a step
     late, so a text may grow by two paths: the sums below add what its last step writes."""
-    zeros = partial(torch.zeros, device=model.device)
+    zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a tree after one path
     heads_cache = None
     if heads:  # they read paths alone
