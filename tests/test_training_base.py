@@ -73,17 +73,6 @@ def test_a_run_on_a_gpu_learns(texts, tmp_path, capsys):
     assert next(held_out_loss(capsys.readouterr().out)) < math.log(300) - 1.5
 
 
-def test_a_full_disk_is_one_line(texts, tmp_path, monkeypatch):
-    """Catches a traceback after hours."""
-    def full(*_):
-        raise OSError(28, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "save_pretrained", full)
-        with pytest.raises(InputError, match=r"the model cannot be saved \(No space left on device\); make room"):
-            run(texts, tmp_path, "--steps", "1")
-    run(texts, tmp_path, "--steps", "1")
-
-
 def test_transformers_reads_what_was_trained(texts, tmp_path):
     """Catches a tokenizer or a config that only we can read."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
