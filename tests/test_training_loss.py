@@ -44,8 +44,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("chunk", [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9])
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, monkeypatch):
-    """Catches a border between chunks that is off by one, a guess that should not count, and a gradient of the wrong
-    scale."""
+    """Catches a border between chunks that is off by one, a guess that should not count, a gradient's wrong scale."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     outputs, hidden, tokens, guess_mask = inputs(model)
@@ -79,8 +78,7 @@ def test_products_are_bfloat16_where_asked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
-    """Catches what CUDA makes slow: there autocast gives norms in float32, so a half-precision model is cast at each of
-    them."""
+    """Catches what CUDA makes slow: its autocast gives norms in float32, so a half model is cast at each of them."""
     model, seen = toy_model(**SHAPES[shape]).to(dtype), []
     heads, ids = CloverHeads(preset("clover"), model), torch.tensor(random_prompts([T + 4 + 1] * B))
     note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
@@ -106,8 +104,7 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
 @pytest.mark.parametrize("ids", [[40, 3, 96, 55, 58, 7, 20, 21, 22, 0], range(97), [5]], ids=["ten", "all", "one"])
 def test_top_hits_count_ranks_in_the_draft_vocabulary(ids, chunk, monkeypatch):
-    """Catches a rank that is off by one, ties that count for more than one token, and accuracy that counts guesses
-    which drafting cannot make."""
+    """Catches a rank that is off by one, ties that count twice, and guesses which drafting cannot make."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     outputs, hidden, _, guess_mask = inputs(model)
