@@ -255,20 +255,22 @@ class CloverHeads(nn.Module):
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
-                documents=None):
+                documents=None, lengths=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
         [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
-        1. The rest as in `GPT.forward`."""
+        1. lengths: int32 [B], the rows of the cache before the tokens', default cache.lengths. The
+        rest as in `GPT.forward`."""
         if positions is None:
             positions = token_positions(hidden, documents)
         if self.mix_in is not None:
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
-            rope = self.model.rope(positions)
-            context = self.model.attention_context(positions, cache, ancestors, end, documents,
+            if lengths is None and cache is not None:
+                lengths = cache.lengths
+            context = self.model.attention_context(positions, lengths, ancestors, end, documents,
                                                    self.slopes)
-            hidden, residual = run_blocks(self.augment_blocks, hidden, rope, context, cache)
+            hidden, residual = run_blocks(self.augment_blocks, hidden, context, cache)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]

@@ -1,10 +1,8 @@
-"""A causal language model in one file: the Llama and GPT-2 shapes by config, ALiBi too, and a KV
-cache.
+"""A causal language model in one file: Llama, GPT-2 and ALiBi shapes by config, and a KV cache.
 
     python model.py FOLDER        says what a Hugging Face checkpoint folder holds
 
-It is one process and plain layers. What makes it run elsewhere is applied to it from outside, by
-replacing its layers: see backends/.
+It is one process and plain layers. Backends replace its layers from outside: see backends/.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
@@ -14,18 +12,13 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-if __name__ == "__main__":  # a mistake in the flags is told before torch is loaded
-    try:
-        from tools import flags
-    except ModuleNotFoundError:
-        print("model.py: this needs tools/, hf/ and backends/; copy these folders "
-              "here too", file=sys.stderr)
-        sys.exit(2)
-    flags.parse_folder(sys.argv[1:])
+if __name__ == "__main__":  # before torch is loaded: a typo shows at once
+    from tools.flags import parse_folder
+    ARGS = parse_folder()
 
 import torch
 import torch.nn as nn
@@ -45,13 +38,14 @@ from kernels import (
 
 MAX_TREE = 64  # T: the ancestors of a node are the bits of an int64
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-# not cuDNN's: it plans anew for each length of a prompt, and its gradient with a mask may be NaN
+# not cuDNN's: it rebuilds its plan for every length, and its gradient with a mask may be NaN
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class InputError(ValueError):
     """Bad input that the user can fix. The message is one line: what was expected, what came, what
     to do."""
+    shared = False  # whether all processes that run together raise it: then one prints it
 
 
 @dataclass
@@ -94,105 +88,84 @@ class GPTConfig:
 # --------------------------------------------------------------------------------------------------
 # Cache and attention
 
+@dataclass(eq=False)
 class KVCache:
-    """Keys and values of B sequences. `kv` is one tensor [L, 2, B, Hkv, S, D]; `lengths` int32 [B]
-    are the committed rows."""
-
-    def __init__(self, shape, dtype=torch.float32, device="cpu"):
-        # zeros: rows never written still pass through masked products, where 0 * nan is nan
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(shape[2], dtype=torch.int32, device=device)
+    """Keys and values of B sequences."""
+    kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
+    lengths: torch.Tensor  # int32 [B]: the committed rows
 
     def slots(self, first, count=1):
         """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
-        view = object.__new__(KVCache)
-        view.kv = self.kv[:, :, first:first + count]
-        view.lengths = self.lengths[first:first + count]
-        return view
+        rows = slice(first, first + count)
+        return KVCache(self.kv[:, :, rows], self.lengths[rows])
 
 
+@dataclass(eq=False)
 class AttentionContext:
-    """Where the T tokens of one forward pass are, and what each of them sees. All layers share one,
-    made by one of the three constructors below. slopes: ALiBi's, float32 [Hq], or None."""
+    """What the layers of one forward pass share: where its T tokens are, and what each of them
+    sees. `GPT.attention_context` makes it."""
+    rows: torch.Tensor | None = None       # int [B, T]: where the tokens are among keys and values
+    end: int | None = None                 # the rows of keys and values that count
+    start: int = 0                         # no token is in a row before it
+    lengths: torch.Tensor | None = None    # int [B]: the rows before the tokens'; None: no cache
+    ancestors: torch.Tensor | None = None  # int64 [B, T] of tree nodes, at rows lengths.. on
+    documents: torch.Tensor | None = None  # int64 [B, T]: tokens see those of their own alone
+    rope: tuple = (None, None)             # [B, T, 2, D] of `rope_table`; of layers with a window
+    slopes: torch.Tensor | None = None     # float32 [Hq], of ALiBi
+    masks: dict = field(default_factory=dict)  # {window: what `make_mask` gives for it}
 
-    def __init__(self, mask=None, end=None, lengths=None, ancestors=None, slopes=None, rows=None,
-                 start=0, is_causal=False):
-        self.mask = mask              # as torch's attention takes it; None: causal
-        self.is_causal = is_causal or mask is None
-        self.rows = rows              # int [B, T]: where the tokens are among keys and values
-        self.start = start            # no token is in a row before it
-        self.window_masks = {}        # {window: what `mask_of` gives for it}
-        self.end = end                # the rows of keys and values that count
-        self.lengths = lengths        # int [B]: the rows before the tokens' own; None: no cache
-        self.ancestors = ancestors
-        self.slopes = slopes
+    def is_causal(self, window):
+        """Whether each token sees all rows up to its own, and the tokens are in the last rows."""
+        plain = self.slopes is None and self.documents is None and not 0 < window < self.end
+        return plain and self.end - self.start == self.rows.shape[1]
 
-    @classmethod
-    def causal(cls, positions, documents=None, slopes=None):
-        """Whole sequences without a cache, positions [B, T]. documents (int64 [B, T]) numbers
-        several documents in a row, which do not see one another."""
-        B, T = positions.shape
-        rows = torch.arange(T, device=positions.device)[None]
-        mask = None
-        if slopes is not None:
-            mask = alibi_mask(rows, T, slopes)
-        if documents is not None:
-            same = (documents[:, :, None] == documents[:, None, :])[:, None]  # (B, 1, T, T)
-            mask = same.tril() if mask is None else mask.masked_fill(~same, -math.inf)
-        return cls(mask, T, slopes=slopes, rows=rows)
+    def visible_rows(self, window):
+        """A slice of the rows that tokens see in a layer with this window, 0: all."""
+        return slice(max(self.start + 1 - window, 0) if window else 0, self.end)
 
-    @classmethod
-    def cached(cls, positions, end, cache, slopes=None):
-        """Tokens that continue their sequence at consecutive cache rows positions (int64 [B, T]);
-        end is one past the last of them. cache: for a backend whose attention looks into it."""
-        B, T = positions.shape
-        mask = None
-        is_causal = slopes is None and B == 1
-        if slopes is not None:
-            mask = alibi_mask(positions, end, slopes)
-        elif end > T:  # else none: it is causal
-            mask = causal_lower_right(T, end) if is_causal else causal_mask(positions, end)
-        start = end - T if B == 1 else 0  # others' are on the device
-        return cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start,
-                   is_causal=is_causal)
+    def mask(self, window, dtype):
+        """`make_mask`, once for all layers with this window."""
+        window = window if window < self.end else 0
+        if window not in self.masks:
+            self.masks[window] = self.make_mask(window, dtype)
+        return self.masks[window]
 
-    @classmethod
-    def tree(cls, ancestors, cache, slopes=None):
-        """Tree nodes at cache rows lengths.. on; ancestors int64 [B, T] as in
-        `kernels.tree_attention`."""
-        return cls(lengths=cache.lengths, ancestors=ancestors, slopes=slopes)
-
-    def mask_of(self, window):
-        """(the mask of a layer whose tokens see this many positions, their own too, 0: all; the
-        first row that it is for, as none sees those before)."""
-        if not window or window >= self.end:
-            return self.mask, 0
-        if window not in self.window_masks:
-            first = max(self.start + 1 - window, 0)
-            rows = torch.arange(first, self.end, device=self.rows.device)
-            distance = self.rows[:, None, :, None] - rows  # (B, 1, T, end - first)
-            mask = distance >= 0 if self.is_causal else self.mask[..., first:]
-            hidden = False if mask.dtype == torch.bool else -math.inf
-            self.window_masks[window] = mask.masked_fill(distance >= window, hidden), first
-        return self.window_masks[window]
+    def make_mask(self, window, dtype):
+        """What the tokens see of the n `visible_rows`, as torch's attention takes it: bool
+        [B, 1, T, n], or with slopes what is added to the scores, of a dtype [B, Hq, T, n]."""
+        rows = self.visible_rows(window)
+        rows = torch.arange(rows.start, rows.stop, device=self.rows.device)
+        distance = self.rows[:, None, :, None] - rows  # (B, 1, T, n)
+        visible = distance >= 0
+        if window:
+            visible = visible & (distance < window)
+        if self.documents is not None:
+            visible = visible & (self.documents[:, :, None] == self.documents[:, None])[:, None]
+        if self.slopes is None:
+            return visible
+        slopes = self.slopes.to(torch.promote_types(dtype, torch.float32))
+        bias = -slopes[:, None, None] * distance  # (B, Hq, T, n)
+        return bias.masked_fill(~visible, -math.inf).to(dtype)
 
     def attend(self, q, k, v, window=0, scale=None):
         """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
         the shape of q. window, scale: as in `kernels.tree_attention`."""
         if self.ancestors is not None:
             return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
-        if self.slopes is not None and self.mask.dtype != q.dtype:
-            self.mask = self.mask.to(q.dtype)  # torch wants biases in q's dtype
-        mask, first = self.mask_of(window)
-        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
-        G = q.shape[2] // k.shape[1]
-        causal = self.is_causal and mask is self.mask
+        rows = self.visible_rows(window)
+        k, v = k[:, :, rows], v[:, :, rows]
+        T, Hq = q.shape[1:3]
+        G = Hq // k.shape[1]
+        causal = self.is_causal(window)
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+        mask = None if causal else self.mask(window, q.dtype)
+        if causal and T < self.end:
+            mask = causal_lower_right(T, self.end)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=q.shape[2] != k.shape[1])
+            enable_gqa=Hq != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 
@@ -200,11 +173,6 @@ def causal_lower_right(rows, columns):
     """The mask of the last tokens of a text, which flash attention takes."""
     from torch.nn.attention import bias  # takes a second to import
     return bias.causal_lower_right(rows, columns)
-
-
-def causal_mask(positions, end):
-    """positions [B, T] -> bool [B, 1, T, end]: what a token there sees of the first `end` rows."""
-    return (torch.arange(end, device=positions.device) <= positions[:, :, None])[:, None]
 
 
 def token_positions(tokens, documents=None):
@@ -219,21 +187,12 @@ def token_positions(tokens, documents=None):
 
 
 def alibi_slopes(n_head):
-    """float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads. Where n is not a power of two: those
-    of the power below it, then every other one of the power above (ALiBi, arXiv 2108.12409, and its
-    authors' code)."""
+    """float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads; where n is not a power of two, those
+    of the power below it, then every other one of the power above (ALiBi, arXiv 2108.12409)."""
     n = 2 ** math.floor(math.log2(n_head))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
     slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(n_head - n)]
     return torch.tensor(slopes)
-
-
-def alibi_mask(positions, end, slopes):
-    """positions [B, T] -> [B, Hq, T, end] of the slopes' dtype: minus slope times distance to a
-    token before, -inf for one after."""
-    rows = torch.arange(end, device=positions.device)
-    distance = positions[:, None, :, None] - rows  # (B, 1, T, end)
-    return (-slopes[:, None, None] * distance).masked_fill_(distance < 0, -math.inf)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -261,7 +220,7 @@ class Norm(nn.Module):
 
 
 class NoNorm(nn.Identity):
-    """In the place of a norm that a model does not have."""
+    """Stands where a model has no norm."""
 
     def add_and_norm(self, hidden, residual):
         total = hidden if residual is None else residual + hidden.to(residual.dtype)
@@ -289,7 +248,7 @@ def rope_frequencies(config):
 
 
 def llama3_frequencies(plain, scaling):
-    """Long waves are stretched, short ones are not, and in between the two are blended."""
+    """Stretches long waves, keeps short ones, and blends the two in between."""
     context = scaling["original_max_position_embeddings"]
     turns = context * plain / (2 * math.pi)  # within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -310,16 +269,16 @@ def yarn_frequencies(plain, scaling, D, theta):
 
 
 def rope_table(config, dtype, device):
-    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (RoPE, arXiv
-    2104.09864, halves layout). Trees may reach past the context's end. Dimensions that are not
-    rotated come last in each half."""
+    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (halves layout).
+    Trees may reach past the context's end. Dimensions that are not rotated end each half."""
     frequencies, scale = rope_frequencies(config)
     positions = torch.arange(config.block_size + MAX_TREE, device=device)
     angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
     cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
     if config.rotary_size:
         rest = (config.head_size - config.rotary_size) // 2
-        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
+        cos = F.pad(cos, (0, rest), value=1.0)
+        sin = F.pad(sin, (0, rest))
     return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
 
@@ -330,7 +289,7 @@ class Attention(nn.Module):
         c = self.config = config
         self.window = c.windows[layer] if c.windows else 0
         self.rotates = layer % c.n_layer not in c.unrotated
-        self.own_rope = self.window > 0 and c.window_theta is not None
+        self.has_own_rope = self.window > 0 and c.window_theta is not None
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -338,16 +297,16 @@ class Attention(nn.Module):
             self.q_norm = Norm("rms", n_query * c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", n_key * c.head_size, c.norm_eps)
 
-    def forward(self, x, rope, context, kv=None):
-        """x [B, T, C] -> [B, T, C]. rope: as `GPT.rope` gives it. kv [2, B, Hkv, S, D]: the layer's
-        cache, to which keys and values are written."""
-        return self.proj(self.core(self.qkv(x), rope, context, kv))
+    def forward(self, x, context, kv=None):
+        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and
+        values are written."""
+        return self.proj(self.core(self.qkv(x), context, kv))
 
-    def core(self, qkv, rope, context, kv=None):
+    def core(self, qkv, context, kv=None):
         """All between the two products: qkv [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]."""
         c = self.config
         B, T, _ = qkv.shape
-        rope = rope[self.own_rope] if self.rotates else None
+        rope = context.rope[self.has_own_rope] if self.rotates else None
         if c.qk_norm == "all":
             q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
@@ -365,13 +324,12 @@ class Attention(nn.Module):
     def rotated(self, qkv, rope):
         """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and
         v [B, Hkv, T, D]."""
-        Hq, Hkv = self.config.n_head, self.config.n_kv_head
-        qk, v = qkv.split((Hq + Hkv, Hkv), dim=2)
+        n_query, n_key = self.config.n_head, self.config.n_kv_head
+        q, k, v = qkv.split((n_query, n_key, n_key), dim=2)
         if self.config.qk_norm == "head":
-            qk = torch.cat((self.q_norm(qk[:, :, :Hq]), self.k_norm(qk[:, :, Hq:])), dim=2)
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            qk = rotate(qk, rope)
-        q, k = qk.split((Hq, Hkv), dim=2)
+            q, k = rotate(q, rope), rotate(k, rope)
         return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -406,23 +364,22 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.mlp_post_norm = norm("after")
 
-    def forward(self, hidden, residual, rope, context, kv=None):
-        """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is the sum
-        of the two, or hidden alone where residual is None. A sum is one operation with the norm
-        that follows it."""
+    def forward(self, hidden, residual, context, kv=None):
+        """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is their
+        sum, or hidden alone where residual is None. The next norm adds the two."""
         hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
-        hidden = self.attn_post_norm(self.attn(hidden, rope, context, kv))
+        hidden = self.attn_post_norm(self.attn(hidden, context, kv))
         hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
         return self.mlp_post_norm(self.mlp(hidden)), residual
 
 
-def run_blocks(blocks, hidden, rope, context, cache=None):
-    """hidden [B, T, C] through the blocks -> (hidden, residual) as `Block` gives them."""
+def run_blocks(blocks, hidden, context, cache=None):
+    """hidden [B, T, C] -> (hidden, residual) as `Block` gives them."""
     residual = None
     with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
         for layer, block in enumerate(blocks):
             kv = None if cache is None else cache.kv[layer]
-            hidden, residual = block(hidden, residual, rope, context, kv)
+            hidden, residual = block(hidden, residual, context, kv)
     return hidden, residual
 
 
@@ -457,17 +414,16 @@ class LMHead(nn.Linear):
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer, with random weights as `init_weights` draws them; those of a
-    checkpoint come by `from_pretrained`. What it calls the hidden state is the last block's output,
-    before the final norm. hash: 16 hex digits of the checkpoint folder it came from, else None."""
+    """A decoder-only transformer with random weights; `from_pretrained` reads a checkpoint's. Its
+    hidden state is the last block's output, before the final norm. hash: 16 hex digits of the
+    checkpoint folder it came from, else None."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.hash = None
         self.context_type = AttentionContext  # a backend may put its own here
-        # not nn.Embedding(...), which draws random numbers: on the meta device that takes a second
-        # of imports
+        # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
         self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
@@ -486,15 +442,15 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         if self.embed.weight.is_meta:
             return  # there the tables would take half a second of imports, for nothing
-        rotations = rope_table(c, self.dtype, self.device) if c.positions == "rope" else None
-        self.register_buffer("rotations", rotations, persistent=False)
-        own = replace(c, rope_theta=c.window_theta, rope_scaling=None) if c.window_theta else None
-        rotations = rope_table(own, self.dtype, self.device) if own else None
-        self.register_buffer("window_rotations", rotations, persistent=False)
-        slopes = alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None
-        self.register_buffer("slopes", slopes, persistent=False)
+        table = lambda config: rope_table(config, self.dtype, self.device)
+        own = replace(c, rope_theta=c.window_theta, rope_scaling=None)
+        slopes = alibi_slopes(c.n_head).to(self.device)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
-        self.register_buffer("embed_scale", None if c.embed_scale == 1 else scale, persistent=False)
+        buffer = partial(self.register_buffer, persistent=False)
+        buffer("rotations", table(c) if c.positions == "rope" else None)
+        buffer("window_rotations", table(own) if c.window_theta else None)
+        buffer("slopes", slopes if c.positions == "alibi" else None)
+        buffer("embed_scale", scale if c.embed_scale != 1 else None)
 
     def _apply(self, fn, *args, **kwargs):
         super()._apply(fn, *args, **kwargs)
@@ -526,44 +482,48 @@ class GPT(nn.Module):
         """Bytes that can still be allocated on the model's device, as far as it tells."""
         return free_memory(self.device)
 
-    def new_cache(self, batch, capacity, blocks=None, dtype=None):
-        """A `KVCache` for some blocks, default the model's, in a dtype, default the model's. Raises
-        InputError where the memory has no room for it."""
-        dtype = dtype or self.dtype
-        shape = self.cache_shape(batch, capacity, blocks)
+    def new_cache(self, batch, capacity, blocks=None):
+        """A `KVCache` for some blocks, default the model's. Raises InputError where the memory has
+        no room for it."""
+        blocks = self.blocks if blocks is None else blocks
+        config = blocks[0].attn.config if len(blocks) else self.config
+        shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+        dtype = self.cache_dtype(math.prod(shape))
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
                      math.prod(shape) * dtype.itemsize, self.free_memory(), self.device,
                      "take a smaller batch size or fewer new tokens")
-        return KVCache(shape, dtype, self.device)
+        # zeros: rows never written still pass through masked products, where 0 * nan is nan
+        return KVCache(torch.zeros(shape, dtype=dtype, device=self.device),
+                       torch.zeros(batch, dtype=torch.int32, device=self.device))
 
-    def cache_shape(self, batch, capacity, blocks=None):
-        """(L, 2, B, Hkv, S, D) of such a cache."""
-        blocks = self.blocks if blocks is None else blocks
-        config = blocks[0].attn.config if len(blocks) else self.config
-        return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+    def cache_dtype(self, n):
+        """The dtype of a cache of n numbers; a backend may have its own."""
+        return self.dtype
 
-    def rope(self, positions):
-        """positions [B, T] -> [B, T, 2, D], see `rope_table`, and the same for layers with a window
-        where these have a table of their own; None where there is none."""
-        return [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
-
-    def attention_context(self, positions, cache=None, ancestors=None, end=None, documents=None,
+    def attention_context(self, positions, lengths=None, ancestors=None, end=None, documents=None,
                           slopes=None):
-        """The context of a pass with these arguments, as `forward` takes them."""
-        if cache is None:
-            return self.context_type.causal(positions, documents, slopes)
+        """The `AttentionContext` of tree nodes, where ancestors are given, of tokens that continue
+        a sequence at consecutive cache rows, where lengths are, else of a pass without a cache.
+        lengths: a cache's; the rest as in `forward`."""
+        rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
+        make = partial(self.context_type, rope=rope, slopes=slopes)
+        B, T = positions.shape
+        if lengths is None:
+            rows = torch.arange(T, device=positions.device)[None]
+            return make(rows, T, documents=documents)
         if ancestors is not None:
-            return self.context_type.tree(ancestors, cache, slopes)
+            return make(lengths=lengths, ancestors=ancestors)
         end = int(positions.max()) + 1 if end is None else end
-        return self.context_type.cached(positions, end, cache, slopes)
+        start = end - T if B == 1 else 0  # of more than one, a GPU would have to be waited for
+        return make(positions, end, start, positions[:, 0])
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output.
 
-        Without a cache: a plain causal pass, as in training; documents as in
-        `AttentionContext.causal`. With one, the keys and values of the tokens are written to it,
-        and its `lengths` stay as they are. positions int64 [B, T]; ancestors: of tree nodes. end:
-        one past the last position, which saves reading it from a GPU."""
+        Without a cache this is a plain causal pass, as in training, over documents as in
+        `AttentionContext.causal`. With one, it writes the tokens' keys and values there, and leaves
+        `lengths` alone. positions int64 [B, T]; ancestors: of tree nodes. end: one past the last
+        position, which saves reading it from a GPU."""
         hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
@@ -580,8 +540,9 @@ class GPT(nn.Module):
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        context = self.attention_context(positions, cache, ancestors, end, documents, self.slopes)
-        return run_blocks(self.blocks, hidden, self.rope(positions), context, cache)
+        lengths = None if cache is None else cache.lengths
+        context = self.attention_context(positions, lengths, ancestors, end, documents, self.slopes)
+        return run_blocks(self.blocks, hidden, context, cache)
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""
@@ -590,7 +551,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
         """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
-        Long prompts come in chunks: the scores take T x (start + T) numbers per head."""
+        Long prompts come in chunks: scores take T x (start + T) numbers per head."""
         end = start + tokens.shape[1]
         hidden = self(tokens, start + token_positions(tokens), cache, end=end)
         cache.lengths.fill_(end)
@@ -598,8 +559,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None):
-        """Reads a Hugging Face checkpoint folder, straight to the device; see
-        `hf.checkpoint.load`."""
+        """Reads a Hugging Face checkpoint folder; see `hf.checkpoint.load`."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device)
@@ -616,8 +576,8 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def needs_folders(otherwise=""):
-    """Around an import from folders beside this file. Where one is missing, says so; otherwise:
-    what else can be done."""
+    """Around an import from folders beside this file: names the one that is missing. otherwise:
+    what else the user can do."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -635,8 +595,7 @@ def warn(line):
 
 
 def atomic_write(path, write):
-    """Calls write(temporary name) and renames the result to `path`, so that a reader sees the old
-    file or the new one."""
+    """Calls write(temporary name) and renames that: a reader sees the old file or the new one."""
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         write(tmp)
@@ -660,8 +619,9 @@ def read_json(path):
     return value
 
 
-def pick_device(name):
-    """A torch.device that exists here, or InputError."""
+def pick_device(name=None):
+    """A torch.device that exists here, or InputError. Default: CUDA where there is a GPU."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
@@ -673,8 +633,7 @@ def pick_device(name):
 
 
 def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError for a value that is not a number from low to high (above low, with
-    `above`)."""
+    """Raises InputError unless value is a number from low to high; above low, with `above`."""
     kind = int if whole else (int, float)
     valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
     if not valid or (above and value == low):
@@ -694,40 +653,26 @@ def human(number, unit=""):
 
 
 def check_memory(what, size, free, device, advice):
-    """Raises InputError where `size` bytes are more than are free on a device. what: such as "the
-    weights take"."""
+    """Raises InputError where more bytes are needed than are free. what: "the weights take"."""
     if size > free:
         raise InputError(f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
                          f"{advice}")
 
 
 def free_memory(device):
-    """Bytes that can still be allocated on a device, as far as it tells. On CUDA, torch's cache is
-    emptied first."""
+    """Bytes that can still be allocated on a device, as far as it tells."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = 1024 * int(lines["MemAvailable"].split()[0])
+        return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError):  # not Linux
-        if not hasattr(os, "sysconf"):
-            return math.inf
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(free, container_memory())
-
-
-def container_memory():
-    """Bytes that a container still allows, infinity where it sets no limit."""
-    read = lambda name: Path(f"/sys/fs/cgroup/memory.{name}").read_text()
-    try:
-        file_cache = dict(line.split() for line in read("stat").splitlines())["inactive_file"]
-        return int(read("max")) - int(read("current")) + int(file_cache)  # given up when needed
-    except (KeyError, OSError, ValueError):
         return math.inf
 
 
 if __name__ == "__main__":
-    from tools.cli import command, describe
-    command(describe)
+    from hf.checkpoint import describe
+    from tools.cli import command
+    command(lambda: print(describe(ARGS.folder)))

@@ -1,16 +1,17 @@
 """A model on a CPU: products from packed weights at the memory's speed, and bfloat16 whose bits
 never differ.
 
-`apply(model, heads)` turns layers into their packed subclasses, in place: parameters keep their
-names, and a layer whose weight has changed, or that needs a gradient, computes as before.
+`apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
+names; a layer whose weight has changed, or that needs a gradient, computes as before.
 
 oneDNN multiplies a weight in its own blocked layout two to three times as fast as from rows, for
 one token and for many, and adds a residual or an activation for nothing. In bfloat16 a text must
-not depend on what is decoded beside it. So products always have FEWEST_ROWS rows or more, below
-which oneDNN adds in another order; attention adds in float64, whose rounding to bfloat16 hides the
-order; and tokens whose logits nearly tie are scored again in float64."""
+not depend on what is decoded beside it. So products always have MIN_ROWS rows or more, below which
+oneDNN adds in another order; attention adds in float64, whose rounding to bfloat16 hides the order;
+and tokens whose logits nearly tie are scored again in float64."""
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -18,18 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from clover import ResBlock
-from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton, takes
-from model import (
-    ACTIVATIONS,
-    GPT,
-    AttentionContext,
-    Block,
-    LMHead,
-    NoNorm,
-    alibi_mask,
-    causal_mask,
-    warn,
-)
+from kernels import float_logits, glu, gumbel, gumbel_argmax, runs_triton
+from model import ACTIVATIONS, AttentionContext, Block, LMHead, NoNorm, warn
 
 # oneDNN's product from packed weights, as torch.compile uses it; None where torch has none
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -37,7 +28,7 @@ ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if HAS_ONEDNN else None
 ONEDNN_NAMES = {None: ("none", [], ""), "silu": ("swish", [], ""), "gelu": ("gelu", [], "tanh")}
 # whether the CPU has instructions that multiply bfloat16; those with AMX have these too
 NATIVE_BFLOAT16 = HAS_ONEDNN and torch.cpu._is_avx512_bf16_supported()
-FEWEST_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors take more time
+MIN_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors take more time
 
 
 def apply(model, heads=None):
@@ -45,25 +36,26 @@ def apply(model, heads=None):
     weights have changed, or for a model that has left the CPU, whose layers become what they
     were."""
     if model.device.type != "cpu" or runs_triton(model.embed.weight):
-        return restore(model, heads)
+        plain = {packed: layer for layer, packed in PACKED.items()}
+        for module in filter(None, (model, heads)):
+            replace_classes(module, plain)
+        model.context_type = AttentionContext
+        vars(model).pop("cache_dtype", None)
+        return
     warn_of_emulation(model.dtype)
     pack(model, model)
+    warn_of_row_order(model)
     if heads is not None:
-        pack(heads, model, min_rows=1)  # what they guess may depend on what is decoded beside it
+        pack(heads, model, min_rows=1)  # guesses may depend on what is decoded beside them
     if model.blocks and isinstance(model.blocks[-1], PackedBlock):
         model.blocks[-1].is_last = True
     model.context_type = CPUContext
-    model.new_cache = partial(new_cache, model)
+    model.cache_dtype = partial(cache_dtype, model)
 
 
-def restore(model, heads=None):
-    """Takes back what `apply` did."""
-    plain = {packed: layer for layer, packed in PACKED.items()}
-    for module in filter(None, (model, heads)):
-        for layer in module.modules():
-            layer.__class__ = plain.get(type(layer), type(layer))
-    model.context_type = AttentionContext
-    vars(model).pop("new_cache", None)
+def replace_classes(module, classes):
+    for layer in module.modules():
+        layer.__class__ = classes.get(type(layer), type(layer))
 
 
 def default_dtype(device, stored):
@@ -82,13 +74,6 @@ def warn_of_emulation(dtype):
              "faster")
 
 
-def is_exact(model):
-    """Whether two ways to decode give the same bits: bfloat16 from packed weights, in one
-    process."""
-    return (model.dtype == torch.bfloat16 and isinstance(model.head, PackedLMHead)
-            and model.head.packed() is not None)
-
-
 # --------------------------------------------------------------------------------------------------
 # Products
 
@@ -97,7 +82,7 @@ def packs(dtype):
     return NATIVE_BFLOAT16 if dtype == torch.bfloat16 else HAS_ONEDNN and dtype == torch.float32
 
 
-def pack(module, model, min_rows=FEWEST_ROWS):
+def pack(module, model, min_rows=MIN_ROWS):
     """Makes the layers of a module packed ones, where memory has room for twice what their copies
     take."""
     linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
@@ -109,8 +94,8 @@ def pack(module, model, min_rows=FEWEST_ROWS):
                  "and in bfloat16 texts may differ where the model's best two tokens nearly tie; "
                  "take a smaller model")
         return
-    for layer in module.modules():
-        layer.__class__ = PACKED.get(type(layer), type(layer))
+    replace_classes(module, PACKED)
+    for layer in linears:
         if isinstance(layer, PackedLinear):
             layer.min_rows = min_rows
             layer.repack()
@@ -119,7 +104,8 @@ def pack(module, model, min_rows=FEWEST_ROWS):
 class PackedLinear(nn.Linear):
     """nn.Linear that, in inference, multiplies by a copy of its weight in oneDNN's layout."""
     packed_weight = None  # (the weight, its version, the packed copy)
-    min_rows = FEWEST_ROWS
+    packed_vocab = None   # of an LM head: (vocab_ids, the packed copy, a packed copy of these rows)
+    min_rows = MIN_ROWS
 
     def repack(self):
         """Brings the copy up to date. Only a frozen weight has one, in a dtype that this CPU
@@ -128,8 +114,6 @@ class PackedLinear(nn.Linear):
         if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
             self.packed_weight = None
         elif not self.is_current():
-            if w.dtype == torch.bfloat16:
-                check_rows(min(w.shape[0], 4096), w.shape[1])
             self.packed_weight = w, w._version, torch.ops.mkldnn._reorder_linear_weight(w, None)
 
     def is_current(self):
@@ -180,51 +164,6 @@ def packed_linear(x, packed, bias=None, activation=None, residual=None):
     return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[activation])
 
 
-def check_rows(n, size):
-    """Warns where a packed product [m, size] x [size, n] in bfloat16 gives a row other bits for
-    another m, with as many threads as there are now. A text could then depend on what is decoded
-    beside it."""
-    if not product_bits(n, size, torch.get_num_threads())[0]:
-        warn(f"this CPU's bfloat16 products of {size} by {n} depend on the number of rows; texts "
-             "may differ where the model's best two tokens nearly tie")
-
-
-@lru_cache
-def product_bits(n, size, threads):
-    """(whether such a product's rows have the same bits for any m, a hash of these bits), with this
-    number of threads, which is torch's own."""
-    random = lambda seed: torch.randn(256, size // 2, generator=torch.Generator().manual_seed(seed))
-    x, w = random(0).bfloat16(), random(1).bfloat16()
-    # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
-    x = F.pad(torch.cat((x, x), dim=1), (0, size % 2))
-    w = F.pad(torch.cat((w, -w), dim=1), (0, size % 2))
-    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-n // 256), 1)[:n], None)
-    with torch.inference_mode():
-        together = packed_linear(x, packed)
-        same = all(torch.equal(packed_linear(x[:m], packed), together[:m])
-                   for m in (FEWEST_ROWS, 5, 16, 64))
-    return same, hash(together.view(torch.int16).numpy().tobytes())
-
-
-def same_bits(model, counts):
-    """Those numbers of threads by which a model's bfloat16 products have the bits that they have by
-    torch's own number, for any number of rows. All, for other dtypes."""
-    if model.dtype != torch.bfloat16 or not packs(model.dtype):
-        return counts
-    shapes = {(min(layer.weight.shape[0], 4096), layer.weight.shape[1])
-              for layer in model.modules() if isinstance(layer, nn.Linear)}
-    usual = torch.get_num_threads()
-    found = {}
-    try:
-        for threads in (usual, *counts):
-            torch.set_num_threads(threads)
-            found[threads] = [product_bits(*shape, threads) for shape in sorted(shapes)]
-    finally:
-        torch.set_num_threads(usual)
-    exact = lambda n: found[n] == found[usual] and all(same for same, _ in found[n])
-    return [n for n in counts if n == usual or exact(n)]
-
-
 class PackedResBlock(ResBlock):
 
     def forward(self, z, e):
@@ -232,22 +171,22 @@ class PackedResBlock(ResBlock):
 
 
 class PackedBlock(Block):
-    """A block whose products add to the residual stream, which is padded to FEWEST_ROWS rows from
-    the first block to the last. Gives (the stream, None)."""
+    """A block whose products add to the residual stream, which is padded to MIN_ROWS rows from the
+    first block to the last. Gives (the stream, None)."""
     is_last = False
 
-    def forward(self, hidden, residual, rope, context, kv=None):
+    def forward(self, hidden, residual, context, kv=None):
         attn, mlp = self.attn, self.mlp
-        linears = attn.qkv, attn.proj, mlp.up, mlp.down  # where some are quantised, all are slow
+        linears = attn.qkv, attn.proj, mlp.up, mlp.down  # where some are of a group, all are slow
         packed = all(isinstance(layer, PackedLinear) for layer in linears)
         if kv is None or not packed or attn.proj.packed() is None:
-            return super().forward(hidden, residual, rope, context, kv)
+            return super().forward(hidden, residual, context, kv)
         stream = hidden if residual is None else residual + hidden
         B, T = context.shape
         rows = max(stream.shape[1], -(-attn.proj.min_rows // B))  # of each sequence
         stream = pad_rows(stream, rows)
         qkv = attn.qkv.product(self.attn_norm(stream))
-        attended = attn.core(qkv if rows == T else qkv[:, :T], rope, context, kv)
+        attended = attn.core(qkv if rows == T else qkv[:, :T], context, kv)
         stream = add_product(stream, attn.proj, pad_rows(attended, rows), self.attn_post_norm)
         normed = self.mlp_norm(stream)
         activation = mlp.config.activation
@@ -272,10 +211,68 @@ def pad_rows(x, n):
 
 
 # --------------------------------------------------------------------------------------------------
+# Whether bits depend on the number of rows or of threads
+
+def is_exact(model):
+    """Whether two ways to decode give the same bits: bfloat16 from packed weights, in one
+    process."""
+    head = model.head
+    return (model.dtype == torch.bfloat16 and isinstance(head, PackedLMHead) and head.is_current())
+
+
+def warn_of_row_order(model):
+    """A line on standard error where a text in bfloat16 could depend on what is decoded beside
+    it."""
+    for N, C in product_shapes(model) if is_exact(model) else ():
+        if not product_bits(N, C, torch.get_num_threads())[0]:
+            warn(f"this CPU's bfloat16 products of {C} by {N} depend on the number of rows; texts "
+                 "may differ where the model's best two tokens nearly tie")
+
+
+def same_bits(model, counts):
+    """Those numbers of threads by which a model's bfloat16 products have the bits that they have by
+    torch's own number, for any number of rows. All, for other dtypes."""
+    if model.dtype != torch.bfloat16 or not packs(model.dtype):
+        return counts
+    usual = torch.get_num_threads()
+    shapes = product_shapes(model)
+    bits = {n: [product_bits(*shape, n) for shape in shapes] for n in (usual, *counts)}
+    exact = lambda n: bits[n] == bits[usual] and all(same for same, _ in bits[n])
+    return [n for n in counts if n == usual or exact(n)]
+
+
+def product_shapes(model):
+    """[(N, C)] of a model's weights. The first 4,096 rows stand for all."""
+    return sorted({(min(layer.weight.shape[0], 4096), layer.weight.shape[1])
+                   for layer in model.modules() if isinstance(layer, nn.Linear)})
+
+
+@lru_cache
+def product_bits(N, C, threads):
+    """(whether the rows of bfloat16 products with packed weights [N, C] have the same bits for any
+    number of rows, a hash of these bits), with this number of threads."""
+    random = lambda seed: torch.randn(256, C // 2, generator=torch.Generator().manual_seed(seed))
+    x, w = random(0).bfloat16(), random(1).bfloat16()
+    # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
+    x = F.pad(torch.cat((x, x), dim=1), (0, C % 2))
+    w = F.pad(torch.cat((w, -w), dim=1), (0, C % 2))
+    packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-N // 256), 1)[:N], None)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            together = packed_linear(x, packed)
+            same = all(torch.equal(packed_linear(x[:M], packed), together[:M])
+                       for M in (MIN_ROWS, 5, 16, 64))
+    finally:
+        torch.set_num_threads(usual)
+    return same, hash(together.view(torch.int16).numpy().tobytes())
+
+
+# --------------------------------------------------------------------------------------------------
 # The LM head
 
 class PackedLMHead(PackedLinear, LMHead):
-    packed_vocab = None  # (vocab_ids, packed copy of the whole weight, packed copy of these rows)
 
     def topk(self, hidden, k, vocab_ids=None):
         """For drafting: in half precision the logits are rounded."""
@@ -301,7 +298,7 @@ class PackedLMHead(PackedLinear, LMHead):
         if self.packed() is None:
             return super().logits(hidden)
         logits = self(hidden)
-        if logits.dtype != torch.float32:  # what rounding took is the product less what it left
+        if logits.dtype != torch.float32:  # rounding error = product - rounded logits
             logits = logits.float() + self.product(hidden, residual=-logits).float()
         return logits
 
@@ -316,8 +313,8 @@ class PackedLMHead(PackedLinear, LMHead):
 
 
 def topk_logprobs(logits, k):
-    """`kernels.project_topk` of given logits [M, V]: (logprobs float32 [M, k], columns int64 [M,
-    k]). In half precision, where equals are many, they come in any order."""
+    """The k largest of logits [M, V], best first, of equals the first -> (logprobs float32 [M, k],
+    columns int64 [M, k]). In half precision, where equals are many, they come in any order."""
     values, columns = logits.topk(min(k + 1, logits.shape[1]))
     # topk promises no order among equals; the (k + 1)st value shows whether one equal to the k-th
     # was left out
@@ -330,9 +327,9 @@ def topk_logprobs(logits, k):
 
 def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position, first_token=0):
     """`kernels.gumbel_argmax` for hidden [M, C] and weight [V, C] in bfloat16 whose product was
-    rounded to bfloat16 on the way: logits float32 [M, V]. Each token that may be the best but for
-    the rounding is scored again, in float64, so that a row's result neither ties nor depends on the
-    other rows. Other arguments and results as there."""
+    rounded to bfloat16: logits float32 [M, V]. Each token that may be the best but for the rounding
+    is scored again, in float64, so that a row's result neither ties nor depends on the other rows.
+    Other arguments and results as there."""
     M, V = logits.shape
     scores, scale = logits, temperature or 1.0
     if temperature:
@@ -353,7 +350,7 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
                        for r, t in zip(rows.split(4096), tokens.split(4096))])
     exact = exact / scale + noise[rows, tokens] if temperature else exact
     best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
-    won = ~(exact < best[rows])  # also what is no number
+    won = ~(exact < best[rows])  # also NaN
     # the lowest of equals
     return tokens.new_full((M,), V).scatter_reduce_(0, rows[won], tokens[won], "amin")
 
@@ -361,69 +358,44 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-def new_cache(model, batch, capacity, blocks=None):
-    """`GPT.new_cache`, in float64 where attention adds in float64 and that takes no more than a
+def cache_dtype(model, n):
+    """float64 where attention adds in float64, and a cache of n numbers then takes no more than a
     quarter of the free memory: cast in each step, it would be slower."""
-    dtype = model.dtype
-    size = 8 * math.prod(model.cache_shape(batch, capacity, blocks))
-    if dtype.itemsize == 2 and size <= model.free_memory() / 4:
-        dtype = torch.float64
-    return GPT.new_cache(model, batch, capacity, blocks, dtype)
+    exact = model.dtype.itemsize == 2 and 8 * n <= model.free_memory() / 4
+    return torch.float64 if exact else model.dtype
 
 
+@dataclass(eq=False)
 class CPUContext(AttentionContext):
-    """In half precision attention adds in float64, see `cached_attention`."""
-    shape = None   # (B, T) of the tokens, without rows that pad them
-    dtype = None   # of a tree's sums
+    """In half precision attention over a cache adds in float64, see `cached_attention`."""
 
-    @classmethod
-    def cached(cls, positions, end, cache, slopes=None):
-        B, T = positions.shape
-        mask = None
-        if slopes is not None:
-            mask = alibi_mask(positions, end, slopes.to(sum_dtype(cache)))
-        elif B > 1 or end > T:
-            mask = causal_mask(positions, end)
-        start = int(positions[:, 0].min())
-        context = cls(mask, end, positions[:, 0], slopes=slopes, rows=positions, start=start)
-        context.shape = B, T
-        return context
+    def __post_init__(self):
+        self.shape = (self.rows if self.ancestors is None else self.ancestors).shape  # (B, T)
+        if self.ancestors is not None:
+            self.start = int(self.lengths.min())
+            self.end = int(self.lengths.max()) + self.shape[1]
 
-    @classmethod
-    def tree(cls, ancestors, cache, slopes=None):
-        context = super().tree(ancestors, cache, slopes)
-        context.shape = ancestors.shape
-        context.start = int(cache.lengths.min())
-        context.end = int(cache.lengths.max()) + ancestors.shape[1]
-        context.dtype = sum_dtype(cache)
-        return context
-
-    def tree_mask_of(self, window):
-        """(`tree_mask` of a layer with this window, the first row that it is for)."""
-        if window not in self.window_masks:
-            first = max(self.start + 1 - window, 0) if window else 0
-            mask = tree_mask(self.lengths, self.ancestors, self.end, self.slopes, self.dtype,
-                             window, first)
-            self.window_masks[window] = mask, first
-        return self.window_masks[window]
+    def make_mask(self, window, dtype):
+        """For a tree `tree_mask`, else as of any context."""
+        if self.ancestors is None:
+            return super().make_mask(window, dtype)
+        first = self.visible_rows(window).start
+        return tree_mask(self.lengths, self.ancestors, self.end, self.slopes, dtype, window, first)
 
     def attend(self, q, k, v, window=0, scale=None):
         if self.lengths is None:
             return super().attend(q, k, v, window, scale)
+        rows = self.visible_rows(window)
+        k, v = k[:, :, rows], v[:, :, rows]
+        dtype = sum_dtype(q, k)
         if self.ancestors is None:
-            mask, first = self.mask_of(window)
-            k, v = k[:, :, first:self.end], v[:, :, first:self.end]
-            return cached_attention(q, k, v, mask, mask is None, scale)
-        (mask, unseen), first = self.tree_mask_of(window if window < self.end else 0)
-        k, v = k[:, :, first:self.end], v[:, :, first:self.end]
+            causal = self.is_causal(window) and q.shape[1] == self.end
+            mask = None if causal else self.mask(window, dtype)
+            return cached_attention(q, k, v, mask, causal, scale)
+        mask, unseen = self.mask(window, dtype)
         if unseen is not None:
-            k, v = without_unseen(k, v, self.start - first, unseen)
+            k, v = without_unseen(k, v, self.start - rows.start, unseen)
         return cached_attention(q, k, v, mask, False, scale)
-
-
-def sum_dtype(cache):
-    """The dtype in which attention over a cache adds."""
-    return torch.float32 if cache.kv.dtype == torch.float32 else torch.float64
 
 
 def without_unseen(k, v, first, unseen):
@@ -438,14 +410,13 @@ def without_unseen(k, v, first, unseen):
     return tuple(x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
 
 
-@takes(ancestors="B T int64", lengths="B int32 0..end-T", slopes="Hq float32?")
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=0, first=0):
-    """What each node sees of the n cache rows from `first` to `end` -> (bias, unseen), made once
-    per step for all layers of a window. ancestors, slopes, window: as in `kernels.tree_attention`.
+    """What each node sees of the n cache rows from `first` to `end` -> (bias, unseen). ancestors,
+    slopes, window: as in `kernels.tree_attention`.
 
-    bias, of a dtype, best the attention's, is added to the scores: [B, 1, T, n] of 0 and -inf, None
-    if every node sees every row; with slopes [B, Hq, T, n] of the ALiBi bias and -inf, never None.
-    unseen: bool [B, n], the rows that no node sees, None if there are none."""
+    bias, of a dtype, is added to the scores: [B, 1, T, n] of 0 and -inf, None if every node sees
+    every row; with slopes [B, Hq, T, n] of the ALiBi bias and -inf, never None. unseen: bool
+    [B, n], the rows that no node sees, None if there are none."""
     B, T = ancestors.shape
     device = lengths.device
     node = torch.arange(first, end, device=device) - lengths[:, None]  # (B, n), negative: committed
@@ -468,18 +439,22 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=
     return bias, unseen if unseen.any() else None
 
 
+def sum_dtype(q, k):
+    """The dtype in which attention over a cache adds."""
+    return torch.float64 if q.dtype.itemsize == 2 else k.dtype
+
+
 def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
     dtype. scale: of the scores, default D ** -0.5.
 
-    k and v may be float64 where q is not. With q in half precision the sums are always in float64,
-    so that rounding hides in which order they were taken: the same tokens are elsewhere in the
-    cache of another tree, and one flipped bit in one layer is enough to change a text. Caches in
-    half precision are then cast a head at a time."""
+    With q in half precision the sums are in float64, so that rounding hides in which order they
+    were taken: the same tokens are elsewhere in the cache of another tree, and one flipped bit in
+    one layer is enough to change a text. Caches in half precision are cast a head at a time."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     G = Hq // Hkv
-    dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
+    dtype = sum_dtype(q, k)
     bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
     all_heads = bias is None or bias.shape[1] == 1
     if k.dtype != dtype:

@@ -252,7 +252,7 @@ def test_layers_become_what_they_were_where_a_model_leaves_the_cpu():
     assert types() != before and model.context_type is cpu.CPUContext
     model.to("meta")
     cpu.apply(model, heads)
-    assert types() == before and model.context_type is models.AttentionContext and "new_cache" not in vars(model)
+    assert types() == before and model.context_type is models.AttentionContext and "cache_dtype" not in vars(model)
 
 
 def test_the_heads_read_as_many_tokens_as_there_are():

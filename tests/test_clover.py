@@ -318,9 +318,9 @@ def test_the_augmenting_block_is_a_copy_of_the_last_layer(shape):
     model = toy_model(**SHAPES[shape])
     heads = CloverHeads(preset("clover"), model)
     x, positions = torch.randn(2, 30, 64), torch.arange(30).expand(2, 30)
-    last, own = (run_blocks(blocks, x, model.rope(positions), model.attention_context(positions))
+    last, own = (run_blocks(blocks, x, model.attention_context(positions))
                  for blocks in (model.blocks[-1:], heads.augment_blocks))
     assert torch.equal(last[0], own[0]) and torch.equal(last[1], own[1])
     heads.augment_blocks[0].attn.window += 1
-    changed = run_blocks(heads.augment_blocks, x, model.rope(positions), model.attention_context(positions))
+    changed = run_blocks(heads.augment_blocks, x, model.attention_context(positions))
     assert not torch.equal(changed[0], own[0]) and last[0].isfinite().all()
