@@ -44,13 +44,13 @@ def save(folder, added):
 
 @pytest.fixture
 def tiny(tmp_path):
-    return save(tmp_path, {EOT: 300})
+    return save(tmp_path, {EOT: 261})
 
 
 @pytest.fixture
 def chatty(tmp_path):
     """tiny with the two tokens of ChatML."""
-    return save(tmp_path, {EOT: 300, "<|im_start|>": 301, "<|im_end|>": 302})
+    return save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263})
 
 
 def write(folder, files):
@@ -177,8 +177,8 @@ def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgot
     ids, loss_mask = data.encode_record(record, chatty)
     expected = [], []
     for i, (role, content) in enumerate(turn for turn in turns if turn[1] != "bye"):
-        opening = [301, *chatty.encode(f"{role}\n")]
-        said = [*chatty.encode("hell" if i == forgotten else content), 302, *chatty.encode("\n")]
+        opening = [262, *chatty.encode(f"{role}\n")]
+        said = [*chatty.encode("hell" if i == forgotten else content), 263, *chatty.encode("\n")]
         expected[0].extend(opening + said)
         expected[1].extend([False] * len(opening) + [i in counted] * len(said))
     assert (ids.tolist(), loss_mask.tolist()) == expected and sum(expected[1]) >= 3
@@ -220,13 +220,13 @@ def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_wh
     tiny.prefix = [7, 8]
     encoded = lambda *record: [array.tolist() for array in data.encode_record(corpus.Record(*record), tiny)]
     ids, counts = encoded(((f"he{EOT}", True),))
-    assert ids == [7, 8, *tiny.encode(f"he{EOT}"), 300] and counts == [False] * 2 + [True] * (len(ids) - 2)
+    assert ids == [7, 8, *tiny.encode(f"he{EOT}"), 261] and counts == [False] * 2 + [True] * (len(ids) - 2)
     ids, counts = encoded((("he", False), (f"ll{EOT}", True)), "completion")
-    assert ids == [7, 8, 256, 257, 300, 300]  # not 258, hell: a prompt's end is a token's
+    assert ids == [7, 8, 256, 257, 261, 261]  # not 258, hell: a prompt's end is a token's
     assert counts == [False] * 3 + [True] * 3
-    assert encoded((("he", False), (EOT, True)), "chat") == [[256, 300], [False, True]]
-    tiny.prefix = [300]  # the end of the document before
-    assert encoded((("he", True),))[0] == [*tiny.encode("he"), 300]
+    assert encoded((("he", False), (EOT, True)), "chat") == [[256, 261], [False, True]]
+    tiny.prefix = [261]  # the end of the document before
+    assert encoded((("he", True),))[0] == [*tiny.encode("he"), 261]
 
 
 @pytest.fixture
