@@ -209,7 +209,7 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, 
     other = shutil.copytree(checkpoint, tmp_path / "other")
     toy_model(seed=1, vocab_size=258, block_size=128).save_pretrained(other)
     for flags, says in (
-            (["--preset", "medusa"], "holds a run with preset clover, not medusa: "),
+            (["--preset", "medusa"], "holds a run with preset clover, not medusa, "),
             (["--seed", "2", "--draft-heads", "3", "--lr", "0.1"], "draft-heads 4, not 3; lr 0.005, not 0.1; seed 1, "),
             (["--data", tmp_path / "more.txt"], "holds a run with another model or other data "),
             (["--model", other], "holds a run with another model or other data ")):
@@ -381,7 +381,7 @@ def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_pa
         seen.append([n for _, n in parts]), window_batch(parts, *given))[1])
     run(checkpoint, texts, tmp_path / "whole", *flags)
     assert [n for n in seen if n != [1]] == [[2, 6]] * 8 and capsys.readouterr().out.count("the model wrote") == 2
-    own = data.Tokens.of(torch.load(tmp_path / "whole" / "self_distill.pt")["tokens"])
+    own = data.Tokens(*(x.numpy() for x in torch.load(tmp_path / "whole" / "self_distill.pt")["tokens"]))
     assert own.loss_mask.all()  # in texts, unlike chats, a prompt is in the loss too
     documents = [part.tolist() for part in np.split(own.ids, own.starts[1:])]
     model = GPT.from_pretrained(checkpoint, device="cpu")

@@ -1,7 +1,8 @@
 """Text that the model itself writes, for heads to train on, since decoding is on such text."""
 
-import time
 from pathlib import Path
+
+import torch
 
 from generate import generate
 from model import InputError
@@ -27,7 +28,7 @@ def own_text(args, model, stored, stop):
         raise InputError("a sharded model does not decode; take --self-distill 0")
     file = Path(args.out) / "self_distill.pt"
     if args.resume:
-        return Tokens.of(load_file(file, ["tokens"])["tokens"])
+        return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
     length = min(args.window, model.config.block_size // 2)
     given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
@@ -37,14 +38,14 @@ def own_text(args, model, stored, stop):
     documents = []
     for temperature in (0, 1):
         some = given[temperature::2] or given
-        began = time.monotonic()
         out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
                        tree_size=TREE_SIZE, batch_size=BATCH, stop=stop)
         print(f"the model wrote {out.emitted} tokens after {len(some)} prompts at temperature "
-              f"{temperature} in {time.monotonic() - began:.0f} s", flush=True)
+              f"{temperature} in {out.seconds:.0f} s", flush=True)
         for prompt, text in zip(some, out.tokens):
             in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
             documents.append(([*prompt, *text], in_loss))
     tokens = pack(documents)
-    save_file(file, dict(tokens=tokens.tensors()), "make room and start it again")
+    arrays = list(map(torch.from_numpy, tokens))
+    save_file(file, dict(tokens=arrays), "make room and start it again")
     return tokens
