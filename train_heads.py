@@ -142,7 +142,8 @@ class Run:
         self.saved = time.monotonic()
         if self.group.rank:
             return
-        a, heads, path = self.args, self.heads, self.out / STATE_FILE
+        a, heads = self.args, self.heads
+        path = self.out / STATE_FILE
         training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size,
                         **{name: getattr(a, name) for name in TRAINING},
                         **data_record(a.data, a.key))

@@ -18,7 +18,7 @@ def own_text(args, model, stored, stop):
     """The Tokens of what the model writes after --self-distill prompts from the training text,
     greedily after one half of them, at temperature 1 after the other; None for no prompts. A file
     in --out keeps them for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
-    kinds, corpus = stored["kinds"], stored["train"]
+    kinds = stored["kinds"]
     if args.self_distill is None:
         mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
         args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
@@ -30,7 +30,7 @@ def own_text(args, model, stored, stop):
     if args.resume:
         return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
     length = min(args.window, model.config.block_size // 2)
-    given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
+    given = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
