@@ -133,7 +133,7 @@ def match_tensors(path, model, tensors):
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # GPTQ's writers gave every layer a bias, of zeros
-        expect(part in expected, f"{tensor.file}: {part} is not of this model_type; a quantised "
+        expect(part in expected, f"{tensor.file}: config.json has no {part}; a quantised "
                "checkpoint needs its quantization_config")
         name, start, shape = expected.pop(part)
         expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),
