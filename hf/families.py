@@ -203,7 +203,7 @@ FAMILIES = {  # by model_type
 def value_of(raw, key, kind, default=None):
     """raw[key], or the default: a bool, a str, or an int or float above 0."""
     value = default if raw.get(key) is None else raw[key]
-    expect(kind is not bool or isinstance(value, bool), f"{key} must be true or false, not {value}")
+    expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
     if kind in (int, float):  # the product of any two sizes fits an int64
         check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
     return kind(value)
