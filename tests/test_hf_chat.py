@@ -87,43 +87,28 @@ CHATML = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 HEADERS = """{{- bos_token }}
-{%- set day = strftime_now("%d %b %Y") %}
+{%- set ns = namespace(count=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}
+    {%- set ns.system = messages[0]['content'] | trim %}
     {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
 {%- endif %}
 <|head|>system<|/head|>
 
-Today: {{ day }}
+Today: {{ strftime_now("%d %b %Y") }}
 {% if tools is not none %}
 Tools: {{ tools | tojson(indent=2) }}
 {% endif %}
-{{ system }}{{ eos_token }}
+{{ ns.system }}{{ eos_token }}{{ nothing }}{{ unk_token if unk_token is defined else 'no unk' }}
 {% for message in messages %}
     {% if message.content is not string %}
 {{ raise_exception('text only') }}
     {% endif %}
-<|head|>{{ message['role'] }}<|/head|>
-
-{{ message['content'] | trim }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}
-<|head|>assistant<|/head|>
-{% endif %}"""
-COUNTED = """
-{%- set ns = namespace(count=0, last='') %}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}{% continue %}{% endif %}
     {%- if ns.count >= 3 %}{% break %}{% endif %}
     {%- set ns.count = ns.count + 1 %}
-    {%- set ns.last = message.role %}
-    {{- {'n': ns.count, 'text': message.content, 'ümläut': '<&>'} | tojson }}{{ pad_token }}{{ nothing }}
+{{- {'n': ns.count, 'text': message.content | trim, 'ümläut': '<&>'} | tojson }}{{ pad_token }}
 {% endfor -%}
-last: {{ ns.last }}, {{ unk_token if unk_token is defined else 'no unk' }}, {{ image_token }}
 """
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "counted": COUNTED}
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS}
 TOKENS = {"bos_token": EOT, "eos_token": token("<|im_end|>"), "pad_token": EOT, "image_token": "<|im_start|>"}
 
 
@@ -139,16 +124,11 @@ CHATS = {
 }
 
 
-def chat_folder(folder, corpus, **config):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | TOKENS | config
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
-    return folder_of(folder, spec, config)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
     pytest.importorskip("transformers")
-    chat_folder(tmp_path, corpus, chat_template=TEMPLATES[name])
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
+    folder_of(tmp_path, spec, TOKENS | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name]})
     ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
     reference, tools = auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
     assert tokenizer.encode_prompt(encoding, "") == [0]
@@ -158,21 +138,12 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
             assert text == reference.apply_chat_template(messages, tokenize=False, **options)
             ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
             assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
-    if name == "headers":
-        assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
-    assert ours.render(CHATS["one"]) == ours.render(CHATS["one"], add_generation_prompt=True)
-
-
-def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(tmp_path):
-    config = json.dumps({"chat_template": HEADERS})
-    for file, content in (("chat_template.json", config), ("tokenizer_config.json", config),
-                          ("chat_template.jinja", HEADERS)):
-        ours = chat.load_chat_template(write(tmp_path, {file: content}))
-        refusal(lambda: ours.render([{"role": "user", "content": 7}]), tmp_path / file, "text only")
+        assert name != "headers" or re.search(r"Today: \d\d \w+ \d{4}\n", text)
 
 
 @pytest.mark.parametrize("source, reason", [
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ("{{ raise_exception('text only') }}", "text only"),
     ("{% set _ = messages.append(1) %}", "unsafe"),
     ("{{ nothing.at.all }}", "nothing"),
     ("{{ 1 / 0 }}", "zero"),

@@ -4,10 +4,7 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +16,9 @@ from generate import generate
 from hf import checkpoint
 from hf.checkpoint import describe
 from hf.families import FAMILIES, GEMMA_KEYS, parse_config, read_config
-from model import GPT, GPTConfig, InputError, alibi_slopes, atomic_write
+from model import GPT, InputError, alibi_slopes, atomic_write
 from test_clover import random_heads
 
-ROOT = Path(__file__).parent.parent
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 GPT2 = dict(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None)
@@ -318,9 +314,6 @@ def test_alibi_slopes_of_a_number_of_heads_that_is_no_power_of_two():
     assert alibi_slopes(6).tolist() == [2.0 ** -n for n in (2, 4, 6, 8, 1, 3)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading and writing
-
 @pytest.mark.parametrize("shape", ["llama", "untied-biased"])
 def test_save_and_load(shape, tmp_path):
     """Catches a weight that is lost, renamed or split wrongly on its way to disk and back."""
@@ -353,10 +346,8 @@ def test_casts_change_neither_values_nor_the_hash(name, stored, tmp_path):
 def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
     """Catches minutes of silence."""
     save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
-    capsys.readouterr()  # transformers has a bar
-    GPT.from_pretrained(tmp_path, device="cpu")
-    assert capsys.readouterr().err == ""
     monkeypatch.setattr(checkpoint, "LARGE", 1000)
+    capsys.readouterr()  # transformers has a bar
     GPT.from_pretrained(tmp_path, device="cpu")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)}, 0.0 GB in all)" in lines[0]
@@ -372,11 +363,10 @@ def test_a_description_tells_what_generate_takes_and_lacks(checkpoint, tmp_path)
     CloverHeads(preset("hydra", n_draft=3), model).save_pretrained(folder / "mine", tokens_per_step=2.345)
     lines = lambda: dict(line.split(None, 1) for line in describe(folder).splitlines())
     said = lines()
-    assert said["chat"] == "template of chat_template.jinja"
-    assert said["a"].startswith("text ends   at <|endoftext|> 3 or")
-    assert said["sampling"].startswith("temperature 1.0, top-p 0.95")
-    assert said["draft"].endswith("mine/ (hydra, 3 heads, 2.35 tokens per step)")
-    assert said["generate.py"] == "has all that it needs"
+    assert [said[key] for key in ("chat", "a", "sampling", "draft", "generate.py")] == [
+        "template of chat_template.jinja", "text ends   at <|endoftext|> 3 or the end of the context",
+        "temperature 1.0, top-p 0.95, unless flags say otherwise",
+        "heads   mine/ (hydra, 3 heads, 2.35 tokens per step)", "has all that it needs"]
     (folder / "tokenizer.json").unlink()
     (folder / "mine" / "heads.json").write_text("{}")
     said = lines()
@@ -390,19 +380,6 @@ def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp
     monkeypatch.setattr("hf.checkpoint.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"its weights take 2\d\d.\d? ?kB, but 1 kB are free on cpu"):
         GPT.from_pretrained(tmp_path, device="cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read as Linux tells it")
-def test_two_gigabytes_take_little_more_memory_than_themselves(tmp_path):
-    """Catches a checkpoint that is held twice while it loads."""
-    GPT(GPTConfig(vocab_size=32000, n_layer=16, n_head=16, n_kv_head=8, head_size=128, n_embd=2048, n_inner=6656,
-                  tied=False)).bfloat16().save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_size > 1.9e9
-    code = """import sys, torch; from model import GPT; GPT.from_pretrained(sys.argv[1], torch.bfloat16, "cpu")
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))  # KiB"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
-    assert 1024 * int(done.stdout) < 2.9e9 and b"(1 of 1, " in done.stderr
 
 
 def edit_config(path, **changes):
@@ -444,18 +421,16 @@ def one_shard(path, name, file=None):
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "num_hidden_layers", "head_dim"
 UNSUPPORTED = {  # model_type: (what its config.json says, what the message says)
     "gpt_oss": (dict(num_local_experts=4), "gpt_oss is not supported: attention sinks; take Qwen 3"),
-    "mixtral": (dict(num_local_experts=8), "num_local_experts is not supported: a mixture of experts; take"),
     "deepseek_v3": (dict(kv_lora_rank=8, n_routed_experts=4), "kv_lora_rank is not supported: latent attention (MLA)"),
     "qwen3_next": (dict(num_experts=4), "qwen3_next is not supported: recurrent layers"),
     "gemma4_text": ({}, "gemma4 is not supported: embeddings by layer"),
-    "gemma2": ({}, "gemma2 is not supported: soft-capped scores"),
     "gemma3_text": (dict(final_logit_softcapping=30.0), "soft-capped logits"),
     "mamba": ({}, f"model_type 'mamba' is not supported; supported: {', '.join(FAMILIES)}"),
 }
 BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, what the message says)
     **{name: (dict(model_type=name, **said), says) for name, (said, says) in UNSUPPORTED.items()},
     "weights are cut": (lambda p: os.truncate(p / "model.safetensors", 5000), "truncated, not a safetensors file"),
-    "header of 2^63 bytes": (lambda p: (p / "model.safetensors").write_bytes(b"\0" * 7 + b"\x80{}"), "header too large"),
+    "header of 2^63 bytes": (lambda p: (p / "model.safetensors").write_bytes(b"\0" * 7 + b"\x80{}"), "too large"),
     "flag that is text": (dict(tie_word_embeddings="false"), "tie_word_embeddings must be a bool, not 'false'"),
     "size of zero": (dict(num_hidden_layers=0), "num_hidden_layers must be a whole number from 1"),
     "another activation": (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
@@ -512,16 +487,6 @@ def test_describe_names_windows_norms_and_rotation(name, tmp_path):
     """Catches a line that says the same of every family."""
     said = dict(line.split(None, 1) for line in describe(save_theirs(name, theirs_of(name), tmp_path)).splitlines())
     assert (said["positions"], said["windows"], said["norms"]) == DESCRIBED[name]
-
-
-def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
-    """Catches a cached snapshot, whose files are links to ../../blobs, that is refused."""
-    path = tmp_path / "snapshots" / "1234"
-    model = toy_model()
-    model.save_pretrained(path)
-    one_shard(path, "model-1.safetensors", tmp_path / "blobs" / "5678")
-    (path / "model-1.safetensors").symlink_to("../../blobs/5678")
-    assert GPT.from_pretrained(path, device="cpu").hash == state_hash(model.state_dict())
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):

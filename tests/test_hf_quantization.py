@@ -193,33 +193,25 @@ LAYER = "model.layers.0.mlp.down_proj."
 tensor = lambda part, f: lambda tensors: tensors.update({LAYER + part: f(tensors[LAYER + part])})
 BROKEN = {  # case: (kind, what breaks it, what is said)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
-    "no method": ("awq", dict(quant_method=None), "quant_method None is not supported"),
     "unpack it": ("awq", dict(quant_method="compressed-tensors"), "docs/models.md says how to unpack it"),
     "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
-    "bits that are text": ("gptq-4", dict(bits="4"), "bits '4' is not supported"),
-    "version": ("awq", dict(version="gemv"), "awq's version 'gemv' is not supported; supported: gemm"),
-    "group of another type": ("awq", dict(group_size="x"), "must have whole sizes above 0, or -1, not [1, 'x']"),
     "group that does not divide": ("awq", dict(group_size=100), "which groups of 100 do not divide"),
     "other group than the tensors": ("awq", dict(group_size=32), "has torch.int32 (3, 16) as qzeros, where awq: 4 "
                                      "bits, groups of 32 has torch.int32 (6, 16)"),
     "other bits than the tensors": ("gptq-4", dict(bits=8), "groups of 64 do not divide"),
     "small group": (Kind(dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
                     "in groups of 16; groups of 128, 64 or 32 are supported"),
-    "marlin": ("gptq-4", dict(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
     "blocks of another type": ("fp8", dict(weight_block_size=128), "must have whole sizes above 0, or -1, not 128"),
     "act-order": ("gptq-4", lambda p: edit(p, tensor("g_idx", lambda x: x.flip(0))), "act-order"),
     "scales that are not finite": ("awq", lambda p: edit(p, tensor("scales", lambda x: x * torch.inf)), "not finite"),
-    "other shape": ("awq", lambda p: edit(p, tensor("qzeros", lambda x: x[:1])), "torch.int32 (1, 16) as qzeros"),
     "other type": ("fp8", lambda p: edit(p, tensor("weight", lambda x: x.float())), "where fp8: 8 bits (e4m3), blocks"),
     "part missing": ("awq", lambda p: edit(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
     "values missing": ("awq", lambda p: edit(p, lambda t: t.pop(LAYER + "qweight")), "no qweight"),
     "quantised tensors without a config": ("awq", lambda p: edit_config(p, quantization_config=None),
                                            "needs its quantization_config"),
-    "fp8 without a config": ("fp8", lambda p: edit_config(p, quantization_config=None), "quantization_config"),
     "config without quantised tensors": (
         "awq", lambda p: (p.parent / "plain" / "model.safetensors").rename(p / "model.safetensors"),
         "but no tensor is called scales"),
-    "GPT-2": ("awq", lambda p: edit_config(p, model_type="gpt2"), "a quantised checkpoint of gpt2 is not supported"),
 }
 
 

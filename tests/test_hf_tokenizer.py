@@ -75,9 +75,6 @@ def corpus():
     return tuple(file.read_text()[:20_000] for file in builtin_corpus("heldout")[:12])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A tokenizer.json written by hand
-
 def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
     assert tiny.bpe
     assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
@@ -135,11 +132,12 @@ def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
 # ---------------------------------------------------------------------------------------------------------------------
 # Every kind of tokenizer.json, against the tokenizers package
 
-CODE = 'def f(a):\n\treturn a  # naïve\n\n\n    x = {"k": [1, 23, 456.789e-10]}\r\nfor (i = 0; i < 9; ++i) { s = "é"; }'
-MIXED = ("👩‍👩‍👧‍👦", "🇩🇪👍🏽", "e\u0301\u0327", "\u1100\u1161\u11a8", "日本語テキスト", "العربية", "हिन्दी ไทย")
-MIXED += ("don't WE'LL '", "½Ⅷ²", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300)
-BLOCKS = [(0, 128), (0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000, 0x20000),
-          (0x1F300, 0x1FAFF)]
+SNIPPETS = [
+    "👩‍👩‍👧‍👦", "🇩🇪👍🏽", "e\u0301\u0327", "\u1100\u1161\u11a8", "日本語テキスト", "العربية", "हिन्दी ไทย", "½Ⅷ²",
+    "don't WE'LL '", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300, "1234567 89.0e-10",
+    " \u00a0\u2003\u0085\u3000", " " * 70, "\n" * 8,
+    'def f(a):\n\treturn a  # naïve\n\n\n    x = {"k": [1]}\r\nfor (i = 0; i < 9; ++i) { s = "é"; }']
+BLOCKS = [(0, 128), (0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000, 0x20000), (0x1F300, 0x1FAFF)]
 
 
 def random_texts(count, seed=0, tokens=()):
@@ -147,32 +145,18 @@ def random_texts(count, seed=0, tokens=()):
     rng = random.Random(seed)
 
     def part():
-        kind = rng.randrange(8)
-        if kind < 2:
-            low, high = rng.choice(BLOCKS)
-            return "".join(chr(rng.randrange(low, high)) for _ in range(rng.randint(1, 12)))
-        if kind == 2:
-            return "".join(rng.choice(" \t\n\r\u00a0\u2003\u0085\u3000") for _ in range(rng.choice((1, 2, 5, 30))))
-        if kind == 3:
-            return rng.choice(" \n") * rng.choice((1, 3, 8, 70))
-        if kind == 4:
-            return str(rng.randrange(10 ** rng.randint(1, 12)))
-        if kind == 5:
-            start = rng.randrange(len(CODE))
-            return CODE[start:start + rng.randint(1, 40)]
-        return rng.choice([*MIXED, *tokens, *tokens])
+        low, high = rng.choice(BLOCKS)
+        letters = "".join(chr(rng.randrange(low, high)) for _ in range(rng.randint(1, 12)))
+        snippet = rng.choice([*SNIPPETS, *tokens, *tokens])
+        return rng.choice([letters, snippet, snippet[rng.randrange(len(snippet)):]])
 
     for _ in range(count):
         yield "".join(part() for _ in range(rng.randint(0, 6)))
 
 
-def sequence(*steps):
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
 def split_form(regex):
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return sequence(split, BYTE_LEVEL | {"use_regex": False})
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def added(index, content, **flags):
@@ -231,7 +215,7 @@ NFC = {"type": "NFC"}
 CHAT = [("<|im_start|>", {}), ("<tool_call>", {"special": False})]
 NESTED = [("<a>", {}), ("<a><b>", {}), ("<a><b>c", {"special": False}), ("b>c", {})]
 STRIPS = [("<mask>", {"lstrip": True}), ("<end>", {"rstrip": True}), ("word", {"single_word": True, "special": False})]
-DIGITS = sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
 BOS = template([(EOT, 0)])
 KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "gpt2": (lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL), True),
@@ -242,24 +226,19 @@ KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "qwen": (lambda c: byte_level(c, split_form(QWEN_PATTERN), CHAT, normalizer=NFC), True),
     "nested special tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED[:2]), False),
     "nested tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED), False),
-    "normalized tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), [("é!", {"normalized": True})],
-                                               normalizer=NFC), False),
     "tokens in two rounds": (lambda c: byte_level(c, BYTE_LEVEL, [("<a", {"normalized": True}), ("a>", {})]), False),
     "stripping tokens": (lambda c: byte_level(c, BYTE_LEVEL, STRIPS), False),
     "missing bytes": (lambda c: byte_level([x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL,
                                            alphabet=False), False),
     "smollm": (lambda c: byte_level(c, DIGITS, CHAT), False),
-    "line ends": (lambda c: byte_level(c, split_form(r"\s+$|^\s+|\S+")), False),
-    "roberta": (lambda c: byte_level(c, BYTE_LEVEL | {"add_prefix_space": True}), False),
     "llama2": (lambda c: pieces(c, PREPEND, None, True), False),
     "mistral": (lambda c: pieces(c, None, METASPACE, True), False),
     "gemma": (lambda c: pieces(c, SPACE, None, False), False),
 }
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(name, count, corpus, tmp_path):
+def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(name, corpus, tmp_path):
     build, through_tiktoken = KINDS[name]
     spec = build(corpus)
     encoding = load_encoding(save(tmp_path, spec))
@@ -267,7 +246,7 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.max_token_value == max(whole.get_vocab().values())
-    for text in [*random_texts(count, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
+    for text in [*random_texts(120, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
         ids = encoding.encode(text, allowed_special="all")
         assert ids == whole.encode(text, add_special_tokens=False).ids, ascii(text)
         assert encode_prompt(encoding, text) == whole.encode(text).ids, ascii(text)
@@ -320,9 +299,8 @@ def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
 
 
 def test_hashes_of_all_kinds_differ_and_do_not_depend_on_the_files_layout(corpus, tmp_path):
-    specs = [KINDS[name][0](corpus) for name in ("gpt2", "qwen", "smollm", "mistral", "gemma")]
-    specs += [specs[1] | {"normalizer": None}, specs[3] | {"normalizer": NFC}]
-    specs += [specs[3] | {"added_tokens": specs[3]["added_tokens"][:2]}]
+    specs = [KINDS[name][0](corpus) for name in ("gpt2", "qwen", "smollm", "mistral")]
+    specs += [specs[1] | {"normalizer": None}, specs[3] | {"added_tokens": specs[3]["added_tokens"][:2]}]
     hashes = [load_encoding(save(tmp_path, spec)).hash for spec in specs]
     assert len(set(hashes)) == len(specs)
     for i in (1, 3):  # with indents, other keys first, and something before a prompt
@@ -330,9 +308,6 @@ def test_hashes_of_all_kinds_differ_and_do_not_depend_on_the_files_layout(corpus
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec, indent=1), encoding="utf-8")
         assert load_encoding(tmp_path).hash == hashes[i]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
 
 REFUSED = {  # reason: what a tiny spec is changed by
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
@@ -387,25 +362,18 @@ def auto_tokenizer(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("processor, prefix", [
-    (None, []),
-    (BYTE_LEVEL, []),
-    (template([(EOT, 0), ("<|im_end|>", 1)]), [0, 1]),
-    (template([(EOT, 0)], [("<|im_end|>", 1)]), [0]),
-    (template([], [(EOT, 0)]), []),
-    ({"type": "Sequence", "processors": [BYTE_LEVEL, BOS]}, [0]),
-    ({"type": "RobertaProcessing", "sep": [EOT, 0], "cls": ["<|im_end|>", 1], "trim_offsets": True,
-      "add_prefix_space": False}, [1]),
-])
-def test_prompts_begin_as_transformers_begins_them(processor, prefix, corpus, tmp_path):
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), post_processor=processor)
-    folder_of(tmp_path, spec, {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": processor is None})
-    encoding, reference = load_encoding(tmp_path), auto_tokenizer(tmp_path)
-    assert encoding.prefix == prefix
-    for text in ("", "Hello world", f"a{EOT}b", "  \n日"):
-        ids, theirs = encode_prompt(encoding, text), reference.encode(text)
-        assert ids == theirs[:len(ids)] and theirs[len(ids):] in ([], [0], [1])  # what ends a text is left out
-        assert encoding.decode([*ids, 10**6]) == reference.decode(ids)
+BEFORE_AND_AFTER = [([], []), ([], [0]), ([0], []), ([0, 1], []), ([0], [1])]
+
+
+@pytest.mark.parametrize("before, after", BEFORE_AND_AFTER)
+def test_prompts_begin_as_the_post_processor_says_and_end_open(before, after, corpus, tmp_path):
+    texts = {0: EOT, 1: "<|im_end|>"}
+    processor = template(*([(texts[index], index) for index in ids] for ids in (before, after)))
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), post_processor={"type": "Sequence", "processors": [
+        BYTE_LEVEL, processor]})
+    encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
+    for text in ("", f"a{EOT}b"):
+        assert [*encode_prompt(encoding, text), *after] == package.encode(text).ids and encoding.prefix == before
 
 
 def token(text):
