@@ -53,9 +53,9 @@ def weight_files(path):
             expect(isinstance(names, dict) and names, f"{index}: expected a weight_map")
             names = sorted({str(name) for name in names.values()})
             for name in names:
-                expect(Path(name).name == name and index.with_name(name).is_file(),
+                expect(Path(name).name == name and (index.parent / name).is_file(),
                        f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
-            return [index.with_name(name) for name in names]
+            return [index.parent / name for name in names]
     raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or an index of "
                      "their shards; fetch the checkpoint's weights")
 
