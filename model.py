@@ -373,16 +373,6 @@ class Block(nn.Module):
         return self.mlp_post_norm(self.mlp(hidden)), residual
 
 
-def run_blocks(blocks, hidden, context, cache=None):
-    """hidden [B, T, C] -> (hidden, residual) as `Block` gives them."""
-    residual = None
-    with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
-        for layer, block in enumerate(blocks):
-            kv = None if cache is None else cache.kv[layer]
-            hidden, residual = block(hidden, residual, context, kv)
-    return hidden, residual
-
-
 class LMHead(nn.Linear):
     """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final
     norm."""
@@ -423,6 +413,7 @@ class GPT(nn.Module):
         c = self.config = config
         self.hash = None
         self.context_type = AttentionContext  # a backend may put its own here
+        self.query_heads = slice(None)        # those that the blocks hold of the model's
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -501,11 +492,12 @@ class GPT(nn.Module):
         return self.dtype
 
     def attention_context(self, positions, lengths=None, ancestors=None, end=None, documents=None,
-                          slopes=None):
+                          query_heads=slice(None)):
         """The `AttentionContext` of tree nodes, where ancestors are given, of tokens that continue
         a sequence at consecutive cache rows, where lengths are, else of a pass without a cache.
-        lengths: a cache's; the rest as in `forward`."""
+        Arguments as in `run_blocks`."""
         rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
+        slopes = None if self.slopes is None else self.slopes[query_heads]
         make = partial(self.context_type, rope=rope, slopes=slopes)
         B, T = positions.shape
         if lengths is None:
@@ -516,6 +508,21 @@ class GPT(nn.Module):
         end = int(positions.max()) + 1 if end is None else end
         start = end - T if B == 1 else 0  # of more than one, a GPU would have to be waited for
         return make(positions, end, start, positions[:, 0])
+
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
+                   documents=None, lengths=None, query_heads=slice(None)):
+        """hidden [B, T, C] through blocks, the model's or others -> (hidden, residual) as `Block`
+        gives them. lengths: int32 [B], default cache.lengths; query_heads: those of the model's
+        that the blocks hold; the rest as in `forward`."""
+        if lengths is None and cache is not None:
+            lengths = cache.lengths
+        context = self.attention_context(positions, lengths, ancestors, end, documents, query_heads)
+        residual = None
+        with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
+            for layer, block in enumerate(blocks):
+                kv = None if cache is None else cache.kv[layer]
+                hidden, residual = block(hidden, residual, context, kv)
+        return hidden, residual
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output.
@@ -540,9 +547,8 @@ class GPT(nn.Module):
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        lengths = None if cache is None else cache.lengths
-        context = self.attention_context(positions, lengths, ancestors, end, documents, self.slopes)
-        return run_blocks(self.blocks, hidden, context, cache)
+        return self.run_blocks(self.blocks, hidden, positions, cache, ancestors, end, documents,
+                               query_heads=self.query_heads)
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

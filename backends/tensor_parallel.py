@@ -201,8 +201,7 @@ class Group:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
-        if model.slopes is not None:
-            model.slopes = model.slopes[self.rows(config.n_head)]
+        model.query_heads = self.rows(config.n_head)
         model.free_memory = lambda: self.min(free_memory(model.device))
 
         def refuse(path, dtype=None):
