@@ -13,7 +13,6 @@ Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lo
 beams, C hidden size, V vocabulary."""
 
 import math
-import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -21,14 +20,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
-if __name__ == "__main__":  # a mistake in the flags is told before torch is loaded
-    try:
-        from tools import flags
-    except ModuleNotFoundError:
-        print("generate.py: the command line needs tools/, hf/ and backends/; copy these folders "
-              "here too", file=sys.stderr)
-        sys.exit(2)
-    flags.parse(sys.argv[1:])
+if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo is told at once
+    from tools.flags import parse_generate
+    ARGS = parse_generate()
 
 import torch
 
@@ -40,7 +34,6 @@ from kernels import (
     merge_chain,
     ngram_lookup,
     runs_triton,
-    unchecked,
 )
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
@@ -65,22 +58,19 @@ class DraftPlan(NamedTuple):
 
 
 class FixedPolicy:
-    """Takes one plan in all steps. Every policy has what this one has: `plans` to select among,
-    and what follows. `tools.policy.AdaptivePolicy` has several plans."""
-    drops_heads = False  # whether heads need not read any more in this call
+    """Selects one plan for all steps. Every policy has these three: `plans` to select among,
+    `select` and `update`. `tools.policy.AdaptivePolicy` has several plans."""
 
     def __init__(self, plan):
         self.plans = (plan,)
-
-    def start(self, may_drop_heads):
-        """A call begins."""
 
     def select(self):
         """The plan of the next step."""
         return self.plans[0]
 
-    def update(self, plan, found, seconds=None, slots=None):
-        """What a step of so many slots found, [(sequence, tokens, path)], and how long it took."""
+    def update(self, plan, results, seconds=None):
+        """Learns from a step: its results [(sequence, tokens, path)], and its duration, None where
+        that says nothing about the next one."""
 
 
 class Accepted(NamedTuple):
@@ -91,15 +81,6 @@ class Accepted(NamedTuple):
     count: torch.Tensor   # [B]: how many there are
     last: torch.Tensor    # [B]: the index of the last
 
-    @classmethod
-    def views(cls, packed, P):
-        tokens, path, ends = packed.split((P, P, 2), dim=1)
-        return cls(packed, tokens, path, *ends.unbind(1))
-
-    def lists(self):
-        """The views as lists, on the host."""
-        return Accepted(None, *(x.tolist() for x in self[1:]))
-
 
 # --------------------------------------------------------------------------------------------------
 # The decoder
@@ -108,43 +89,49 @@ class Accepted(NamedTuple):
 class Slots:
     """The state of B sequences, one per slot."""
     cache: KVCache
-    heads_cache: KVCache | None     # the augmenting block's; its lengths are the cache's
+    heads_cache: KVCache | None     # the augmenting block's; it has the same lengths
     root: torch.Tensor              # int64 [B]: the newest token, which has no cache row yet
-    state: torch.Tensor | None      # [B, C]: what the heads draft from
-    history: torch.Tensor | None    # int32, one row per slot: the text, root included, for lookup
-    sequence: torch.Tensor          # int64 [B]: which text this is; the noise is a function of it
+    state: torch.Tensor             # [B, C]: what the heads draft from
+    history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
+    sequence: torch.Tensor          # int64 [B]: the text's number; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
+
+    ROWS = "root", "state", "history", "sequence", "active"
 
     def first(self, n):
         """Views of the first n slots."""
-        view = lambda x: x.slots(0, n) if isinstance(x, KVCache) else x[:n]
-        return Slots(*(None if x is None else view(x) for x in vars(self).values()))
+        heads_cache = self.heads_cache and self.heads_cache.slots(0, n)
+        rows = {name: getattr(self, name)[:n] for name in self.ROWS}
+        return Slots(self.cache.slots(0, n), heads_cache, **rows)
 
     def move(self, source, free):
         """Copies slot `source` to slot `free`."""
         n = int(self.cache.lengths[source])
-        for cache in filter(None, (self.cache, self.heads_cache)):
-            cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        for tensor in (self.cache.lengths, *vars(self).values()):
-            if isinstance(tensor, torch.Tensor):
-                tensor[free] = tensor[source]
+        self.cache.kv[:, :, free, :, :n] = self.cache.kv[:, :, source, :, :n]
+        if self.heads_cache:
+            self.heads_cache.kv[:, :, free, :, :n] = self.heads_cache.kv[:, :, source, :, :n]
+        self.cache.lengths[free] = self.cache.lengths[source]
+        for name in self.ROWS:
+            rows = getattr(self, name)
+            rows[free] = rows[source]
 
 
-def new_slots(model, heads, batch_size, capacity, plans, max_path):
+def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     """Empty `Slots` for texts of `capacity` tokens. On a GPU the host learns of a text's end a step
     late, so a text may grow by two paths: the sums below add what its last step writes."""
-    zeros = lambda dtype, *shape: torch.zeros(batch_size, *shape, dtype=dtype, device=model.device)
-    tree_size = max(plan.tree_size for plan in plans)
-    cache = model.new_cache(batch_size, capacity + max_path + tree_size)  # a tree after one path
-    heads_cache = state = history = None
-    if heads:
-        heads_cache = heads.new_cache(batch_size, capacity + 2 * max_path)  # heads read paths alone
-        heads_cache.lengths = cache.lengths
-        state = zeros(model.dtype, model.config.n_embd)
-    if any(plan.lookup_tokens for plan in plans):
-        history = zeros(torch.int32, capacity + 2 * max_path + 1)  # the root, too
-    return Slots(cache, heads_cache, root=zeros(torch.int64), state=state, history=history,
-                 sequence=zeros(torch.int64), active=zeros(torch.int32))
+    zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
+    cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a tree after one path
+    heads_cache = None
+    if heads:  # they read paths alone
+        heads_kv = heads.new_cache(batch_size, capacity + 2 * max_path).kv
+        heads_cache = KVCache(heads_kv, cache.lengths)
+    return Slots(
+        cache, heads_cache,
+        root=zeros(batch_size, dtype=torch.int64),
+        state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
+        history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # and the root
+        sequence=zeros(batch_size, dtype=torch.int64),
+        active=zeros(batch_size, dtype=torch.int32))
 
 
 class Decoder:
@@ -159,10 +146,11 @@ class Decoder:
                  beams=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
         check_beams(heads, 1 if beams is None else beams)
-        self.model, self.heads = model, heads
+        self.model = model
+        self.heads = heads
         self.batch_size = batch_size
         self.plans = plans
-        self.given_beams = beams
+        self.beams = beams
         self.sampling = sampling or Sampling()
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
@@ -172,15 +160,16 @@ class Decoder:
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
-        self.buffers = new_slots(model, self.heads, batch_size, self.capacity, plans, P)
+        self.looks_up = any(plan.lookup_tokens for plan in plans)
+        max_tree = max(plan.tree_size for plan in plans)
+        self.buffers = new_slots(model, heads, batch_size, self.capacity, max_tree, P)
         self.run_first(batch_size)
-        self.ran = set()       # (plan, the heads that read or None), of the steps until now
-        self.has_read = False  # a prompt: then its shapes are not checked any more
-        self.steps_ahead = 0   # steps in flight while the host reads an earlier one
-        self.pool = None       # the memory of all graphs; None: there are none
-        self.graphs = {}       # plan -> a function that replays its step
-        if model.device.type == "cuda":
-            self.prepare_cuda(P, graph)
+        is_cuda = model.device.type == "cuda"
+        self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
+        self.graphs = {}  # plan -> a function that replays its step; None before its capture
+        self.pool = None  # the memory of all graphs; None: there are none
+        if is_cuda and graph and runs_triton(self.slots.root):  # the references read values back
+            self.pool = torch.cuda.graph_pool_handle()
 
     def max_path(self, plan):
         """P: a path ends with the heads' last depth, or with the chain."""
@@ -190,24 +179,20 @@ class Decoder:
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
     def step(self, plan):
-        with unchecked(self.has_run(plan)):    # fixed shapes are checked in the first step alone
-            tree = self.draft(plan)            # tokens, parents, depths, ancestors: [B, T]
-            positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
-            normed, hidden = self.verify(tree, positions)      # [B, T, C]; K/V go to rows lengths..
-            target = self.sample(normed, positions)            # [B, T]: the model's own next tokens
-            accepted = self.accept(plan, tree, target)         # tokens, path [B, P], count [B]
-            self.commit(plan, hidden, accepted)
-        self.ran |= {(plan, self.heads), (plan, None)}  # without heads a step does less
+        tree = self.draft(plan)                        # tokens, parents, depths, ancestors [B, T]
+        positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
+        normed, hidden = self.verify(tree, positions)  # [B, T, C]; K/V go to rows lengths..
+        target = self.sample(normed, positions)        # [B, T]: the model's own next tokens
+        accepted = self.accept(plan, tree, target)     # tokens, path [B, P], count [B]
+        self.commit(plan, hidden, accepted)
         return accepted.packed
 
-    def has_run(self, plan):
-        return (plan, self.heads) in self.ran
-
     def draft(self, plan):
-        tree, slots = self.plain_tree, self.slots
+        tree = self.plain_tree
+        slots = self.slots
         if plan.head_nodes:
             size = plan.head_nodes + 1
-            beams = self.given_beams or self.heads.default_beams(size)
+            beams = self.beams or self.heads.default_beams(size)
             tree = self.heads.draft(slots.state, slots.root, size, beams)
         if plan.lookup_tokens:
             chain = ngram_lookup(slots.history, slots.cache.lengths, plan.lookup_tokens)
@@ -237,13 +222,16 @@ class Decoder:
 
     def accept(self, plan, tree, target):
         P = self.max_path(plan)
-        return Accepted.views(accept_path(*tree, target, self.slots.active, P), P)
+        packed = accept_path(*tree, target, self.slots.active, P)
+        tokens, path, ends = packed.split((P, P, 2), dim=1)
+        return Accepted(packed, tokens, path, *ends.unbind(1))
 
     def commit(self, plan, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
         token the next root. Rows from `count` on are junk, which the next step overwrites."""
-        slots, lengths = self.slots, self.slots.cache.lengths
-        if self.heads or slots.history is not None:
+        slots = self.slots
+        lengths = slots.cache.lengths
+        if self.heads or self.looks_up:
             positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
         last = accepted.last[:, None]
         if plan.head_nodes:  # else the tree is a chain, whose path is its first nodes
@@ -255,132 +243,114 @@ class Decoder:
                                         ancestors)  # (B, P, C)
             last_state = last[:, :, None].expand(-1, 1, states.shape[2])
             torch.gather(states, 1, last_state, out=slots.state[:, None])
-        if slots.history is not None:
+        if self.looks_up:
             slots.history[:, 1:].scatter_(1, positions, accepted.tokens.int())
         torch.gather(accepted.tokens, 1, last, out=slots.root[:, None])
         lengths += accepted.count
 
-    def prepare_cuda(self, P, graph):
-        """Buffers for a step in flight, and the graphs' pool of memory."""
-        self.steps_ahead = 1
-        size = self.batch_size * (2 * P + 2)
-        pinned = lambda: torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        self.pinned = [pinned(), pinned()]
-        event = lambda: torch.cuda.Event(enable_timing=True)
-        self.events = [(event(), event()), (event(), event())]  # before and after a step
-        if graph and runs_triton(self.slots.root):  # the references read values back
-            self.pool = torch.cuda.graph_pool_handle()
-
     def body(self, plan=None):
-        """A function that runs one step of a plan, by default the first -> `Accepted.packed`. A
-        plan's first step runs eagerly, which compiles it; then it is captured, and replayed."""
+        """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
+        graphs a plan's first step runs eagerly, which compiles it; then it is captured."""
         plan = plan or self.plans[0]
         step = partial(self.step, plan)
-        if self.pool is None or not self.has_run(plan):
+        if self.pool is None:
             return step
         if plan not in self.graphs:
+            self.graphs[plan] = None
+            return step
+        if self.graphs[plan] is None:
             self.graphs[plan] = capture(step, self.model.device, self.pool)
         return self.graphs[plan]
 
     @torch.inference_mode()
     def launch(self, plan):
-        """Starts one step -> a function that waits for it and returns (`Accepted.lists`, seconds,
-        None for a plan's first steps, which compile and capture it)."""
-        usual = self.has_run(plan) and (self.pool is None or plan in self.graphs)
-        P = self.max_path(plan)
-        read = lambda packed: Accepted.views(packed, P).lists()
-        started = time.perf_counter()
-        if self.model.device.type != "cuda":
-            accepted = read(self.body(plan)())
-            seconds = time.perf_counter() - started
-            return lambda: (accepted, seconds if usual else None)
-        begun, written = self.events[0]
-        stream = torch.cuda.current_stream(self.model.device)
-        begun.record(stream)
-        result = self.body(plan)()
-        pinned = self.pinned[0][:result.numel()].view(result.shape)
-        pinned.copy_(result, non_blocking=True)
-        written.record(stream)
-        self.pinned.reverse()
-        self.events.reverse()
+        """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
+        slots."""
+        packed = self.body(plan)()
+        copied = None
+        if packed.is_cuda:
+            on_device = packed
+            packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            packed.copy_(on_device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(on_device.device))
 
         def wait():
-            written.synchronize()
-            return read(pinned), begun.elapsed_time(written) / 1e3 if usual else None
+            if copied:
+                copied.synchronize()
+            return read_accepted(packed, self.max_path(plan))
         return wait
 
-    def prefill(self, slot, prompts, start, index):
+    def prefill(self, slot, sequences, start):
         """Reads the next chunk of a prompt, from token `start`, into a slot -> where it ends; after
-        the last chunk the slot runs, as the text of this index. Several prompts that fit in one
-        chunk are read at once, into the slots and as the texts from these on.
+        the last chunk the slot runs. The prompts of several `Sequence`s that fit in one chunk are
+        read at once, into the slots from this one on.
 
         A prompt's last token is not read here: it is the root of the first step, which is then like
         any other. Steps between two chunks write their trees where the next chunk goes."""
         slots = self.slots
-        n = len(prompts)
-        longest = max(map(len, prompts)) - 1
+        n = len(sequences)
+        longest = max(len(s.prompt) for s in sequences) - 1
         end = min(start + PREFILL_CHUNK, longest)
-        tokens, last = chunk_tensors(prompts, start, end, self.model.device)
+        tokens, last, numbers = chunk_tensors(sequences, start, end, self.model.device)
         rows = slice(slot, slot + n)
         if end > start:
-            with unchecked(self.has_read):
-                hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot, n), start)
-                if self.heads:
-                    positions = torch.arange(start, end, device=tokens.device).expand(n, -1)
-                    cache = slots.heads_cache.slots(slot, n)
-                    states = self.heads.augment(hidden, tokens[:, 1:], positions, cache, end=end)
-                    # a prompt of one token has no state yet: beside longer ones it gets any
-                    at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
-                    slots.state[rows] = states.gather(1, at)[:, 0]
-            self.has_read = True
+            hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot, n), start)
+            if self.heads:
+                positions = torch.arange(start, end, device=tokens.device).expand(n, -1)
+                cache = slots.heads_cache.slots(slot, n)
+                states = self.heads.augment(hidden, tokens[:, 1:], positions, cache, end=end)
+                # a prompt of one token has no state yet: beside longer ones it gets any
+                at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
+                slots.state[rows] = states.gather(1, at)[:, 0]
         elif self.heads:
             slots.state[rows].zero_()
-        if slots.history is not None:
+        if self.looks_up:
             slots.history[rows, start:end + 1] = tokens
         slots.root[rows] = tokens.gather(1, last - start)[:, 0]
         slots.cache.lengths[rows] = last[:, 0]
         if end == longest:
-            slots.sequence[rows] = torch.arange(index, index + n, device=tokens.device)
+            slots.sequence[rows] = numbers[:, 0]
             slots.active[rows].fill_(1)  # on a GPU, [rows] = 1 would wait for it
         return end
-
-    def set_heads(self, heads):
-        """Lets these heads read from now on, or none. What was captured is captured anew."""
-        if heads is not self.heads:
-            if self.graphs:
-                torch.cuda.synchronize(self.model.device)  # a step may be in flight
-            self.heads = heads
-            self.graphs.clear()
 
     def release(self, slot):
         """Makes a slot idle. It still runs, since shapes are fixed, on an empty sequence."""
         self.slots.active[slot].zero_()
         self.slots.cache.lengths[slot].zero_()
 
+    @torch.inference_mode()
     def reset(self):
         """Makes all slots idle."""
-        if len(self.slots.root) < self.batch_size:  # never with a graph, whose tensors must stay
-            self.run_first(self.batch_size)
-        for slot in range(self.batch_size):
-            self.release(slot)
+        self.run_first(self.batch_size)
+        self.slots.active.zero_()
+        self.slots.cache.lengths.zero_()
 
     def run_first(self, n):
-        """Steps run the first n slots alone from now on: `slots` are views of the buffers."""
+        """Steps run the first n slots alone from now on: `slots` are views of the buffers. Never
+        fewer than all with a graph, whose tensors must stay where they are."""
         self.slots = self.buffers.first(n)
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 
 
-def chunk_tensors(prompts, start, end, device):
-    """Tokens start, ..., end of prompts, padded [n, end + 1 - start], and where each prompt's last
-    of these is [n, 1]. The host does not wait for the copy to a GPU."""
+def read_accepted(packed, P):
+    """`Accepted.packed` -> [(tokens, path)] of the slots, as lists."""
+    return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
+
+
+def chunk_tensors(sequences, start, end, device):
+    """Tokens start, ..., end of prompts, padded [n, end + 1 - start], where each prompt's last of
+    these is [n, 1], and the sequences' numbers [n, 1]. The host does not wait for the copy to a
+    GPU."""
     rows = []
-    for prompt in prompts:
-        padding = [0] * (end + 1 - len(prompt))
-        rows.append([*prompt[start:end + 1], *padding, min(end, len(prompt) - 1)])
+    for s in sequences:
+        padding = [0] * (end + 1 - len(s.prompt))
+        last = min(end, len(s.prompt) - 1)
+        rows.append([*s.prompt[start:end + 1], *padding, last, s.index])
     rows = torch.tensor(rows)
     if device.type == "cuda":
         rows = rows.pin_memory().to(device, non_blocking=True)
-    return rows.split((end + 1 - start, 1), dim=1)
+    return rows.split((end + 1 - start, 1, 1), dim=1)
 
 
 def capture(body, device, pool=None):
@@ -442,101 +412,81 @@ class Sampling:
 class Engine:
     """Prompts wait, are admitted to free slots of a `Decoder`, run, and retire. Reusable for any
     prompts that fit its capacity. policy: what selects each step's plan, default plain decoding.
-    options: the Decoder's."""
+    options: the Decoder's.
+
+        sequence = engine.add(prompt, 64)
+        while engine.busy:
+            engine.step()
+        print(sequence.tokens)
+    """
 
     def __init__(self, model, heads=None, *, policy=None, **options):
         self.policy = policy or FixedPolicy(DraftPlan())
-        self.heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
-        self.decoder = Decoder(model, self.heads, plans=self.policy.plans, **options)
-        self.kept_text = []  # with one slot: what a call with keep=True left in the caches
+        heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
+        self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
+        self.clear()
 
-    @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None, keep=False,
-                 on_end=None):
-        """Continues prompts (lists of token ids) -> `Output`. stop, encoding: see `generate`.
+    def clear(self):
+        """Drops all sequences."""
+        self.waiting = deque()
+        self.free = deque(range(self.decoder.batch_size))
+        self.prefilling = None    # (slot, sequences, where the next chunk of their prompts starts)
+        self.running = {}         # slot -> sequence
+        self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
+        self.kept_text = []       # of a single slot: the text whose rows its caches still hold
+        self.decoder.reset()
 
-        on_step(index, tokens, path, plan) is called with the tokens of each step and the accepted
-        nodes, root first, of which those after plan.head_nodes are lookup's alone; on_end(sequence)
-        with a `Sequence` that ended. keep: for one prompt in one slot, as in a chat. What the
-        prompt shares with the text of the last call that kept it is not computed again; the model
-        must be the same. Raises InputError for what cannot be decoded, Interrupted on Ctrl-C."""
-        decoder = self.decoder
-        sequences = self.new_sequences(prompts, max_new_tokens, stop, encoding)
-        if keep and (decoder.batch_size, len(prompts)) != (1, 1):
-            raise InputError("keep is for one prompt in one slot, not for "
-                             f"{len(prompts)} in {decoder.batch_size}")
-        self.kept_text = self.kept_text if keep else []
-        output = Output([s.tokens for s in sequences], [], batch_size=decoder.batch_size,
-                        tree_size=max(plan.tree_size for plan in decoder.plans))
+    @property
+    def busy(self):
+        return bool(self.waiting or self.prefilling or self.running)
 
-        def emit(sequence, tokens, path, plan):
-            tokens = sequence.take(tokens)
-            output.count(tokens, path, plan)
-            if on_step:
-                on_step(sequence.index, tokens, path, plan)
-            if sequence.ended and on_end:
-                on_end(sequence)
-
-        threads = torch.get_num_threads()  # which the policy may change
-        self.policy.start(may_drop_heads=not keep)
-        decoder.set_heads(self.heads)
-        started = time.perf_counter()
-        try:
-            self.run(sequences, emit)
-        except KeyboardInterrupt:
-            raise Interrupted(output) from None
-        finally:
-            output.seconds = time.perf_counter() - started
-            torch.set_num_threads(threads)
-            output.ended = [s.ended for s in sequences]
-            text = [*prompts[0], *output.tokens[0]]
-            self.kept_text = text if keep and output.tokens[0] else []
-            decoder.reset()
-        return output
-
-    def new_sequences(self, prompts, max_new_tokens, stop, encoding):
-        """Checks what `generate` was given -> a `Sequence` for each prompt."""
+    def add(self, prompt, max_new_tokens, stop=(), encoding=None, index=0):
+        """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens. stop,
+        encoding: see `generate`. index: the sequence's number, of which the noise is a function.
+        Raises InputError for what cannot be decoded."""
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-        check_prompts(model, prompts)
+        check_prompt(model, prompt, index)
         stop = check_stops(stop, encoding)
-        sequences = [Sequence(i, prompt, max_new_tokens, model.config.block_size, stop, encoding)
-                     for i, prompt in enumerate(prompts)]
-        longest = max(len(s.prompt) + s.limit for s in sequences)
-        if longest > capacity:
-            raise InputError(f"a text of {longest} tokens does not fit an engine made for "
+        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding)
+        length = len(prompt) + sequence.limit
+        if length > capacity:
+            raise InputError(f"a text of {length} tokens does not fit an engine made for "
                              f"{capacity}; make a larger one")
-        return sequences
+        self.waiting.append(sequence)
+        return sequence
 
-    def run(self, sequences, emit):
-        self.waiting = deque(sequences)
-        self.free = deque(range(self.decoder.batch_size))
-        self.filling = None       # (slot, sequences, where the next chunk of their prompts starts)
-        self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps not read yet: (plan, function that waits, `running`)
-        while self.waiting or self.filling or self.running:
-            self.admit()
-            self.compact_slots()
-            if self.running:
-                if self.policy.drops_heads:
-                    self.decoder.set_heads(None)
-                plan = self.policy.select()
-                self.in_flight.append((plan, self.decoder.launch(plan), dict(self.running)))
-            if len(self.in_flight) > self.decoder.steps_ahead:
-                self.retire(emit)
+    @torch.inference_mode()
+    def step(self):
+        """Admits prompts and runs one step of all slots -> [(sequence, new tokens, path, plan)].
+        path: the accepted nodes, root first, of which those after plan.head_nodes are lookup's. On
+        a GPU the results are those of the step before: the host reads them while this one runs."""
+        self.resize()
+        admitted = self.admit()
+        started = time.perf_counter()
+        if self.running:
+            plan = self.policy.select()
+            self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
+        if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
+            return []
+        plan, results = self.retire()
+        seconds = None if admitted else time.perf_counter() - started
+        self.policy.update(plan, results, seconds)
+        return [(*result, plan) for result in results]
 
     def admit(self):
-        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
+        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps -> whether
+        there were any."""
         budget = PREFILL_CHUNK
-        while budget > 0 and (self.filling or (self.waiting and self.free)):
-            slot, sequences, start = self.filling or self.next_prompts()
-            prompts = [s.prompt for s in sequences]
-            end = self.decoder.prefill(slot, prompts, start, sequences[0].index)
-            budget -= max(end - start, 1) * len(prompts)
-            self.filling = slot, sequences, end
-            if end == max(map(len, prompts)) - 1:
+        while budget > 0 and (self.prefilling or (self.waiting and self.free)):
+            slot, sequences, start = self.prefilling or self.next_prompts()
+            end = self.decoder.prefill(slot, sequences, start)
+            budget -= max(end - start, 1) * len(sequences)
+            self.prefilling = slot, sequences, end
+            if end == max(len(s.prompt) for s in sequences) - 1:
                 self.running |= dict(enumerate(sequences, slot))
-                self.filling = None
+                self.prefilling = None
+        return budget < PREFILL_CHUNK
 
     def next_prompts(self):
         """(slot, sequences, where they start): the next prompt that waits, and on a GPU, which
@@ -552,49 +502,78 @@ class Engine:
                 break
             self.free.popleft()
             sequences.append(self.waiting.popleft())
-        return slot, sequences, self.reusable_prefix(sequences[0].prompt)
+        start = self.reusable_prefix(sequences[0].prompt)
+        self.kept_text = []
+        return slot, sequences, start
 
-    def retire(self, emit):
-        """Reads the oldest step in flight and frees the slots of the texts that end with it."""
-        plan, wait, started_with = self.in_flight.popleft()
-        accepted, seconds = wait()
-        found = []
-        for slot, sequence in started_with.items():
-            if self.running.get(slot) is not sequence:
-                continue  # the text ended a step earlier, when this step was already in flight
-            count = accepted.count[slot]
-            tokens, path = accepted.tokens[slot][:count], accepted.path[slot][:count]
-            found.append((sequence, tokens, path))
-            emit(sequence, tokens, path, plan)
+    def reusable_prefix(self, prompt):
+        """How many of a prompt's first rows the caches hold already. A row of the heads depends on
+        the next token too; the last but one token must run, for the heads' state."""
+        same = next((i for i, (a, b) in enumerate(zip(self.kept_text, prompt)) if a != b),
+                    min(len(self.kept_text), len(prompt)))
+        return max(min(same - 1, len(prompt) - 2), 0)
+
+    def resize(self):
+        """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
+        front, and up to an eighth of the batch more: an idle slot costs as much as a busy one, and
+        a new batch size costs more. On a GPU a graph needs tensors to stay where they are."""
+        decoder = self.decoder
+        n = decoder.batch_size
+        if not (decoder.steps_ahead or self.waiting or self.prefilling):
+            multiple = max(n // 8, 1)
+            n = math.ceil(len(self.running) / multiple) * multiple
+        if n == len(decoder.slots.root):
+            return
+        for free in range(n):
+            if free not in self.running and max(self.running, default=0) >= n:
+                source = max(self.running)
+                decoder.buffers.move(source, free)
+                decoder.release(source)
+                self.running[free] = self.running.pop(source)
+        decoder.run_first(n)
+        self.free = deque(slot for slot in range(n) if slot not in self.running)
+
+    def retire(self):
+        """Reads the oldest step in flight, and frees the slots of the texts that end with it ->
+        (its plan, [(sequence, new tokens, path)])."""
+        plan, sequences, wait = self.in_flight.popleft()
+        accepted = wait()
+        results = []
+        for slot, sequence in sequences.items():
+            if sequence.ended:
+                continue  # a step earlier, when this step was already in flight
+            tokens, path = accepted[slot]
+            results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
                 del self.running[slot]
                 self.decoder.release(slot)
                 self.free.append(slot)
-        self.policy.update(plan, found, seconds, slots=len(self.decoder.slots.root))
+                if self.decoder.batch_size == 1:
+                    self.kept_text = [*sequence.prompt, *sequence.tokens]
+        return plan, results
 
-    def compact_slots(self):
-        """With no prompt left to admit, runs only the slots that are busy, moved to the front, and
-        some more: a CPU needs as long for an idle one, and longer for a number that is new to it.
-        On a GPU a graph needs tensors to stay where they are."""
-        decoder = self.decoder
-        some = max(decoder.batch_size // 8, 1)
-        n = math.ceil(len(self.running) / some) * some
-        idle = 0 < n < len(decoder.slots.root)
-        if decoder.steps_ahead or self.waiting or self.filling or not idle:
-            return
-        for free in range(n):
-            if free not in self.running and max(self.running) >= n:
-                source = max(self.running)
-                decoder.buffers.move(source, free)
-                self.running[free] = self.running.pop(source)
-        decoder.run_first(n)
-
-    def reusable_prefix(self, prompt):
-        """How many of a prompt's first rows `keep` left in the caches. A row of the heads depends
-        on the next token too; the last but one token must run, for the heads' state."""
-        pairs = enumerate(zip(self.kept_text, prompt))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(self.kept_text), len(prompt)))
-        return max(min(same - 1, len(prompt) - 2), 0)
+    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None):
+        """Adds the prompts and steps until all texts have ended -> `Output`. stop, encoding: see
+        `generate`. on_step(sequence, tokens, path, plan) is called with each result of `step`.
+        Raises InputError as `add` does, Interrupted on Ctrl-C."""
+        output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
+                        batch_size=self.decoder.batch_size)
+        started = time.perf_counter()
+        try:
+            for index, prompt in enumerate(prompts):
+                output.sequences.append(self.add(prompt, max_new_tokens, stop, encoding, index))
+            while self.busy:
+                for sequence, tokens, path, plan in self.step():
+                    output.count(tokens, path, plan)
+                    if on_step:
+                        on_step(sequence, tokens, path, plan)
+        except KeyboardInterrupt:
+            raise Interrupted(output) from None
+        finally:
+            output.seconds = time.perf_counter() - started
+            if self.busy:
+                self.clear()
+        return output
 
 
 class Sequence:
@@ -630,10 +609,8 @@ class Sequence:
 
 @dataclass
 class Output:
-    """What decoding returns. tokens: the new ones of each prompt, in order; ended: why each text
-    ended, see `Sequence`, None where it was interrupted."""
-    tokens: list
-    ended: list
+    """What decoding returns."""
+    sequences: list = field(default_factory=list)  # a `Sequence` for each prompt, in order
     steps: int = 0        # verify steps, summed over the sequences
     seconds: float = 0.0  # wall time, prefill included
     step_lengths: Counter = field(default_factory=Counter)  # n -> how many steps emitted n tokens
@@ -648,9 +625,19 @@ class Output:
         self.step_lengths[len(tokens)] += 1
         for node in path[1:len(tokens) + 1]:
             self.accepted["lookup" if node > plan.head_nodes else "heads"] += 1
-        taken = self.plans.setdefault(plan, [0, 0])
-        taken[0] += 1
-        taken[1] += len(tokens)
+        totals = self.plans.setdefault(plan, [0, 0])
+        totals[0] += 1
+        totals[1] += len(tokens)
+
+    @property
+    def tokens(self):
+        """The new tokens of each prompt."""
+        return [sequence.tokens for sequence in self.sequences]
+
+    @property
+    def ended(self):
+        """Why each text ended, see `Sequence`; None where it was interrupted."""
+        return [sequence.ended for sequence in self.sequences]
 
     @property
     def emitted(self):
@@ -673,22 +660,19 @@ class Interrupted(KeyboardInterrupt):
         self.output = output
 
 
-def check_prompts(model, prompts):
+def check_prompt(model, prompt, index=0):
     V, longest = model.config.vocab_size, model.config.block_size - 1
-    if not prompts:
-        raise InputError("no prompt was given; give at least one")
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, (list, tuple)):
-            raise InputError(f"prompt {i} must be a list of token ids, not {prompt!r}")
-        if not len(prompt):
-            raise InputError(f"prompt {i} is empty; it needs at least one token")
-        if len(prompt) > longest:
-            raise InputError(f"prompt {i} has {len(prompt)} tokens; the model's context of "
-                             f"{longest + 1} leaves room for at most {longest} and one new token: "
-                             "shorten the prompt")
-        if min(prompt) < 0 or max(prompt) >= V:
-            raise InputError(f"prompt {i} has token ids outside 0..{V - 1}; is this the model's "
-                             "own tokenizer?")
+    if not isinstance(prompt, (list, tuple)):
+        raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
+    if not len(prompt):
+        raise InputError(f"prompt {index} is empty; it needs at least one token")
+    if len(prompt) > longest:
+        raise InputError(f"prompt {index} has {len(prompt)} tokens; the model's context of "
+                         f"{longest + 1} leaves room for at most {longest} and one new token: "
+                         "shorten the prompt")
+    if min(prompt) < 0 or max(prompt) >= V:
+        raise InputError(f"prompt {index} has token ids outside 0..{V - 1}; is this the model's "
+                         "own tokenizer?")
 
 
 def check_stops(stop, encoding):
@@ -704,7 +688,7 @@ def check_stops(stop, encoding):
 
 
 # --------------------------------------------------------------------------------------------------
-# The call
+# The call, and the command line
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
@@ -724,36 +708,54 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    on_step = on_tokens and (lambda index, tokens, path, plan: on_tokens(index, tokens))
+    on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
     return engine.generate(prompts, max_new_tokens, stop, on_step, encoding)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
-            batch_size=None, graph=True, policy=None, threads=None, times_file=None, **sampling):
+            batch_size=None, graph=True, policy=None, **sampling):
     """The Engine that `generate` runs, with the same arguments. policy: what selects each step's
-    plan, default as tree_size says. threads, times_file: see `tools.tune.fit`."""
+    plan, default as tree_size says."""
     sampling = Sampling(**sampling)
+    if not prompts:
+        raise InputError("no prompt was given; give at least one")
+    for index, prompt in enumerate(prompts):
+        check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    check_prompts(model, prompts)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    adapts = tree_size is None and (lookup or (heads and heads.info.get("acceptance")))
-    if tree_size is None and not adapts:
-        tree_size = DEFAULT_TREE if heads else 1
-    fitted = policy is None and (adapts or times_file)
-    if fitted:
+    fits = lookup or (heads and heads.info.get("acceptance"))
+    if policy is None and tree_size is None and fits:
         with needs_folders(", or give a tree_size"):
-            from tools.tune import fit, probe
-        policy = fit(model, heads, lookup, batch_size, sampling, tree_size=tree_size, beams=beams,
-                     threads=threads, file=times_file)
-    policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
-    engine = Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
-                    beams=beams, sampling=sampling, graph=graph)
-    if fitted:
-        probe(engine)
-    return engine
+            from tools.policy import AdaptivePolicy
+        policy = AdaptivePolicy(model, heads, lookup, batch_size, sampling.temperature)
+    elif policy is None:
+        default = DEFAULT_TREE if heads else 1
+        policy = FixedPolicy(fixed_plan(default if tree_size is None else tree_size, heads, lookup))
+    return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
+                  beams=beams, sampling=sampling, graph=graph)
+
+
+def main(args):
+    """python generate.py: loads, makes an engine, runs it, prints."""
+    from tools.cli import load_session
+    from tools.printer import Printer
+    session = load_session(args)
+    if not session.conversations:
+        from tools.repl import converse
+        return converse(session)
+    prompts = list(map(session.encode, session.conversations))
+    engine = session.engine(prompts)
+    if args.compare:  # what is compiled or loaded comes before what is timed
+        engine.generate(prompts[:1], min(4, args.max_new_tokens))
+        engine.clear()
+    printer = Printer(session, engine)
+    output = printer.run(prompts)
+    printer.report(output)
+    if None in output.ended:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    from tools.cli import command, generate_main
-    command(generate_main)
+    from tools.cli import command
+    command(partial(main, ARGS))

@@ -1,4 +1,4 @@
-"""The operations of a speculative step that have kernels of their own, in Triton and in torch.
+"""The operations of a speculative step that have their own kernels, in Triton and in torch.
 
     tree_attention      attention of a token tree over the committed cache and itself
     project_topk        LM head + log-softmax + top-k, for drafting
@@ -16,22 +16,19 @@
 
 The first five move the bytes of a step, the others save launches between them. Each has its formula
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
-same signature. The function runs the kernel for CUDA tensors, and for CPU tensors if
-TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
-reference. `takes` declares shapes and dtypes; ValueError for others and for mixed devices. Strides
-are free unless it says "contiguous". This file needs torch and, where it exists, triton.
+same signature. The function checks ranks, sizes, dtypes and devices (ValueError), never values. It
+runs the kernel for CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the
+import; elsewhere, and where a gradient is wanted, the reference. Kernels stay inside their tensors
+whatever these hold, and take any strides. This file needs torch and, where it exists, triton.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
 path, K depths and W beams of a draft.
 """
 
-import contextlib
-import inspect
 import math
 import os
-from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -54,52 +51,29 @@ NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 
 
-def takes(*conditions, **specs):
-    """Declares a function's arguments and checks them in each call. q="B T Hq D float" is a
-    tensor's sizes and dtype, a letter one size throughout the call; "?" allows None; T="1..64" is a
-    range, "Hq % Hkv == 0" a condition. A reference takes the same: `@function.takes`. The end of
-    this file has the rest."""
-    def declare(function):
-        parameters = inspect.signature(function).parameters.items()
-        defaults = {name: None if x.default is x.empty else x.default for name, x in parameters}
-
-        @wraps(function)
-        def checked(*args, **named):
-            if not _checking.get():
-                return function(*args, **named)
-            _check_arguments(defaults, conditions, specs, args, named)
-            with unchecked():  # what it calls has the same arguments
-                return function(*args, **named)
-        checked.takes = declare  # for its reference
-        return checked
-    return declare
-
-
 # --------------------------------------------------------------------------------------------------
 # tree_attention
 #
 #   out[b, i, h] = sum_s softmax_s(scale * q[b, i, h] . k[b, h // G, s]) v[b, h // G, s]
 #   over committed rows s < lengths[b], and lengths[b] + j for each set bit j of ancestors[b, i]
 #
-# ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score. Tree
-# node j has the position lengths[b] + its depth, which is the number of its ancestors. Terms that
-# are the same for all s cancel in the softmax, so the kernel adds slopes[h] * (position(s) -
-# lengths[b]): one multiply-add per score and almost no bytes.
+# ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score; tree
+# node j has the position lengths[b] + its depth, the number of its ancestors. What is equal for all
+# s cancels in the softmax, so the kernel adds slopes[h] * (position(s) - lengths[b]). A window
+# hides all s with position(i) - position(s) >= window; reading begins with the first row that a
+# root sees.
 #
-# A window hides all s with position(i) - position(s) >= window. The cache keeps these rows; what is
-# read begins with the first row that a root sees, and splits divide what is read.
-#
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; min(length,
-# window - 1) for length where there is a window. Each element meets T * G query rows, so 2 * T * G
-# FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre
-# GPU stops being memory-bound. Hence all T * G query rows that share a kv head form one tile, and
-# the cache is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A
-# split writes and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows,
-# so many query rows want long splits (`_splits`).
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; with a window
+# min(length, window - 1) for length. Each element meets T * G query rows, so 2 * T * G FLOPs: at T
+# = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
+# being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache
+# is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split writes
+# and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so many query
+# rows need long splits (`_splits`).
 #
 # The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
-# Their size depends on the sequence's own length: a short text in a large cache is cut as in a
-# small one, whatever else is in the batch. Programs beyond the end of their sequence return.
+# Their size depends on each sequence's length, so a short text is cut alike in a large cache and in
+# a small one. Programs beyond the end of their sequence return.
 
 
 @triton.jit
@@ -111,8 +85,7 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
-    """One online-softmax step, base 2: folds a tile of keys and values into row_max, row_sum, acc.
-    positions: those of the keys, the root's being 0."""
+    """An online-softmax step in base 2: adds a tile of keys and values to row_max, row_sum, acc."""
     # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
     scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
     if slopes is not None:
@@ -145,7 +118,7 @@ def _depth(bits):
 
 @triton.jit
 def _first_row(length, WINDOW: tl.constexpr):
-    """The first cache row that any node sees: a root's window reaches back the furthest."""
+    """The first cache row that any node sees: the root's window reaches back the furthest."""
     return tl.maximum(length + 1 - WINDOW, 0) if WINDOW else 0
 
 
@@ -166,7 +139,7 @@ def _tree_attention_kernel(
 ):
     """Program (sequence, kv head and tile of query rows; split): one split of the tile's keys."""
     q_tiles = tl.cdiv(T * G, BLOCK_Q)
-    group = tl.program_id(0) // q_tiles  # neighbours have the same keys, so that the L2 has them
+    group = tl.program_id(0) // q_tiles  # neighbours read the same keys, while the L2 has them
     kv_head = (group % Hkv).to(tl.int64)
     b = (group // Hkv).to(tl.int64)
     split = tl.program_id(1)
@@ -205,8 +178,7 @@ def _tree_attention_kernel(
         depth = _depth(tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0))
         unseen = tl.maximum(depth, 0) - WINDOW  # the last position before each window
 
-    # Full tiles of committed rows: every node sees all of them, so no mask is needed but for a
-    # window's.
+    # Full tiles of committed rows: every node sees all of them, so only a window needs a mask.
     masked_begin = begin + tl.maximum(tl.minimum(length, end) - begin, 0) // BLOCK_S * BLOCK_S
     for start in range(begin, masked_begin, BLOCK_S):
         offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
@@ -289,31 +261,32 @@ def _combine_splits_kernel(
     tl.store(out_ptr + row * D + dims, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
-@takes("Hq % Hkv == 0", q="B T Hq D float", T="1..64", D="16..256",
-       k_cache="B Hkv S D float|float64", v_cache="B Hkv S D float|float64", S="T..inf",
-       lengths="B int32 0..S-T", ancestors="B T int64", slopes="Hq float32?", window="0..2**31-1")
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
     """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
 
-    The keys and values of node j are at cache row lengths[b] + j already; cache rows that no node
-    sees may hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. A
-    node that sees nothing gives zeros. scale: default D ** -0.5. slopes: ALiBi (arXiv 2108.12409):
-    each score loses its query head's slope times the distance in positions; a tree node's position
-    is lengths[b] + depth, whatever its cache row. window: a node sees this many positions, its own
-    and those before it; 0: all. Caches of float64 are for the reference alone.
+    Node j's keys and values are at cache row lengths[b] + j already; rows that no node sees may
+    hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. A node that
+    sees nothing gives zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window:
+    a node sees this many positions, its own and those before it; 0: all. float64 caches are for the
+    reference alone.
     """
+    B, T, Hq, D = _sizes("q", q, 4, *FLOATS)
+    _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, q.dtype, torch.float64)
+    _check(T <= 64 and T <= S and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0, "T <= 64, T <= "
+           "S, 16 <= D <= 256, Hq a multiple of Hkv, window >= 0", q, k_cache, window)
+    _check_tensor("k_cache", k_cache, (B, Hkv, S, D), q, k_cache.dtype)
+    _check_tensor("v_cache", v_cache, (B, Hkv, S, D), k_cache)
+    _check_tensor("lengths", lengths, (B,), q, torch.int32)
+    _check_tensor("ancestors", ancestors, (B, T), q, torch.int64)
+    _check_tensor("slopes", slopes, (Hq,), q, torch.float32)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
-    B, T, Hq, D = q.shape
-    Hkv, S = k_cache.shape[1:3]
     G = Hq // Hkv
     if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
         k_cache = k_cache.contiguous()
         v_cache = v_cache.contiguous()
-    lengths = lengths.contiguous()
-    ancestors = ancestors.contiguous()
-    slopes = None if slopes is None else slopes.contiguous()
+    lengths, ancestors, slopes = map(_contiguous, (lengths, ancestors, slopes))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
 
     window = window if window < S else 0
@@ -333,20 +306,18 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     if splits > 1 or BLOCK_Q > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
-    with torch.cuda.device_of(q):
-        _tree_attention_kernel[(grid_rows, splits)](
+    _launch(_tree_attention_kernel, (grid_rows, splits),
             q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse,
             *_strides(q), *_strides(k_cache), scale, T, G, S, Hkv, splits, min_split,
             D=D, WINDOW=window, **blocks)
-        if lse is not None:
-            _combine_splits_kernel[(B * T * Hq,)](
-                partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split, D=D,
-                WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
+    if lse is not None:
+        _launch(_combine_splits_kernel, (B * T * Hq,),
+                partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
+                D=D, WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
                 num_warps=4)
     return out
 
 
-@tree_attention.takes
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
                              window=0):
     """`tree_attention` by the formula, in float32, or in float64 where the caches are."""
@@ -382,13 +353,13 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22
 # ms at 4.8 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
-# beyond. Storing the M * V logits would write them once and read them twice: at M = 64 another 10%,
-# and two launches. Here two programs per multiprocessor walk the vocabulary in tiles, each with a
-# running log-sum-exp and a running list of its k best, and a second, small kernel merges the lists.
+# beyond. The M * V logits would be written once and read twice, at M = 64 another 10% of the bytes.
+# So two programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp
+# and a running list of its k best, and a small second kernel merges the lists.
 #
-# A tile's logits stay in registers. While a row's largest logit beats the worst entry of its list,
-# it replaces that entry: k rounds in a program's first tile, and with many rows and few tiles per
-# program not many fewer in the next. So the search costs in proportion to k; drafting asks for 4-8.
+# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry: k
+# rounds in a program's first tile, and with many rows and few tiles per program hardly fewer in the
+# next. So the search costs in proportion to k; drafting asks for 4 to 8.
 #
 # The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
 # (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
@@ -447,7 +418,7 @@ def _splitmix64_torch(x):
 
 @lru_cache
 def _seed_key(seed):
-    """A mixed, signed 64-bit int: seed 1 with sequence 0 differs from seed 0 with sequence 1."""
+    """A mixed, signed 64-bit int, so that seed 1, sequence 0 differs from seed 0, sequence 1."""
     _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
     seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
     return int(_splitmix64_torch(torch.tensor(seed, device="cpu")))
@@ -455,9 +426,8 @@ def _seed_key(seed):
 
 @triton.jit
 def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
-    """Inserts the scores of a tile that beat the worst of their row's list (values, columns). A
-    tile's columns are higher than the list's, so an equal score is not inserted, and of equal worst
-    entries the last is evicted."""
+    """Inserts the scores of a tile that beat the worst of their row's list (values, columns). Equal
+    ones stay out, since a tile's columns are higher; of equal worst entries the last is evicted."""
     tile_offsets = tl.arange(0, BLOCK_V)[None, :]
     best = tl.max(scores, 1)
     worst = tl.min(values, 1)
@@ -483,9 +453,8 @@ def _project_kernel(
     C: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and, if asked
-    for, their log-sum-exp. One loop over (tile, channels), so that the next tile's weights are
-    loaded while this tile's best are taken."""
+    """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
+    log-sum-exp. In one loop over (tile, channels) the next weights are loaded during a search."""
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
@@ -503,8 +472,7 @@ def _project_kernel(
         low, high = _row_key(sequence, position, seed_key)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
-    # hidden states go second. Tiles of 32 stay first: as second operand the search for a tile's
-    # best would spill registers on Blackwell. As first operand int8 would load 8 bytes at a time.
+    # hidden states go second. As first operand int8 would load 8 bytes at a time.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32 and scales_ptr is None
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -585,9 +553,9 @@ def _merge_lists_kernel(
 
 def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     """Launches both kernels -> (logprobs float32 [M, k] or None, tokens int64 [M, k]). noise: for
-    samples, with k = 1: (temperature, seed_key, sequence, position, first_token)."""
+    samples, k = 1: (temperature, seed_key, sequence, position, first_token)."""
     M, C = hidden.shape
-    vocab_ids = None if vocab_ids is None else vocab_ids.contiguous()
+    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
@@ -599,42 +567,40 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     lse = logprobs = sequence = position = None
     temperature, seed_key, first_token = 0.0, 0, 0
     if noise is None:
-        lse = hidden.new_empty((M, programs), dtype=torch.float32)
-        logprobs = hidden.new_empty((M, k), dtype=torch.float32)
+        lse = values.new_empty(M, programs)
+        logprobs = values.new_empty(M, k)
     elif noise[0] > 0:
         temperature, seed_key, sequence, position, first_token = noise
-        sequence = sequence.contiguous()
-        position = position.contiguous()
+        sequence, position = map(_contiguous, (sequence, position))
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
-    with torch.cuda.device_of(hidden):
-        _project_kernel[(m_tiles, programs)](
+    _launch(_project_kernel, (m_tiles, programs),
             hidden, weight, scales, vocab_ids, sequence, position, values, columns, lse,
             *_strides(hidden), *_strides(weight), float(temperature), seed_key, first_token,
             M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
-        _merge_lists_kernel[(M,)](
+    _launch(_merge_lists_kernel, (M,),
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
     return logprobs, tokens
 
 
-@takes("(scales is None) == weight.is_floating_point()", hidden="M C float",
-       weight="V C float|int8", vocab_ids="n int32 0..V-1?",
-       k="1..min(32,V if vocab_ids is None else n)", scales="V float32 contiguous?")
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]).
 
-    The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight take
-    part, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
+    The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight count,
+    in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
     scales: of the rows of a weight of int8.
     """
+    _check_head(hidden, weight, scales)
+    V = len(weight if vocab_ids is None else vocab_ids)
+    _check_tensor("vocab_ids", vocab_ids, (V,), hidden, torch.int32)
+    _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, scales)
     return _project_triton(hidden, weight, vocab_ids, k, scales=scales)
 
 
-@project_topk.takes
 def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
     """`project_topk` by torch, through the [M, V] logits."""
     logits = float_logits(hidden, weight, vocab_ids, scales)
@@ -643,34 +609,31 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
     return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-@takes("0 <= temperature < inf", "(scales is None) == weight.is_floating_point()",
-       hidden="M C float", weight="V C float|int8", sequence="M int", position="M int",
-       vocab_ids="n int32 0..V-1?", scales="V float32 contiguous?")
-def project_sample(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
-                   first_token=0, scales=None):
+def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
+                   scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins, or the first in vocab_ids.
+    at temperature 0, else a sample. Of equals the lowest wins.
 
     seed: int of at most 64 bits. sequence, position: the token's sequence and its position there.
-    vocab_ids: only these rows of the weight take part. first_token: where the weight is a part of a
-    larger one, the token id of its first row. The noise depends on token ids, not on rows. scales:
-    of the rows of a weight of int8.
+    first_token: where the weight is a part of a larger one, the token id of its first row; the
+    noise depends on token ids, not on rows. scales: of the rows of a weight of int8.
     """
+    _check_head(hidden, weight, scales)
+    _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
+    _check_tensor("sequence", sequence, (len(hidden),), hidden, *INTS)
+    _check_tensor("position", position, (len(hidden),), hidden, *INTS)
     if not runs_triton(hidden):
         return project_sample_reference(
-            hidden, weight, temperature, seed, sequence, position, vocab_ids, first_token, scales)
+            hidden, weight, temperature, seed, sequence, position, first_token, scales)
     noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(hidden, weight, vocab_ids, 1, noise, scales)[1][:, 0]
+    return _project_triton(hidden, weight, None, 1, noise, scales)[1][:, 0]
 
 
-@project_sample.takes
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, vocab_ids=None,
-                             first_token=0, scales=None):
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
+                             scales=None):
     """`project_sample` by torch, through the [M, V] logits."""
-    logits = float_logits(hidden, weight, vocab_ids, scales)
-    ids = None if vocab_ids is None else first_token + vocab_ids
-    tokens = gumbel_argmax(logits, temperature, seed, sequence, position, ids, first_token)
-    return tokens if vocab_ids is None else vocab_ids[tokens].long()
+    logits = float_logits(hidden, weight, scales=scales)
+    return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
 
 
 def float_logits(hidden, weight, vocab_ids=None, scales=None):
@@ -723,40 +686,35 @@ def _commit_path_kernel(
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
 
-@takes(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int", count="B int", P="1..64")
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all
-    layers at once. Other rows and the lengths do not change.
-
-    path: node ids in rising order, the root (0) first; entries from count on are ignored. The
-    reference raises ValueError for paths that leave the cache.
-    """
+    layers at once. path: node ids in rising order, the root (0) first; entries from count on are
+    ignored."""
+    L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, *REALS)
+    _, P = _sizes("path", path, 2, *INTS)
+    _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
+    _check_tensor("lengths", lengths, (B,), kv, torch.int32)
+    _check_tensor("path", path, (B, P), kv, *INTS)
+    _check_tensor("count", count, (B,), kv, *INTS)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
-    L, _, B, Hkv, S, D = kv.shape
-    P = path.shape[1]
     BLOCK_P = triton.next_power_of_2(P)
     BLOCK_D = triton.next_power_of_2(D)
-    with torch.cuda.device_of(kv):
-        _commit_path_kernel[(B * Hkv, L * 2)](
+    _launch(_commit_path_kernel, (B * Hkv, L * 2),
             kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(),
             P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
             num_warps=_num_warps(BLOCK_P * BLOCK_D, 1024))
 
 
-@commit_path.takes
 def commit_path_reference(kv, lengths, path, count):
     """`commit_path` by torch: one gather of the moved rows, then one scatter."""
-    S, P = kv.shape[4], path.shape[1]
-    index = torch.arange(P, device=kv.device)
+    index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
     b, index = moved.nonzero(as_tuple=True)
     if len(b) == 0:
         return
     target = lengths[b] + index
     source = lengths[b] + path[b, index]
-    _check(int(target.min()) >= 0 and int(source.max()) < S and bool((source > target).all()),
-           f"rising node ids in paths within the {S} rows of the cache", path.tolist())
     kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)
 
 
@@ -784,16 +742,22 @@ def sm_count(device):
 
 @lru_cache
 def _capability(device):
-    """The first number of a GPU's compute capability, 9 for Hopper; that where there is no GPU."""
+    """The first number of a GPU's compute capability; Hopper's, 9, where there is no GPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 @lru_cache
 def _shared_memory(device):
-    """Bytes of shared memory that a GPU's multiprocessor has, of an H200 where there is no GPU."""
+    """Bytes of shared memory of a GPU's multiprocessor; an H200's where there is no GPU."""
     if device.type != "cuda":
         return 233472
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
+def _launch(kernel, grid, *args, **options):
+    """Runs a kernel on the device of its first argument."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **options)
 
 
 def _strides(x):
@@ -807,10 +771,8 @@ def _aligned(*tensors):
                and all(stride % 16 == 0 for stride in _strides(x)[:-1]) for x in tensors)
 
 
-def _max_registers(limit):
-    """The launch option that allows a thread `limit` registers. Without it ptxas spills a few where
-    that fits one more program on a multiprocessor. AMD's compiler has no such option."""
-    return {} if torch.version.hip else dict(maxnreg=limit)
+def _contiguous(x):
+    return x if x is None else x.contiguous()
 
 
 def _num_warps(elements, per_warp):
@@ -819,22 +781,21 @@ def _num_warps(elements, per_warp):
 
 def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
-    checks that nothing spills and that the shared memory of small GPUs suffices.
+    checks that nothing spills and that the shared memory of small GPUs suffices; maxnreg keeps
+    ptxas from spilling a few registers to fit one more program on a multiprocessor.
 
     From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three
     such pairs in flight, and up to 64 query rows of D = 128 leave room for two programs per
-    multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores, and its
-    unrolled multiply-adds need small tiles; so do loads of single elements. 128 query rows fit only
-    with the commonest head sizes; with D = 128 triton 3.6, not 3.7, has ptxas serialise their
-    products (C7515). The ALiBi bias and a window take registers: a tile of many scores gets half
-    the keys, and one more such tile in flight, or half the query rows; with a window a large tile
-    of results gets twice the warps, a small one more registers.
+    multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores and needs small
+    tiles; so do loads of single elements. 128 query rows fit only with the commonest head sizes.
+    The ALiBi bias and a window take registers: a tile of many scores gets half the keys and one
+    more stage, or half the query rows; with a window a large tile of results gets twice the warps,
+    a small one more registers.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
-        limit = _max_registers(224) if aligned or BLOCK_D <= 64 else {}
-        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D,
-                    num_warps=4 if BLOCK_D <= 128 else 8, num_stages=2, TAIL_STAGES=2, **limit)
+        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
+                    num_stages=2, TAIL_STAGES=2, maxnreg=224 if aligned or BLOCK_D <= 64 else None)
     biased = alibi or windowed
     largest = 128 if D in (64, 128) else 32 if biased and BLOCK_D == 256 else 64
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
@@ -843,14 +804,13 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
                 num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 >> windowed else 8,
                 num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
-                **_max_registers(168 if BLOCK_Q == 16 and not windowed else 255))
+                maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
 
 
 def _programs_per_sm(blocks, itemsize, device):
-    """How many programs of these attention blocks a multiprocessor runs at once. Its 65536
-    registers have room for 3 programs of 4 warps and 16 query rows, 2 of 4 warps and more rows, 1
-    of 8 warps; its shared memory has room for as many on data-centre GPUs, on others for fewer."""
-    by_registers = 65536 // (32 * blocks["num_warps"] * blocks.get("maxnreg", 255))
+    """How many programs of these attention blocks a multiprocessor runs at once: as many as its
+    65536 registers and, on small GPUs, its shared memory have room for."""
+    by_registers = 65536 // (32 * blocks["num_warps"] * (blocks["maxnreg"] or 255))
     rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
     by_memory = _shared_memory(device) // (rows * blocks["BLOCK_D"] * itemsize)
     return max(min(by_registers, by_memory), 1)
@@ -858,14 +818,11 @@ def _programs_per_sm(blocks, itemsize, device):
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """Splits of a cache of S rows, none under min_split rows, for this many tiles of query rows,
-    where `at_once` programs run at a time: the number, of `fewest` or more, with the least waves *
-    rows for a full cache.
-
-    rows: those of a split, 2 * BLOCK_Q for its partial sums, and min_split for the program's start.
-    waves: how often the programs fill the GPU. Latency counts a part of a wave as a whole one,
-    bandwidth as a part: the mean of both.
-    """
+    """The number of splits of a cache of S rows, none under min_split, for this many tiles of query
+    rows, where `at_once` programs run at a time: of those from `fewest` on, the one with the least
+    waves * rows for a full cache. rows: of a split, 2 * BLOCK_Q for its partial sums, and min_split
+    for the program's start. waves: how often the programs fill the GPU; latency counts a partial
+    wave as a whole one, bandwidth as a part: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
@@ -875,41 +832,37 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
 def _project_blocks(M, dtype, aligned, gathered):
     """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are.
 
-    A tile of weights is 16 kB, and each program keeps two or three in flight. Loads of gathered
-    rows wait for their indices, so they get one stage more. Above 64 rows arithmetic counts: twice
-    as many rows meet a tile of half the weights. Exact float32 and loads of single elements need
-    smaller tiles.
+    A tile of weights is 16 kB, and each program keeps two or three in flight; gathered rows wait
+    for their indices, so they get one stage more. Above 64 rows arithmetic counts: twice as many
+    rows meet a tile of half the weights. Exact float32 and loads of single elements need smaller
+    tiles.
     """
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
-                    num_stages=3 if dtype == torch.float32 else 2, **_max_registers(168))
+                    num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
     if rows > 64:
-        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3)
+        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3, maxnreg=None)
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
                 num_stages=(3 if BLOCK_M == 64 else 4) + gathered,
-                **(_max_registers(255) if BLOCK_M < 64 else {}))
+                maxnreg=255 if BLOCK_M < 64 else None)
 
 
 def _quantized_blocks(M, dtype, group, capability):
     """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
     step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight.
 
-    Hopper and the Blackwell of data centres take the planes of a step as one operand. Others would
-    move them through shared memory, so a plane is an operand, as it is for groups of fewer channels
-    than a step; Blackwell's own products of planes would need too much of their memory."""
+    Hopper takes the planes of a step as one operand. Other GPUs would move them through shared
+    memory, so there a plane is an operand, as it is for groups of fewer channels than a step.
+    """
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     if dtype == torch.float32:
-        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, num_warps=8, JOINED=False,
-                    **_max_registers(128))
-    JOINED = group == 128 and capability in (9, 10)
-    STAGES = 4 if BLOCK_M == 16 else 3
-    if capability == 10 and not JOINED:
-        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=2, JOINED=False)
-    return dict(BLOCK_N=128, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=4 if BLOCK_M <= 32 else 8,
-                JOINED=JOINED, **_max_registers(255))
+        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, JOINED=False, num_warps=8, maxnreg=128)
+    return dict(BLOCK_N=128, BLOCK_M=BLOCK_M, STAGES=4 if BLOCK_M == 16 else 3,
+                JOINED=group == 128 and capability == 9, num_warps=4 if BLOCK_M <= 32 else 8,
+                maxnreg=255)
 
 
 def _pair_blocks(n):
@@ -921,15 +874,9 @@ def _pair_blocks(n):
 
 @lru_cache
 def _constant(value, device):
-    with torch.inference_mode(False):  # so that it may be used in any mode
-        return torch.tensor(value, device=device)
-
-
-@lru_cache
-def _column(n, device):
-    """0..n - 1, int64 [n, 1]."""
+    """A number, or the numbers of a range, as a tensor that may be used in any mode."""
     with torch.inference_mode(False):
-        return torch.arange(n, device=device)[:, None]
+        return torch.tensor(value, device=device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -946,8 +893,8 @@ def _column(n, device):
 # are too few to fill a GPU are computed in splits over C, whose number does not depend on M.
 #
 # A row is stored in steps of 128 channels, padded. A step is 16 words of 8 times 4 bits, or 32 of 4
-# times 8. Plane i, bits 4 i to 4 i + 3 of the 16 words, has the channels 16 i to 16 i + 15 of the
-# step, and so with 8 bits. So each plane meets consecutive channels, and no weight is moved.
+# times 8. Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the
+# step; with 8 bits likewise. So each plane meets consecutive channels, and no weight is moved.
 
 
 class QuantizedWeight(NamedTuple):
@@ -960,7 +907,7 @@ class QuantizedWeight(NamedTuple):
 
 @triton.jit
 def _unpack(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """The weights of a plane of words [BLOCK_N, WIDTH], less zero [BLOCK_N], exact in dtype."""
+    """The weights in a plane of words [BLOCK_N, WIDTH], less zero [BLOCK_N], exact in dtype."""
     if KIND == "e4m3":  # by its bits, moved to those of a float32: older GPUs have no such type
         bits = ((words << (24 - 8 * PLANE)) >> 4) & -0x78100000
         return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2**120
@@ -977,7 +924,7 @@ def _unpack(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.cons
 
 @triton.jit
 def _unpack_two(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """A plane and the one half of them later -> [BLOCK_N, WIDTH, 2]"""
+    """A plane, and the plane half a step later -> [BLOCK_N, WIDTH, 2]"""
     LATER: tl.constexpr = PLANE + (4 if KIND == "int4" else 2)
     return tl.join(_unpack(words, zero, PLANE, KIND, dtype),
                    _unpack(words, zero, LATER, KIND, dtype))
@@ -1065,33 +1012,33 @@ def _linear_quantized_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-@takes("kind in ('int4', 'int8', 'e4m3')",
-       "words == (C + 127) // 128 * (16 if kind == 'int4' else 32)",
-       "G == 1 or C % G == 0 and C // G in (32, 64, 128)",
-       x="M C float", M="1..128", packed="N words int32 contiguous",
-       scales="G N float16|bfloat16|float32 contiguous", zeros="G N int8 contiguous?",
-       bias="N float?")
 def linear_quantized(x, packed, scales, zeros, kind, bias=None):
     """x [M, C] times a `QuantizedWeight` [N, C], plus bias [N] -> [M, N] in x's dtype. A row's bits
-    do not depend on the rows beside it. For more rows: `dequantize`, and a product."""
+    do not depend on the rows beside it. More rows: `dequantize`, and a product."""
+    M, C = _sizes("x", x, 2, *FLOATS)
+    G, N = _sizes("scales", scales, 2, *FLOATS)
+    _check(M <= 128 and kind in ("int4", "int8", "e4m3"), "M <= 128, int4, int8 or e4m3", x, kind)
+    _check(G == 1 or C in (32 * G, 64 * G, 128 * G), "C / G of 32, 64 or 128", x, scales)
+    words = (C + 127) // 128 * (16 if kind == "int4" else 32)
+    _check_tensor("packed", packed, (N, words), x, torch.int32)
+    _check_tensor("scales", scales, (G, N), x, *FLOATS)
+    _check_tensor("zeros", zeros, (G, N), x, torch.int8)
+    _check_tensor("bias", bias, (N,), x)
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
-    (M, C), (G, N) = x.shape, scales.shape
     GROUP = C // G if G > 1 else 128
     blocks = _quantized_blocks(M, x.dtype, GROUP, _capability(x.device))
     grid = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])
     steps = triton.cdiv(C, 128)
     STEPS = max(triton.cdiv(steps * grid[1], 2 * sm_count(x.device)), min(steps, 4))
     splits = triton.cdiv(steps, STEPS)
+    inputs = map(_contiguous, (packed, scales, zeros, bias if splits == 1 else None))
     out = x.new_empty((splits, M, N), dtype=x.dtype if splits == 1 else torch.float32)
-    with torch.cuda.device_of(x):
-        _linear_quantized_kernel[(*grid, splits)](
-            x, packed, scales, zeros, bias if splits == 1 else None, out, *_strides(x), M, N, G,
+    _launch(_linear_quantized_kernel, (*grid, splits), x, *inputs, out, *_strides(x), M, N, G,
             C=C, GROUP=GROUP, STEPS=STEPS, KIND=kind, **blocks)
     return out[0] if splits == 1 else sum_parts(out.view(splits, -1), bias, x.dtype).view(M, N)
 
 
-@linear_quantized.takes
 def linear_quantized_reference(x, packed, scales, zeros, kind, bias=None):
     """`linear_quantized` by torch, through the whole weight."""
     out = x.float() @ dequantize(packed, scales, zeros, kind, x.shape[1], torch.float32).T
@@ -1101,7 +1048,7 @@ def linear_quantized_reference(x, packed, scales, zeros, kind, bias=None):
 def dequantize(packed, scales, zeros, kind, C, dtype, out=None):
     """A `QuantizedWeight` of C channels as [N, C] of a dtype, rounded once; into out, if given."""
     (G, N), planes = scales.shape, 8 if kind == "int4" else 4
-    words = packed.view(N, -1, 1, 128 // planes)
+    words = packed.reshape(N, -1, 1, 128 // planes)
     shifts = torch.arange(planes, dtype=torch.int32, device=words.device)[:, None] * (32 // planes)
     q = words >> shifts & 15 if kind == "int4" else words << 24 - shifts >> 24
     if kind == "e4m3":
@@ -1135,24 +1082,23 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@takes("bias is None or n % C == 0", parts="N n real", bias="C real|float16|bfloat16?")
 def sum_parts(parts, bias=None, dtype=None):
     """The sums of N parts, such as the ranks' or the splits', plus a bias for each run of C numbers
     -> [n] in a dtype, default that of the parts. The order is fixed, so a number does not depend on
-    those beside it."""
+    others."""
+    N, n = _sizes("parts", parts, 2, *REALS)
+    C = 1 if bias is None else len(bias)
+    _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
+    _check_tensor("bias", bias, (C,), parts, parts.dtype, *FLOATS)
     if not runs_triton(parts, bias):
         return sum_parts_reference(parts, bias, dtype)
-    N, n = parts.shape
-    parts, bias = (x if x is None else x.contiguous() for x in (parts, bias))
+    parts, bias = map(_contiguous, (parts, bias))
     out = parts.new_empty(n, dtype=dtype or parts.dtype)
-    C = 1 if bias is None else len(bias)
-    with torch.cuda.device_of(parts):
-        _sum_parts_kernel[(triton.cdiv(n, 1024),)](
+    _launch(_sum_parts_kernel, (triton.cdiv(n, 1024),),
             parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
     return out
 
 
-@sum_parts.takes
 def sum_parts_reference(parts, bias=None, dtype=None):
     """`sum_parts` by torch; it has gradients."""
     first, *terms = parts
@@ -1172,7 +1118,7 @@ def sum_parts_reference(parts, bias=None, dtype=None):
 #   LayerNorm (arXiv 1607.06450)  normed = (sum - mean(sum)) * rsqrt(var(sum) + eps) * weight + bias
 #
 # Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations
-# below it is the launch that costs: 16 rows of C = 4096 in bf16 are 0.5 MB, 0.1 us.
+# below the launch costs most: 16 rows of C = 4096 in bf16 are 0.5 MB, 0.1 us.
 
 
 @triton.jit
@@ -1205,28 +1151,27 @@ def _add_norm_kernel(
     tl.store(normed_ptr + offsets, x.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
-@takes(x="... C real", delta="... C real?", weight="C real|float32?", bias="C real|float32?",
-       C="1..16384")
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """A residual connection and the norm after it -> (norm of x + delta, x + delta), each [..., C].
 
     delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm.
     """
+    C = x.shape[-1]
+    _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
+    _check_tensor("delta", delta, x.shape, x)
+    _check_tensor("weight", weight, (C,), x, x.dtype, torch.float32)
+    _check_tensor("bias", bias, (C,), x, x.dtype, torch.float32)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
-    x, delta, weight, bias = (y if y is None else y.contiguous() for y in (x, delta, weight, bias))
+    x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
     total = x if delta is None else torch.empty_like(x)
     normed = torch.empty_like(x)
-    C = x.shape[-1]
     BLOCK_C = triton.next_power_of_2(C)
-    with torch.cuda.device_of(x):
-        _add_norm_kernel[(x.numel() // C,)](
-            x, delta, weight, bias, total, normed, eps, C=C, BLOCK_C=BLOCK_C,
-            num_warps=_num_warps(BLOCK_C, 512))
+    _launch(_add_norm_kernel, (x.numel() // C,), x, delta, weight, bias, total, normed, eps,
+            C=C, BLOCK_C=BLOCK_C, num_warps=_num_warps(BLOCK_C, 512))
     return normed, total
 
 
-@add_norm.takes
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     """`add_norm` by torch; it has gradients."""
     x = x if delta is None else x + delta
@@ -1308,9 +1253,6 @@ def _rope_cache_kernel(
     tl.store(row_ptrs + (dims + HALF) * stride_kvd, high, mask=high_mask & cached)
 
 
-@takes("H > 2 * Hkv", "rope is None or D % 2 == 0", "(q_weight is None) == (k_weight is None)",
-       qkv="B T H D real", kv="2 B Hkv S D real|float64", rope="B T 2 D real?",
-       lengths="B int 0..S-T", q_weight="D real?", k_weight="D real?")
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
     queries [B, T, Hq, D], a view of qkv.
@@ -1321,21 +1263,27 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before the rotation, with
     `eps`.
     """
+    B, T, H, D = _sizes("qkv", qkv, 4, *REALS)
+    _, _, Hkv, S, _ = _sizes("kv", kv, 5, qkv.dtype, torch.float64)
+    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
+           "H > 2 Hkv, T <= S, and an even D for a rotation", qkv, kv)
+    _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
+    _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, kv.dtype)
+    _check_tensor("rope", rope, (B, T, 2, D), qkv)
+    _check_tensor("lengths", lengths, (B,), qkv, *INTS)
+    _check_tensor("q_weight", q_weight, (D,), qkv)
+    _check_tensor("k_weight", k_weight, (D,), qkv)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
-    B, T, H, D = qkv.shape
-    Hkv, S = kv.shape[2:4]
-    tables = (x if x is None else x.contiguous() for x in (rope, q_weight, k_weight))
+    tables = map(_contiguous, (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
     BLOCK_H = min(triton.next_power_of_2(H), 16, 1024 // BLOCK_D)
-    with torch.cuda.device_of(qkv):
-        _rope_cache_kernel[(B * T, triton.cdiv(H, BLOCK_H))](
-            qkv, *tables, kv, lengths.contiguous(), *_strides(qkv), *_strides(kv),
-            eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
+    _launch(_rope_cache_kernel, (B * T, triton.cdiv(H, BLOCK_H)),
+            qkv, *tables, kv, lengths.contiguous(), *_strides(qkv), *_strides(kv), eps, T, S,
+            H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
 
 
-@rope_cache.takes
 def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """`rope_cache` by torch."""
     B, T, H, D = qkv.shape
@@ -1353,8 +1301,9 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
     if B == 1 and kv.is_cpu:  # a copy of a block takes half the time of index_put, and casts
         kv[:, 0].narrow(2, int(lengths[0]), T).copy_(new[0].permute(1, 2, 0, 3))
     else:
-        rows = lengths[:, None] + _column(T, kv.device).T
-        kv.permute(1, 3, 0, 2, 4)[_column(B, kv.device), rows] = new.to(kv.dtype)
+        rows = lengths[:, None] + _constant(range(T), kv.device)
+        batch = _constant(range(B), kv.device)[:, None]
+        kv.permute(1, 3, 0, 2, 4)[batch, rows] = new.to(kv.dtype)
     return queries
 
 
@@ -1382,21 +1331,20 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     tl.store(out_ptrs, (gate * tl.sigmoid(z) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@takes("C % 2 == 0", "activation in ('silu', 'gelu')", x="... C real")
 def glu(x, activation="silu"):
     """act(gate) * up of x = [gate, up] -> [..., C / 2]. activation: "silu" or "gelu"."""
+    _check(x.dtype in REALS and x.numel() and x.shape[-1] % 2 == 0, "x [..., 2 N] of reals", x)
+    _check(activation in ("silu", "gelu"), "silu or gelu", activation)
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
     N = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], N)
-    with torch.cuda.device_of(x):
-        _glu_kernel[(out.numel() // N, triton.cdiv(N, 1024))](
+    _launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
             x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
     return out
 
 
-@glu.takes
 def glu_reference(x, activation="silu"):
     """`glu` by torch; it has a gradient."""
     gate, up = x.chunk(2, dim=-1)
@@ -1430,26 +1378,25 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@takes("C % n_head == 0 and C // n_head <= 16384", z="... C real", q="... C real",
-       kv="... 2*C real", n_head="1..C")
 def cosine_mix(z, q, kv, n_head):
-    """Mixes a token into a state, in each of n_head parts of the C channels: z + cos(q, k) * v ->
-    [..., C]. kv = [k, v]."""
+    """Mixes a token into a state, in each of n_head parts of the C channels: z + cos(q, k) * v, kv
+    = [k, v]."""
+    C = z.shape[-1]
+    D = C // max(n_head, 1)
+    _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
+           "z of reals in n_head parts of 1 to 16384 channels", z, n_head)
+    _check_tensor("q", q, z.shape, z)
+    _check_tensor("kv", kv, (*z.shape[:-1], 2 * C), z)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
-    C = z.shape[-1]
-    D = C // n_head
     BLOCK_D = triton.next_power_of_2(D)
     out = torch.empty_like(z)
-    with torch.cuda.device_of(z):
-        _cosine_mix_kernel[(z.numel() // C, n_head)](
-            z, q.contiguous(), kv.contiguous(), out, C, D=D, BLOCK_D=BLOCK_D,
-            num_warps=_num_warps(BLOCK_D, 256))
+    _launch(_cosine_mix_kernel, (z.numel() // C, n_head), z, q.contiguous(), kv.contiguous(), out,
+            C, D=D, BLOCK_D=BLOCK_D, num_warps=_num_warps(BLOCK_D, 256))
     return out
 
 
-@cosine_mix.takes
 def cosine_mix_reference(z, q, kv, n_head):
     """`cosine_mix` by torch; it has gradients."""
     q = q.unflatten(-1, (n_head, -1))                       # (..., n_head, C / n_head)
@@ -1465,11 +1412,11 @@ def cosine_mix_reference(z, q, kv, n_head):
 #
 # Of equals the shallower comes first, then the lower token, then the child of the better beam. A
 # child's joint log-probability is never above its parent's, so what is kept is closed under
-# ancestors, and parents come first. A proposal that is not among the best T - 1 of its depth is in
-# no tree, nor are its children: n <= T - 1 is enough.
+# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree,
+# nor are its children: n <= T - 1 is enough.
 #
-# An entry's place is the number of entries before it. All pairs are compared at once, N^2 of them
-# (4,096 at T = 16 and K = 4); a search for one after the other would wait n times.
+# An entry's place is the number of entries before it. All N^2 pairs are compared at once (4,096 at
+# T = 16 and K = 4); a search for one after the other would wait n times.
 
 
 class Candidates(NamedTuple):
@@ -1482,8 +1429,8 @@ class Candidates(NamedTuple):
     @classmethod
     def empty(cls, root, K, n):
         """Room for `select_candidates` to fill, for root [B]."""
-        dtypes = torch.float32, torch.int64, torch.int64
-        return cls(*(root.new_empty(len(root), K, n, dtype=dtype) for dtype in dtypes))
+        tokens, parents = root.new_empty(2, len(root), K, n)
+        return cls(torch.empty_like(tokens, dtype=torch.float32), tokens, parents)
 
 
 @triton.jit
@@ -1533,28 +1480,26 @@ def _select_candidates_kernel(
              mask=place < n)
 
 
-@takes("w == 1 or w == W and depth > 0", "K * n < 2048",
-       candidates="B K n float32 contiguous, B K n int64 contiguous, B K n int64 contiguous",
-       logprobs="B w W float32", tokens="B w W int64", W="1..min(n,32)", depth="0..K-1")
 def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of the `Candidates` with the best proposals of this depth.
 
-    logprobs, tokens: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf.
-    depth: 0 for proposals below the root. The beams are the root alone at depth 0, then the first W
-    candidates of the depth before; w is their number, or 1 where all propose the same.
+    logprobs, tokens [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN
+    as -inf. depth: 0 for proposals below the root. The beams are the root at depth 0, then the
+    first W candidates of the depth before; w is their number, or 1 where all propose the same.
     """
+    B, w, W = _sizes("logprobs", logprobs, 3, torch.float32)
+    K, n = _check_candidates(candidates, B, logprobs)
+    _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
+           "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
+    _check_tensor("tokens", tokens, (B, w, W), logprobs, torch.int64)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
-    B, w, W = logprobs.shape
-    _, K, n = candidates.joint.shape
     count = W * W if depth else W
-    with torch.cuda.device_of(candidates.joint):
-        _select_candidates_kernel[(B,)](
-            logprobs.contiguous(), tokens.contiguous(), *candidates, w * W, W if w > 1 else 0,
-            count, n, W, K, depth, **_pair_blocks(max(count, n)))
+    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
+            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
+            **_pair_blocks(max(count, n)))
 
 
-@select_candidates.takes
 def select_candidates_reference(logprobs, tokens, candidates, depth):
     """`select_candidates` by torch."""
     W = logprobs.shape[2]
@@ -1563,18 +1508,13 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
         joint = candidates.joint[:, depth - 1, :W, None] + joint  # (B, W, W)
     tokens = tokens.expand_as(joint).flatten(1)
     joint = joint.flatten(1)
-    best = _best_of(joint, tokens, candidates.joint.shape[2])
+    order = tokens.argsort(dim=1, stable=True)  # of equals by token, then column
+    ranked = joint.gather(1, order).argsort(dim=1, descending=True, stable=True)
+    best = order.gather(1, ranked[:, :candidates.joint.shape[2]])
     selected = joint.gather(1, best), tokens.gather(1, best), best // W
     for out, values, none in zip(candidates, selected, (-math.inf, 0, -1)):
         out[:, depth, :best.shape[1]] = values
         out[:, depth, best.shape[1]:].fill_(none)
-
-
-def _best_of(scores, keys, n):
-    """Columns [B, n] of the n highest scores [B, N], best first; of equals by key, then column."""
-    order = keys.argsort(dim=1, stable=True)
-    ranked = scores.gather(1, order).argsort(dim=1, descending=True, stable=True)
-    return order.gather(1, ranked[:, :n])
 
 
 @triton.jit
@@ -1630,27 +1570,23 @@ def _best_tree_kernel(
     tl.store(tree_ptr + field * plane, tl.where(field == 0, tl.load(root_ptr + b), field // 3))
 
 
-@takes("K * n < 2048", root="B int64", tree_size="2..64",
-       candidates="B K n float32 contiguous, B K n int64 contiguous, B K n int64 contiguous")
 def best_tree(root, candidates, tree_size):
     """The likeliest tree of T nodes -> tokens, parents, depths and ancestors, each int64 [B, T].
-
     Node 0 is the root, then the likeliest first, parents before children; ancestors are bitmasks as
-    in `tree_attention`. Spare nodes, for which there is no candidate, are 0 in all four.
-    """
+    in `tree_attention`. Spare nodes, for which there is no candidate, are 0 in all four."""
+    B, = _sizes("root", root, 1, torch.int64)
+    K, n = _check_candidates(candidates, B, root)
+    _check(2 <= tree_size <= 64, "2 <= tree_size <= 64", tree_size)
     if not runs_triton(candidates.joint):
         return best_tree_reference(root, candidates, tree_size)
-    B, K, n = candidates.joint.shape
     blocks = _pair_blocks(max(K * n + 1, tree_size))
     node = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32)
     tree = root.new_empty(4, B, tree_size)
-    with torch.cuda.device_of(root):
-        _best_tree_kernel[(B,)](
+    _launch(_best_tree_kernel, (B,),
             root.contiguous(), *candidates, node, tree, B, K, n, tree_size, **blocks)
     return tree.unbind()
 
 
-@best_tree.takes
 def best_tree_reference(root, candidates, tree_size):
     """`best_tree` by torch."""
     K, n = candidates.joint.shape[1:]
@@ -1678,13 +1614,13 @@ def best_tree_reference(root, candidates, tree_size):
 # ngram_lookup and merge_chain: drafting from the text itself
 #
 #   ngram_lookup  what followed the latest earlier occurrence of the text's longest suffix (4 to 1)
-#   merge_chain   a tree and such a chain as one tree: from where they part, the chain is appended
+#   merge_chain   a tree and such a chain as one tree: the chain is appended where they part
 #
-# A match may overlap the suffix. Where the text ends before the chain does, the chain goes on as a
-# copy of itself, so that a run of one token proposes more of it.
+# A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
+# itself from the match on, so that a run of one token proposes more of it.
 #
 # Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since a
-# second launch to merge what several found would take longer.
+# second launch to merge the results of several would take longer.
 
 
 @triton.jit(do_not_specialize=["S", "n"])
@@ -1716,32 +1652,28 @@ def _ngram_lookup_kernel(
     tl.store(chain_ptr + b * n + step, token.to(tl.int64), mask=step < n)
 
 
-@takes(history="B S int32 contiguous", lengths="B int32", S="1..2**28-1", n="1..63")
 def ngram_lookup(history, lengths, n):
-    """The n tokens that the text itself suggests next (prompt lookup decoding, as transformers has
-    it) -> int64 [B, n]; -1 for all n where the newest token did not occur before.
-
-    history: token ids. lengths: the index of each sequence's newest token, 0..S - 1.
-    """
+    """The n tokens that the text itself suggests next (prompt lookup decoding, as in transformers)
+    -> int64 [B, n]; -1 for all n where the newest token did not occur before. history: token ids.
+    lengths: the index of each sequence's newest token, 0..S - 1."""
+    B, S = _sizes("history", history, 2, torch.int32)
+    _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
+    _check_tensor("lengths", lengths, (B,), history)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
-    B, S = history.shape
     chain = history.new_empty(B, n, dtype=torch.int64)
-    with torch.cuda.device_of(history):
-        _ngram_lookup_kernel[(B,)](
-            history, lengths.contiguous(), chain, S, n,
+    _launch(_ngram_lookup_kernel, (B,), history.contiguous(), lengths.contiguous(), chain, S, n,
             BLOCK_S=4096, BLOCK_N=triton.next_power_of_2(n), num_warps=8)
     return chain
 
 
-@ngram_lookup.takes
 def ngram_lookup_reference(history, lengths, n):
     """`ngram_lookup` by torch."""
     S = int(lengths.max()) + 1
     last = lengths.long()[:, None]  # (B, 1)
     index = torch.arange(S, device=history.device)[None]
     history = history[:, :S]
-    before = last - _column(4, history.device).mT
+    before = last - _constant(range(4), history.device)
     suffix = history.gather(1, before.clamp(min=0))  # (B, 4), the newest token first
     suffix = torch.where(before >= 0, suffix, -1)
     matched = (history == suffix[:, :1]) & (index < last)  # (B, S)
@@ -1752,7 +1684,8 @@ def ngram_lookup_reference(history, lengths, n):
         length += matched
     best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
     match = best % S
-    source = match + 1 + _column(n, history.device).mT % (last - match).clamp_(min=1)  # (B, n)
+    step = _constant(range(n), history.device)
+    source = match + 1 + step % (last - match).clamp_(min=1)  # (B, n)
     return torch.where(best > 0, history.gather(1, source.clamp_(max=S - 1)), -1).long()
 
 
@@ -1801,35 +1734,32 @@ def _merge_chain_kernel(
     tl.store(tree_ptr + 3 * plane, tl.where(used, bits | above, 0), mask=row < n)
 
 
-@takes("T + n <= 64", tokens="B T int64", parents="B T int64", depths="B T int64",
-       ancestors="B T int64", chain="B n int64")
 def merge_chain(tokens, parents, depths, ancestors, chain):
     """A token tree with a chain below its root, merged where they begin alike -> (tokens, parents,
-    depths, ancestors), int64 [B, T + n]: the tree's nodes first and as they were, then the chain's
-    that are not among them; spare nodes are 0 in all four.
-
-    The trees are those of `best_tree`, or roots alone. chain: the tokens after the root, or -1 in
-    all n columns.
-    """
+    depths, ancestors), int64 [B, T + n]: the tree's nodes as they were, then the chain's that are
+    not among them; spare nodes are 0 in all four. The trees are those of `best_tree`, or roots
+    alone. chain: the tokens after the root, or -1 in all n columns."""
+    B, T = _sizes("tokens", tokens, 2, torch.int64)
+    _check_tensor("parents", parents, (B, T), tokens)
+    _check_tensor("depths", depths, (B, T), tokens)
+    _check_tensor("ancestors", ancestors, (B, T), tokens)
+    _, n = _sizes("chain", chain, 2, torch.int64)
+    _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
+    _check_tensor("chain", chain, (B, n), tokens)
     if not runs_triton(tokens):
         return merge_chain_reference(tokens, parents, depths, ancestors, chain)
-    B, T = tokens.shape
-    n = chain.shape[1]
     tree = tokens.new_empty(4, B, T + n)
-    inputs = (x.contiguous() for x in (tokens, parents, depths, ancestors, chain))
-    with torch.cuda.device_of(tokens):
-        _merge_chain_kernel[(B,)](
-            *inputs, tree, B, T, n,
+    inputs = map(_contiguous, (tokens, parents, depths, ancestors, chain))
+    _launch(_merge_chain_kernel, (B,), *inputs, tree, B, T, n,
             BLOCK_T=triton.next_power_of_2(T), BLOCK_N=triton.next_power_of_2(n), num_warps=1)
     return tree.unbind()
 
 
-@merge_chain.takes
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
     """`merge_chain` by torch."""
     T, n = tokens.shape[1], chain.shape[1]
-    row = _column(n, tokens.device).mT
-    node = _column(T, tokens.device).mT
+    row = _constant(range(n), tokens.device)
+    node = _constant(range(T), tokens.device)
     wanted = F.pad(chain, (1, 1), value=-1).gather(1, depths.clamp(max=n + 1))
     mismatch = (tokens != wanted) & (depths > 0)
     rejected = (mismatch.long() << node).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
@@ -1887,30 +1817,32 @@ def _accept_path_kernel(
     tl.store(out_ptr + 2 * P + 1, last * active)
 
 
-@takes(tokens="B T int64", parents="B T int64", depths="B T int64", ancestors="B T int64",
-       target="B T int64", active="B int32", T="1..64", max_path="1..64")
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     """The accepted nodes of token trees, and the tokens that they emit -> int64 [B, 2 P + 2], P =
-    max_path: the targets of the accepted nodes (P), the accepted nodes, root first (P), how many
-    there are, and the index of the last.
+    max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
+    the index of the last.
 
     The trees are those of `best_tree`. target: the model's own next token at each node. active: 1,
-    or 0 for an idle sequence, for which both numbers are 0. A path is cut after P nodes; after a
-    shorter one come zeros, and after its targets the root's.
+    or 0 for an idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter
+    one is filled up with zeros, its targets with the root's.
     """
+    B, T = _sizes("tokens", tokens, 2, torch.int64)
+    _check_tensor("parents", parents, (B, T), tokens)
+    _check_tensor("depths", depths, (B, T), tokens)
+    _check_tensor("ancestors", ancestors, (B, T), tokens)
+    _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
+    _check_tensor("target", target, (B, T), tokens)
+    _check_tensor("active", active, (B,), tokens, torch.int32)
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
-    B, T = tokens.shape
     P = max_path
     out = tokens.new_empty(B, 2 * P + 2)
-    inputs = (x.contiguous() for x in (tokens, parents, depths, ancestors, target, active))
-    with torch.cuda.device_of(tokens):
-        _accept_path_kernel[(B,)](
-            *inputs, out, T, P, BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
+    inputs = map(_contiguous, (tokens, parents, depths, ancestors, target, active))
+    _launch(_accept_path_kernel, (B,), *inputs, out, T, P,
+            BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
     return out
 
 
-@accept_path.takes
 def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
     """`accept_path` by torch."""
     B, T = tokens.shape
@@ -1935,13 +1867,12 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   argmax(x + gumbel(seed, sequence, position, token)).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They give a bound that all kept tokens reach: no token under lse + log((1 - top_p) / V)
-# is in the nucleus, as all such tokens together have less than 1 - top_p of the mass. A second pass
-# lists the tokens from the bound on, some hundreds, and one program per row searches that list. It
-# finds the nucleus's cut as an integer that orders as the logits do, four bits a turn: the highest
-# of 16 candidates with enough mass from it on.
-#
-# The list is in no fixed order. Masses are sums of integers, so they do not depend on it.
+# of a row. They give a bound that all kept tokens reach: tokens under lse + log((1 - top_p) / V)
+# have less than 1 - top_p of the mass together, so none is in the nucleus. A second pass lists the
+# tokens from the bound on, some hundreds, and one program per row searches that list for the
+# nucleus's cut, as an integer that orders as the logits do, four bits a turn: the highest of 16
+# candidates with enough mass from it on. The list is in no fixed order, but masses are sums of
+# integers, which do not depend on it.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -2033,8 +1964,7 @@ def _filtered_sample_kernel(
             # [BLOCK_V]
             kept = tl.zeros([BLOCK_V], tl.int64)
             for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(
-                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
                 kept += (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
             mass = tl.sum(kept, 0)
         wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
@@ -2043,8 +1973,7 @@ def _filtered_sample_kernel(
             candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
             masses = tl.zeros([BLOCK_V, 16], tl.int64)
             for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(
-                    logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
                 weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
                 masses += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
             cut = tl.max(tl.where(tl.sum(masses, 0) >= wanted, candidates, cut), 0)
@@ -2055,8 +1984,7 @@ def _filtered_sample_kernel(
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
-        mask, columns, x = _load_listed(
-            logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+        mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
         score = x + _gumbel_noise(low, high, columns.to(tl.uint32))
         better = (score > best) | ((score == best) & (columns < token))
         better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
@@ -2066,18 +1994,19 @@ def _filtered_sample_kernel(
     tl.store(tokens_ptr + m, tl.minimum(token, V - 1).to(tl.int64))  # a token where all are NaN
 
 
-@takes("0 < temperature < inf", "0 < top_p <= 1", "0 <= min_p <= 1", "top_k >= 0",
-       logits="M V float32|float64", sequence="M int", position="M int")
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
-    temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s.
-
-    top_k: 0 keeps all; top_p: 1 does; min_p: 0 does.
-    """
+    temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s. top_k
+    = 0, top_p = 1 and min_p = 0 keep all."""
+    M, V = _sizes("logits", logits, 2, torch.float32, torch.float64)
+    _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
+           "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
+           temperature, top_k, top_p, min_p)
+    _check_tensor("sequence", sequence, (M,), logits, *INTS)
+    _check_tensor("position", position, (M,), logits, *INTS)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    M, V = logits.shape
     logits = logits.contiguous()
     kth = logits.topk(top_k).values[:, -1].contiguous() if 0 < top_k < V else None
     # a part in 1,000 lower: the sum of masses is rounded
@@ -2091,41 +2020,37 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     count = torch.zeros(M, dtype=torch.int32, device=logits.device)
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
-    with torch.cuda.device_of(logits):
-        _split_masses_kernel[(M, splits)](
-            logits, maxima, lse, temperature, V, splits, BLOCK_V=BLOCK_V, num_warps=num_warps)
-        _list_tokens_kernel[(M, splits)](
+    _launch(_split_masses_kernel, (M, splits), logits, maxima, lse, temperature, V, splits,
+            BLOCK_V=BLOCK_V, num_warps=num_warps)
+    _launch(_list_tokens_kernel, (M, splits),
             logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
             BLOCK_V=BLOCK_V, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=num_warps)
-        _filtered_sample_kernel[(M,)](
+    _launch(_filtered_sample_kernel, (M,),
             logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
             tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
             TOP_K=kth is not None, BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
-@filtered_sample.takes
 def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """`filtered_sample` by torch."""
     logits = filter_logits(logits / temperature, top_k, top_p, min_p)
     return gumbel_argmax(logits, 1.0, seed, sequence, position)
 
 
-@takes("0 <= temperature < inf", logits="M V real", sequence="M int", position="M int")
-def gumbel_argmax(logits, temperature, seed, sequence, position, tokens=None, first_token=0):
-    """A sample of softmax(logits / temperature), or the first argmax at temperature 0 -> columns,
-    int64 [M]. logits: -inf for excluded tokens. tokens: the columns' token ids [V], by which the
-    noise is drawn; default: first_token and on."""
+def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
+    """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
+    [M, V], -inf for excluded tokens -> columns, int64 [M]. first_token: of column 0, as noise
+    follows token ids."""
     if temperature == 0:
         return logits.argmax(-1)
-    if tokens is None:
-        tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
 
 
 def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p, [M, 1]: tokens of at least this logit
-    are the likeliest of that mass, with all that tie with the last."""
+    """The least logit of each row's nucleus of mass top_p, [M, 1]: the likeliest tokens of that
+    mass and all that tie with the last have at least this logit."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
     for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
@@ -2141,8 +2066,8 @@ def nucleus_cut(logits, top_p):
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
     nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
-    probability (arXiv 2407.01082). The likeliest token always stays, and so do tokens that tie with
-    the last one kept."""
+    probability (arXiv 2407.01082). The likeliest token stays, and so do tokens that tie with the
+    last one kept."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
@@ -2154,136 +2079,57 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks of arguments. The words of `takes`:
-#
-#   q="B T Hq D float"         a tensor: its sizes, none of them 0, and its dtype. A letter is one
-#                              size throughout a call, "..." any number of sizes, 2*C an expression.
-#                              float is one dtype throughout a call: float32, float16 or bfloat16;
-#                              real may be float64 too; int is int32 or int64
-#   slopes="Hq float32?"       or None
-#   pair="B D real, B int32"   a tuple of tensors
-#   lengths="B int32 0..S-T"   and the range of its values, looked at on a CPU only, since to read
-#                              them would stall a GPU; the kernels never leave their tensors
-#   T="1..64", k="1..32"       the range of a size, or of an argument that is an int
-#   "Hq % Hkv == 0"            a condition on sizes and arguments
+# Checks of ranks, sizes, dtypes and devices, each of which raises ValueError. A step on a CPU makes
+# some hundred of them, so messages are built only where one fails.
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
-DTYPES = dict(float=FLOATS, real=(*FLOATS, torch.float64), int=(torch.int32, torch.int64))
-DTYPES |= {name: (getattr(torch, name),) for name in (
-    "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")}
-
-
-_checking = ContextVar("checking", default=True)
-
-
-@contextlib.contextmanager
-def unchecked(enabled=True):
-    """Within it, and in this thread, arguments are not checked, which on a CPU is a tenth of a
-    small model's step: for a loop whose shapes are fixed, once its first turn has been checked."""
-    token = _checking.set(_checking.get() and not enabled)
-    try:
-        yield
-    finally:
-        _checking.reset(token)
+REALS = *FLOATS, torch.float64
+INTS = torch.int32, torch.int64
 
 
 def _check(condition, expected, *got):
-    """Raises ValueError unless the condition holds."""
     if not condition:
         got = ", ".join(map(_describe, got))
         raise ValueError(f"expected {expected}, got {got}".replace("torch.", ""))
 
 
 def _describe(x):
-    if isinstance(x, (tuple, list)):
-        return f"({', '.join(map(_describe, x))})"
     return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
 
 
-def _check_arguments(defaults, conditions, specs, args, named):
-    """Raises ValueError unless the arguments of a call are what its `takes` declares."""
-    scope = defaults | dict(zip(defaults, args)) | named  # `_bind` adds sizes, dtypes and a device
-    for name, spec in specs.items():
-        x = scope.get(name)
-        parts = _parse(spec)
-        if x is None and spec[-1] == "?":
-            continue
-        if not parts:
-            low, high = _bounds(spec, scope)
-            if not (isinstance(x, int) and low <= x <= high):
-                _check(False, f"{low} <= {name} <= {high}", x)
-        elif len(parts) == 1:
-            _check_tensor(name, x, parts[0], scope)
-        else:
-            members = x if isinstance(x, (tuple, list)) else []
-            _check(len(members) == len(parts), f"{name} of {len(parts)} tensors", x)
-            for i, part in enumerate(parts):
-                _check_tensor(f"{name}[{i}]", x[i], part, scope)
-    for condition in conditions:
-        if not _evaluate(condition, scope):
-            names = [name for name in _compiled(condition).co_names if name in scope]
-            _check(False, condition, *(f"{name} = {_describe(scope[name])}" for name in names))
+def _sizes(name, x, rank, *dtypes):
+    """The shape of a tensor of this rank and one of these dtypes that is not empty."""
+    if x.dim() != rank or x.dtype not in dtypes or x.numel() == 0:
+        kinds = " or ".join(map(str, dtypes))
+        _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
+    return x.shape
 
 
-def _check_tensor(name, x, part, scope):
-    sizes, dtypes, words = part
-    if not (isinstance(x, torch.Tensor) and x.numel() > 0 and _bind(x, sizes, dtypes, scope)):
-        shape = ", ".join(f"{size} = {scope[size]}" if size in scope else size for size in sizes)
-        kinds = " or ".join(str(kind) for word in dtypes for kind in scope.get(word, DTYPES[word]))
-        device = scope.get("device", "any device")
-        _check(False, f"{name} [{shape}], not empty, of {kinds} on {device}", x)
-    for word in words:
-        if word == "contiguous":
-            _check(x.is_contiguous(), f"contiguous {name}", x, x.stride())
-        elif x.is_cpu:
-            low, high = _bounds(word, scope)
-            least, most = x.aminmax()
-            if least < low or most > high:
-                _check(False, f"{low} <= {name} <= {high}", x.tolist())
+def _check_tensor(name, x, shape, like, *dtypes):
+    """x has the device of `like` and one of the dtypes, or that of `like`; or is None."""
+    if x is None:
+        return
+    dtypes = dtypes or (like.dtype,)
+    if x.shape != shape or x.dtype not in dtypes or x.device != like.device:
+        kinds = " or ".join(map(str, dtypes))
+        _check(False, f"{name} {list(shape)} of {kinds} on {like.device}", x)
 
 
-@lru_cache
-def _parse(spec):
-    """(sizes, dtypes, other words) of each tensor that a spec describes: none for a range."""
-    parts = []
-    for words in map(str.split, spec.removesuffix("?").split(", ")):
-        end = next((i for i, word in enumerate(words) if word.split("|")[0] in DTYPES), None)
-        if end is not None:
-            parts.append((words[:end], words[end].split("|"), words[end + 1:]))
-    return parts
+def _check_head(hidden, weight, scales):
+    """hidden [M, C] and an LM head [V, C], of int8 where it has scales."""
+    _, C = _sizes("hidden", hidden, 2, *FLOATS)
+    V = len(weight)
+    _check_tensor("weight", weight, (V, C), hidden, hidden.dtype if scales is None else torch.int8)
+    _check_tensor("scales", scales, (V,), hidden, torch.float32)
 
 
-def _bind(x, sizes, dtypes, scope):
-    """Whether a tensor fits. If so, scope gets the sizes and dtypes that are new in it."""
-    word = next((word for word in dtypes if x.dtype in scope.get(word, DTYPES[word])), None)
-    lead = x.dim() - len(sizes) + 1
-    shape = [x.shape[:lead], *x.shape[lead:]] if sizes[0] == "..." else x.shape
-    if word is None or len(shape) != len(sizes) or x.device != scope.get("device", x.device):
-        return False
-    found = {"device": x.device}
-    if word in ("float", "real"):
-        found[word] = (x.dtype,)
-    for size, n in zip(sizes, shape):
-        if size in scope:
-            expected = scope[size]
-        elif size.isidentifier() or size == "...":
-            expected = found.setdefault(size, n)
-        else:
-            expected = _evaluate(size, scope)
-        if n != expected:
-            return False
-    scope.update(found)
-    return True
-
-
-def _bounds(spec, scope):
-    return (_evaluate(bound, scope) for bound in spec.split("..", 1))
-
-
-def _evaluate(expression, scope):
-    return eval(_compiled(expression), {"inf": math.inf}, scope)
-
-
-@lru_cache
-def _compiled(expression):
-    return compile(expression, "takes", "eval")
+def _check_candidates(candidates, B, like):
+    """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
+    joint, *others = candidates
+    _, K, n = _sizes("joint", joint, 3, torch.float32)
+    _check_tensor("joint", joint, (B, K, n), like, torch.float32)
+    for x in others:
+        _check_tensor("tokens and parents", x, (B, K, n), like, torch.int64)
+    _check(K * n < 2048 and all(x.is_contiguous() for x in candidates),
+           "fewer than 2048 candidates a sequence, contiguous", *candidates)
+    return K, n

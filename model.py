@@ -625,8 +625,9 @@ def read_json(path):
     return value
 
 
-def pick_device(name):
-    """A torch.device that exists here, or InputError."""
+def pick_device(name=None):
+    """A torch.device that exists here, or InputError. Default: CUDA where there is a GPU."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # not on "meta", which computes nothing

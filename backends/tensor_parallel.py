@@ -344,7 +344,8 @@ class VocabParallelHead(nn.Module):
 
 def start(args):
     """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
-    the number of this rank's GPU."""
+    its default and the number of this rank's GPU."""
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         return Group()
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"

@@ -1,253 +1,240 @@
-"""`python -m bench draw`: the pictures of README.md and docs/, from records and from a saved run.
+"""`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run.
 
-Text stays text, and the same records give the same bytes. A page of GitHub is white or nearly
-black: a chart has no background and mid-tones that are readable on both; a run is on a dark card,
-its tokens in the colours of generate.py on a terminal.
+A page of GitHub is white or nearly black: a chart has no background and mid-tones that are readable
+on both; a run is on a dark card, its tokens in the colours of generate.py on a terminal.
 """
 
-import io
 import re
-import warnings
-from math import inf
+from functools import partial
+from math import isqrt, log
 from pathlib import Path
+from xml.sax.saxutils import escape
 
-from bench import hardware, make_folder, roofline, write_file
-from bench.steps import SIZES
-from clover import MAX_DRAFT
-from model import MAX_TREE, InputError, read_json
+import torch
+
+from bench.sizes import SIZES, size_config
+from clover import MAX_DRAFT, Head, read_record
+from model import MAX_TREE, Block, read_json
 from tools.flags import DEMO
+from tools.policy import expected_tokens
 from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.timing import PREFIX
 
-WIDTH = 760  # of a picture, in pixels, of which 96 are an inch
+WIDTH = 760
+FONTS = "Segoe UI, Noto Sans, Helvetica, Arial, DejaVu Sans, sans-serif"
+MONO = "DejaVu Sans Mono, Menlo, Liberation Mono, Consolas, monospace"
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
-COLOURED = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"
-STYLE = dict.fromkeys(COLOURED, GREY) | {
-    "svg.fonttype": "none", "svg.hashsalt": "clover", "text.parse_math": False, "font.size": 9.75,
-    "font.sans-serif": ["Segoe UI", "Noto Sans", "Helvetica", "Arial", "DejaVu Sans"],
-    "font.monospace": ["DejaVu Sans Mono", "Menlo", "Liberation Mono", "Lucida Console"],
-    "figure.facecolor": "none", "axes.facecolor": "none", "axes.spines.left": False,
-    "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4,
-    "figure.constrained_layout.h_pad": 0.1}
-DRAFTERS = {  # as records call them: (name, colour)
-    "plain": ("plain decoding", GREY), "medusa": ("Medusa", GREEN), "hydra": ("Hydra", GREEN),
-    "clover": ("Clover", GREEN), "clover2": ("Clover-2", GREEN), "lookup": ("lookup alone", AMBER),
-    "clover + lookup": ("Clover + lookup", BLUE), "auto": ("auto (default)", PINK)}
-GUESSED_BY = {f"head {i + 1}": ANSI[HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]]
-              for i in range(MAX_DRAFT)} | {"model": DIM, "lookup": ANSI[LOOKUP_COLOUR]}
+TOKENS = {"root": BRIGHT, "model": DIM, "lookup": ANSI[LOOKUP_COLOUR]} | {
+    f"head {i + 1}": ANSI[HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]] for i in range(MAX_DRAFT)}
+DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
+            "lookup": AMBER, "clover + lookup": BLUE, "auto": PINK}  # as results call them
 
 
-def card(figure, title, height, own, drafted_by, below):
-    """Axes in pixels, y downwards, with what the colours mean. own: the model's own tokens."""
-    figure.set(size_inches=(WIDTH / 96, height / 96), label=title, facecolor=CARD, edgecolor=FRAME,
-               linewidth=1)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
-    axes.set_axis_off()
-    colours = {own: DIM, "guessed by:": BRIGHT} | {by: GUESSED_BY[by] for by in sorted(drafted_by)}
+def svg(title, height, shapes):
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'font-family="{FONTS}">\n<title>{escape(title)}</title>\n' + "\n".join(shapes)
+            + "\n</svg>\n")
+
+
+def text(x, y, words, colour=GREY, size=13, anchor="start", font=FONTS):
+    words = "".join(c if c.isprintable() else "\ufffd" for c in words)  # XML forbids some
+    return (f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size}" '
+            f'text-anchor="{anchor}" font-family="{font}">{escape(words)}</text>')
+
+
+def box(x, y, width, height, colour, frame="none", radius=0):
+    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            f'rx="{radius}" fill="{colour}" stroke="{frame}"/>')
+
+
+def line(points, colour, width=1, dashes="none"):
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" '
+            f'stroke-dasharray="{dashes}"/>')
+
+
+def card(title, height, model_token, drafters, shapes, below):
+    """shapes with a legend above and a line below."""
     x = 24
-    for words, colour in colours.items():
-        axes.text(x, 32, words, color=colour)
-        x += 7.2 * len(words) + 16
-    axes.text(24, height - 24, below, color=BRIGHT)
-    return axes
+    for name in ("model", *sorted({*drafters} - {"model", "root"})):
+        words = model_token if name == "model" else f"by {name}"
+        shapes.append(text(x, 32, words, TOKENS[name]))
+        x += 8 * len(words) + 16
+    shapes.append(text(24, height - 24, below, BRIGHT))
+    return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), *shapes])
 
 
-def draw_text(figure, run):
+def draw_text(run):
+    """The text of the first prompt, each token in the colour of what guessed it."""
     steps = [step for step in run["drafts"] if step["prompt"] == 0]
-    tokens = [(words, by, GUESSED_BY[by]) for step in steps
-              for words, by in zip(step["emitted"], step["guessed_by"], strict=True)]
+    tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
     row = column = 0
-    placed = []
-    for words, _, colour in [(run["prompts"][0], "", BRIGHT), *tokens]:
+    shapes = []
+    for words, drafter in [(run["prompts"][0], "root"), *tokens]:
         for part in re.findall(r"\n| +|\S+", words.expandtabs(4)):
             if part == "\n" or column + len(part) > 88:
                 row += 1
                 column = 0
-            if part != "\n":
-                placed.append((24 + 7.93 * column, 66 + 19 * row, part, colour))
-                column += len(part)
-    axes = card(figure, "A text, each token in the colour of what guessed it", 118 + 19 * row,
-                "not guessed", {by for _, by, _ in tokens} - {"model"},
+            if part.strip():
+                spot = 24 + 7.93 * column, 66 + 19 * row
+                shapes.append(text(*spot, part, TOKENS[drafter], font=MONO))
+            column += len(part) * (part != "\n")
+    return card("A text, each token in the colour of what guessed it", 118 + 19 * row,
+                "not guessed", {drafter for _, drafter in tokens}, shapes,
                 f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
                 "tokens per step (plain decoding: 1)")
-    for x, y, part, colour in placed:
-        axes.text(x, y, part.strip(), color=colour, family="monospace")
 
 
-def draw_tree(figure, run):
+def draw_tree(run):
     """Of the step with most accepted: depths from left to right, the accepted path on top."""
-    steps = [step for step in run["drafts"] if 2 < len(step["path"]) < 8
-             and len(set(step["parents"])) < len(step["parents"]) < 16
-             and step["guessed_by"][-1] == "model" and step["nodes"][0].strip()]
-    if not steps:
-        raise InputError("the run has no step of fewer than 16 nodes with two accepted guesses "
-                         "and another branch; save a run with a smaller --tree-size")
+    steps = [step for step in run["drafts"] if len(step["path"]) < 8 and len(step["nodes"]) < 16
+             and len(set(step["parents"])) < len(step["parents"]) and step["nodes"][0].strip()
+             and step["guessed_by"][-1] == "model"]
     step = max(steps, key=lambda step: len(step["path"]))
-    tokens = [*step["nodes"], step["emitted"][-1]]
-    parents = [*step["parents"], step["path"][-1]]
     accepted = {*step["path"], len(step["nodes"])}
+    parents = [*step["parents"], step["path"][-1]]
     keys = [()]  # of a node: for each node of its path, whether it was rejected, and its number
-    for i, parent in enumerate(parents[1:], 1):
-        keys.append((*keys[parent], (i not in accepted, i)))
-    leaves = [key for i, key in enumerate(keys) if i not in parents]
-    width = min(110, 712 / (1 + max(map(len, keys))))
-    spots = [(30 + width * len(key), 78 + 34 * sum(leaf < key for leaf in leaves)) for key in keys]
-    axes = card(figure, "A drafted tree, with what was accepted", 144 + 34 * len(leaves),
-                "the model's next token", set(step["drafted_by"][1:]), "White: the newest token. "
-                "Full: accepted, the model says the same. Outlined: rejected.\nOne step: "
-                f"{len(accepted) - 2} guesses accepted, {len(accepted) - 1} tokens.")
-    colours = [BRIGHT, *(GUESSED_BY[by] for by in (*step["drafted_by"][1:], "model"))]
-    for i, (words, colour) in enumerate(zip(tokens, colours, strict=True)):
-        x, y = spots[i]
-        edge, line, ink, fill = FRAME, 0.75, colour, CARD
-        if i in accepted:
-            edge, line, ink, fill = BRIGHT, 1.5, CARD, colour
-        if i:
-            left, top = spots[parents[i]]
-            axes.plot([left, x - 15, x - 15, x], [top, top, y, y], color=edge, linewidth=line,
-                      zorder=line)
-        words = words.translate(str.maketrans(" \n\t", "·↵⇥"))[:int((width - 26) / 7)]
-        axes.text(x, y, words, color=ink, size=8.5, family="monospace", va="center_baseline",
-                  bbox=dict(boxstyle="round", edgecolor=colour, facecolor=fill, linewidth=0.75))
+    for node, parent in enumerate(parents[1:], 1):
+        keys.append((*keys[parent], (node not in accepted, node)))
+    leaves = [key for node, key in enumerate(keys) if node not in parents]
+    spots = [(24 + 100 * len(key), 66 + 34 * sum(leaf < key for leaf in leaves)) for key in keys]
+    edges = []
+    boxes = []
+    names = zip([*step["nodes"], step["emitted"][-1]], [*step["drafted_by"], "model"])
+    for node, (words, drafter) in enumerate(names):
+        x, y = spots[node]
+        colour = TOKENS[drafter]
+        on_path = node in accepted
+        words = words.translate(str.maketrans(" \n\t", "·↵⇥"))[:10]
+        boxes += [box(x, y, 12 + 7 * len(words), 20, colour if on_path else CARD, colour, radius=4),
+                  text(x + 6, y + 14, words, CARD if on_path else colour, 11.5, font=MONO)]
+        left, top = spots[max(parents[node], 0)]
+        edges.append(line([(left, top + 10), (x - 12, top + 10), (x - 12, y + 10), (x, y + 10)],
+                          BRIGHT if on_path else FRAME, 1 + on_path))
+    return card("A drafted tree, with what was accepted", 126 + 34 * len(leaves),
+                "the model's next token", step["drafted_by"], edges[1:] + boxes,
+                "White: the newest token. Full: accepted, the model says the same. Outlined: "
+                f"rejected. {len(accepted) - 1} tokens.")
 
 
-def chart(figure, title, height, *below):
-    """Axes with a title above and small lines below."""
-    figure.set(size_inches=(WIDTH / 96, height / 96), label=title, layout_engine="constrained")
-    figure.suptitle(title, x=0, ha="left", size=12, weight="bold")
-    figure.supxlabel("\n".join(below), x=0, ha="left", size=9)
-    return figure.subplots()
+def chart(title, height, shapes, *below):
+    """shapes with a title above and small lines below."""
+    small = [text(0, height - 6 - 16 * i, words, size=12) for i, words in enumerate(below[::-1])]
+    return svg(title, height, [text(0, 20, title, size=16), *shapes, *small])
 
 
-def measured(record):
+def measured(result):
     """What was measured and where, for the small line below a chart."""
-    kind = f"temperature {record['temperature']:g}" if record.get("temperature") else "greedy"
-    return (f"Measured: {record['model']}/, {record['dtype'].removeprefix('torch.')}, {kind}, "
-            f"{record['prompts']} prompts, {record['max_new_tokens']} new tokens each; "
-            + hardware(record["machine"]))
+    machine = result["machine"]
+    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
+    return (f"Measured: {result['model']}/, {result['dtype'].removeprefix('torch.')}, greedy, "
+            f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; {where}")
 
 
-def draw_tokens_per_step(figure, record):
+def draw_tokens_per_step(result):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
-    found = {"plain": 1.0} | {
-        row["heads"]: row["tokens_per_step"] for row in record["decoding"]
+    values = {"plain": 1.0} | {
+        row["heads"]: row["tokens_per_step"] for row in result["decoding"]
         if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
-    bars = [(*DRAFTERS[name], found[name]) for name in DRAFTERS if name in found]
-    steps = " or ".join(sorted({str(heads["steps"]) for heads in record["training"].values()}))
-    axes = chart(figure, "Tokens per step: one is the model's own (grey), others are guessed right",
-                 80 + 34 * len(bars), f"16 guesses per step, heads of {steps} training steps.",
-                 measured(record))
-    for name, colour, value in bars:
-        axes.barh(name, 1, 0.7, color=GREY)
-        axes.barh(name, value - 1, 0.7, 1, color=colour)
-        axes.annotate(f"{value:.2f}", (value, name), (6, 0), textcoords="offset points",
-                      color=colour, va="center_baseline", weight="bold")
-    axes.invert_yaxis()
-    axes.margins(0)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.spines.bottom.set_visible(False)
+    names = [name for name in DRAFTERS if name in values]
+    unit = 590 / max(values[name] for name in names)
+    shapes = []
+    for i, name in enumerate(names):
+        y = 46 + 32 * i
+        value, colour = values[name], DRAFTERS[name]
+        shapes += [text(110, y + 16, name, anchor="end"), box(118, y, unit, 22, GREY),
+                   box(118 + unit, y, unit * (value - 1), 22, colour),
+                   text(124 + unit * value, y + 16, f"{value:.2f}", colour)]
+    return chart("Tokens per step: one is the model's own (grey), others are guessed right",
+                 96 + 32 * len(names), shapes, "16 guesses per step.", measured(result))
 
 
-def line_chart(figure, title, lines, form, *below):
-    """Lines over the batch size, with names and values at both ends; both axes are logarithmic.
-    lines: {(name, colour, style): {batch size: value}}; form: of a value."""
-    axes = chart(figure, f"{title} (logarithmic)", 470, *below)
-    for (_, colour, style), points in lines.items():
-        axes.plot(points.keys(), points.values(), style, color=colour, marker="o")
+def line_chart(title, lines, form, *below):
+    """Lines over the batch size, their names with first and last values beside them; both axes are
+    logarithmic. lines: {(name, colour, dashes): {batch size: value}}; form: of a value."""
     sizes = sorted({size for points in lines.values() for size in points})
-    axes.set(xscale="log", yscale="log", xlabel="batch size: sequences decoded together")
-    axes.minorticks_off()
-    axes.set_xticks(sizes, sizes)
-    axes.set_yticks([])
-    axes.autoscale_view()
-    for end, edge, ha in ((min, -0.05, "right"), (max, 1.05, "left")):
-        height = inf
-        labels = [(points[end(points)], end(points), name, colour)
-                  for (name, colour, _), points in lines.items() if end is min or len(points) > 1]
-        for value, size, name, colour in sorted(labels, reverse=True):
-            _, y = axes.transAxes.inverted().transform(axes.transData.transform((size, value)))
-            height = min(y, height - 0.05)  # labels are one below another
-            arrow = dict(arrowstyle="-", color=colour, linewidth=0.75, relpos=(end is min, 0.5))
-            axes.annotate(f"{name} {form.format(value)}", (size, value), (edge, height), ha=ha,
-                          textcoords="axes fraction", va="center", color=colour, arrowprops=arrow)
+    values = [value for points in lines.values() for value in points.values()]
+    low, high = min(values), max(values)
+
+    def spot(size, value):
+        return (20 + 450 * log(size / sizes[0]) / log(sizes[-1] / sizes[0]),
+                50 + 300 * log(high / value) / log(high / low))
+    shapes = [line([(0, 370), (490, 370)], GREY),
+              text(245, 406, "batch size: sequences decoded together", anchor="middle")]
+    shapes += [text(spot(size, low)[0], 387, str(size), anchor="middle") for size in sizes]
+    highest_first = sorted(lines.items(), key=lambda item: -max(item[1].values()))
+    for i, ((name, colour, dashes), points) in enumerate(highest_first):
+        y = 58 + 22 * i
+        spots = [spot(*point) for point in sorted(points.items())]
+        ends = dict.fromkeys(form.format(points[end(points)]) for end in (min, max))
+        shapes += [line(spots, colour, 2, dashes),
+                   *(box(x - 3, y - 3, 6, 6, colour, radius=3) for x, y in spots),
+                   line([(510, y - 4), (532, y - 4)], colour, 2, dashes),
+                   text(540, y, f"{name} {' to '.join(ends)}", colour)]
+    return chart(f"{title} (logarithmic)", 460, shapes, *below)
 
 
-def draw_batch(figure, record):
-    """Tokens per second over batch sizes, of each kind of drafter the best."""
+def draw_batch(result):
+    """Tokens per second over batch sizes, of each drafter the best plan."""
     best = {}
-    for row in sorted(record["decoding"], key=lambda row: row["batch_size"]):
-        kind = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", record["heads"][-1])
-        style = "--" if kind in record["heads"][:-1] else "-"
-        points = best.setdefault((*DRAFTERS.get(kind, (kind, GREY)), style), {})
+    for row in result["decoding"]:
+        name = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", result["heads"][-1])
+        points = best.setdefault((name, DRAFTERS.get(name, GREY), "none"), {})
         size = row["batch_size"]
         points[size] = max(row["tokens_per_second"], points.get(size, 0))
-    line_chart(figure, "Tokens per second, all sequences together", best, "{:,.0f}",
-               "Of each kind the best. Batches of more than that many prompts take one for each "
-               "sequence.", measured(record))
+    return line_chart("Tokens per second, all sequences together", best, "{:,.0f}",
+                      "Of each drafter the best plan.", measured(result))
 
 
-def draw_roofline(figure, _):
-    """The speed-up that bench/roofline.py predicts, of the best tree for each batch size."""
-    heads, tokens = roofline.acceptance(DEMO / "clover", temperature=0.0)
+# A prediction, after Figure 2 of arXiv 2405.00263
+BANDWIDTH, PEAK = 4.8e12, 989e12  # of an H200, dense bfloat16, by its datasheet
+LAUNCH = 2e-6  # seconds of a small operation in a CUDA graph: an assumption, in no datasheet
+
+
+def step_seconds(config, heads, block, head, B, T):
+    """About the least that a step can take on one H200: for each product, bytes over bandwidth or
+    FLOPs over peak, whichever is more; the bytes of the caches; and LAUNCH per launch. block, head:
+    how many weights one has."""
+    lm_head = config.vocab_size * config.n_embd
+    K = min(heads.n_draft, T - 1)
+    layers = config.n_layer + (heads.augment_layers if K else 0)
+    products = [(config.n_layer * block + lm_head, B * T),       # (weights, rows): verify,
+                (K * (head + lm_head), B * (isqrt(T - 1) + 1)),  # draft, a row for each beam,
+                ((layers - config.n_layer) * block, B * (K + 1))]  # extend the heads' own cache
+    seconds = sum(max(2 * weights / BANDWIDTH, 2 * weights * rows / PEAK)
+                  for weights, rows in products)
+    cached = layers * B * PREFIX * 2 * config.n_kv_head * config.head_size
+    return seconds + 2 * cached / BANDWIDTH + LAUNCH * (10 * layers + 14 * K + 16)
+
+
+def draw_roofline(_):
+    """The predicted speed-up of the best tree for each batch size."""
+    heads, record = read_record(DEMO / "clover" / "heads.json")
+    tokens = {T: expected_tokens(record["acceptance"], T, 0.0) for T in range(2, MAX_TREE + 1)}
     sizes = [2 ** i for i in range(9)]
-    lines = {("plain decoding", GREY, ":"): dict.fromkeys(sizes, 1.0)}
-    for model, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():
-        predict = roofline.Prediction(roofline.GPUS["h200"], roofline.sizes(model), heads).row
-        points = lines[SIZES[model][0], colour, "-"] = {}
-        for size in sizes:
-            rows = [predict(size, T, tokens(T)) for T in range(2, MAX_TREE + 1)]
-            if any(rows):
-                points[size] = max(row["speed_up"] for row in rows if row)
-    line_chart(figure, "Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
-               f"By python -m bench roofline, from the GPU's datasheet: bfloat16, {PREFIX} tokens "
-               "in each cache, guesses as good", "as those of demo/clover, the best tree for each "
-               "batch size. A line ends where the memory is full.")
-
-
-RUN = "{run}", "python generate.py --prompt TEXT --json --show-tree"
-PICTURES = {  # name: (what draws it, from which file, what writes that)
-    "text.svg": (draw_text, *RUN), "tree.svg": (draw_tree, *RUN),
-    "tokens-per-step.svg": (draw_tokens_per_step, "{results}/heads-cpu.json",
-                            "python -m bench heads --out"),
-    "batch.svg": (draw_batch, "{results}/decode-cpu.json", "python -m bench decode --out"),
-    "roofline.svg": (draw_roofline, None, None)}
-
-
-def render(picture, *given):
-    """The SVG that picture(figure, *given) draws."""
-    try:
-        import matplotlib.figure
-    except ImportError:
-        raise InputError("drawing needs matplotlib, which is not installed: "
-                         "pip install matplotlib") from None
-    file = io.StringIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of characters that the fonts here do not have
-        figure = matplotlib.figure.Figure()
-        picture(figure, *given)
-        for words in figure.findobj(matplotlib.text.Text):  # XML forbids some characters
-            words.set_text("".join(c if c.isprintable() or c == "\n" else "\ufffd"
-                                   for c in words.get_text()))
-        figure.savefig(file, format="svg",
-                       metadata=dict(Title=figure.get_label(), Date=None, Creator=None))
-    return file.getvalue()
+    lines = {("plain", GREY, "2,3"): dict.fromkeys(sizes, 1.0)}
+    for name, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():
+        config = size_config(name)
+        with torch.device("meta"):
+            modules = Block(config), Head(heads, config)
+        weights = (sum(p.numel() for p in module.parameters()) for module in modules)
+        seconds = partial(step_seconds, config, heads, *weights)
+        lines[SIZES[name][0], colour, "none"] = {
+            B: seconds(B, 1) * max(tokens[T] / seconds(B, T) for T in tokens) for B in sizes}
+    return line_chart("Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
+                      f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each cache, guesses "
+                      "as good as those of demo/clover,", "the best tree for each batch size.")
 
 
 def bench(args):
-    """`python -m bench draw`: writes the pictures into args.out."""
-    make_folder(args.out)
-    for name, (picture, source, how) in PICTURES.items():
-        path = source and Path(source.format_map(vars(args)))
-        try:
-            if path and not path.is_file():
-                raise InputError(f"{path} is not here; {how} writes it")
-            content = render(picture, path and read_json(path))
-            write_file(Path(args.out) / name, content)
-            print(f"{args.out}/{name}: {len(content) / 1000:.1f} kB")
-        except InputError as error:
-            print(f"left out: {name}: {error}")
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            kind = type(error).__name__
-            print(f"left out: {name}: {path} is not what {how} writes ({kind}: {error})")
+    """Writes the pictures into args.out."""
+    pictures = {"text": (draw_text, args.run), "tree": (draw_tree, args.run),
+                "tokens-per-step": (draw_tokens_per_step, f"{args.results}/heads-cpu.json"),
+                "batch": (draw_batch, f"{args.results}/decode-cpu.json"),
+                "roofline": (draw_roofline, None)}
+    for name, (draw, source) in pictures.items():
+        path = Path(args.out) / f"{name}.svg"
+        path.write_text(draw(source and read_json(source)), encoding="utf-8")
+        print(path)

@@ -1,320 +1,171 @@
-"""The kernels on a GPU: each one's time, against the memory's bandwidth and against what else a
-user would run."""
+"""`python -m bench kernels`: the kernels on a GPU, each one's time against the memory's bandwidth
+and against what torch has for it.
+
+A case is (bytes that must be moved, inputs, our function, torch's or None).
+"""
 
 import math
-import statistics
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 
 import kernels
-from bench import Record
-from bench.decoding import measure_bandwidth
-from bench.steps import size_config
+from backends.quantized import INT8_ROWS, Layout, round_weight
+from bench import Table
+from bench.sizes import size_config
 from generate import capture
-from model import InputError
+from model import Block, InputError
+from tools.timing import copy_bandwidth
 
-BF16 = torch.bfloat16
-MODELS = "7b", "8b", "70b"  # whose attention heads are taken
-PROJECTIONS = {"7b": (4096, 32000), "8b": (4096, 128256), "qwen-7b": (3584, 151936),
-               "70b": (8192, 128256)}  # C, V
-CHAIN = 10  # tokens that lookup proposes
+random = partial(torch.randn, dtype=torch.bfloat16)
 
 
-# -------------------------------------------------------------------------------------------------
-# Inputs, and other implementations, which take the same arguments
-
-def random_trees(B, T):
-    """Ancestor bitmasks int64 [B, T] of trees in which a node's parent is any earlier node."""
-    generator = torch.Generator().manual_seed(0)
-    masks = torch.ones(B, 1, dtype=torch.int64) << torch.arange(T)
-    for node in range(1, T):
-        parent = torch.randint(0, node, (B, 1), generator=generator)
-        masks[:, node] |= masks.gather(1, parent)[:, 0]
-    return masks
+def copies(size):
+    """How many inputs of `size` bytes take turns: no cache holds 100 MB until the next turn."""
+    return min(max(2, math.ceil(100e6 / size)), 64)
 
 
-def attention_inputs(heads, B, prefix, T, device, dtype=BF16, count=1):
-    """`count` inputs of tree_attention, of the same lengths and trees. heads: (Hq, Hkv, D)."""
-    Hq, Hkv, D = heads
+def attention_case(device, model, batch, prefix, T, make_other):
+    c = size_config(model)
     S = math.ceil((prefix + T) / 64) * 64
-    random = partial(torch.randn, device=device, dtype=dtype)
-    tree = torch.full((B,), prefix, device=device, dtype=torch.int32), random_trees(B, T).to(device)
-    return [(random(B, T, Hq, D), *random(2, B, Hkv, S, D), *tree) for _ in range(count)]
+    size = 4 * batch * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
+    lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
+    ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(batch, 1)  # of a chain
+    inputs = [(random(batch, T, c.n_head, c.head_size, device=device),
+               *random(2, batch, c.n_kv_head, S, c.head_size, device=device), lengths, ancestors)
+              for _ in range(copies(size))]
+    return size, inputs, kernels.tree_attention, make_other(*inputs[0])
 
 
-def attention_rivals(q, k, v, lengths, ancestors, flex=None):
-    """{name: the same attention by other means}, for inputs of these shapes and trees.
+def visible(lengths, ancestors, b, head, node, row):
+    """Whether a node of sequence b sees a row of the cache."""
+    own = (row - lengths[b]).clamp(0, 63)
+    return (row < lengths[b]) | ((ancestors[b, node] >> own) & 1 == 1)
 
-    sdpa: with enable_gqa; its `backend` is the one that torch takes. sdpa packed: a group's query
-    heads as rows. flex: FlexAttention, if the function is given. Masks are made beforehand, in the
-    form that needs no conversion in the call: added to the scores, with rows of a multiple of 16
-    bytes; a block mask for FlexAttention."""
-    B, T, Hq, D = q.shape
-    Hkv = k.shape[1]
+
+def sdpa(q, k, v, lengths, ancestors):
+    """tree_attention for inputs of these shapes and trees by torch's attention, with a group's
+    query heads as rows. The mask is made beforehand, in the form that needs no conversion in the
+    call: added to the scores, with rows of a multiple of 16 bytes."""
+    B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
+    group = Hq // k.shape[1]
+    b, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
+    seen = visible(lengths, ancestors, b[:, None, None], None, node[:, None], row)  # (B, T, S..)
+    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
 
-    def visible(b, head, node, row):
-        below = (row - lengths[b]).clamp(0, 63)
-        return (row < lengths[b]) | ((ancestors[b, node] >> below) & 1 == 1)
-
-    sequence, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
-    seen = visible(sequence[:, None, None], None, node[:, None], row)  # (B, T, S or a few more)
-    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype)  # (B, 1, T, S or a few more)
-    packed_mask = mask.repeat_interleave(Hq // Hkv, 2)[..., :S]
-    mask = mask[..., :S]
-
-    def sdpa(q, k, v, *_):
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k[:, :, :S], v[:, :, :S], mask,
-                                              enable_gqa=True).transpose(1, 2)
-
-    def packed(q, k, v, *_):
-        rows = q.view(B, T, Hkv, -1, D).permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D)
-        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], packed_mask)
-        return out.view(B, Hkv, T, -1, D).permute(0, 2, 1, 3, 4).reshape(B, T, Hq, D)
-
-    def flexible(q, k, v, *_):
-        return flex(q.transpose(1, 2), k[:, :, :S], v[:, :, :S], block_mask=block_mask,
-                    enable_gqa=True).transpose(1, 2)
-
-    chosen = torch._fused_sdp_choice(q.transpose(1, 2), k[:, :, :S], v[:, :, :S], mask,
-                                     enable_gqa=True)
-    sdpa.backend = SDPBackend(chosen).name
-    if not flex:
-        return {"sdpa": sdpa, "sdpa packed": packed}
-    from torch.nn.attention.flex_attention import create_block_mask
-    block_mask = create_block_mask(visible, B, None, T, S, device=q.device)
-    return {"sdpa": sdpa, "sdpa packed": packed, "flex": flexible}
+    def attend(q, k, v, *_):
+        rows = q.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask[..., :S])
+        return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    return attend
 
 
-def log_softmax(hidden, weight, k):
-    return torch.log_softmax((hidden @ weight.T).float(), -1).topk(k)
+def flex(q, k, v, lengths, ancestors):
+    """As sdpa, by FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
+    compiled = torch.compile(flex_attention, dynamic=False)
+    B, T, *_ = q.shape
+    S = int(lengths.max()) + T
+    mask = create_block_mask(partial(visible, lengths, ancestors), B, None, T, S, device=q.device)
+    return lambda q, k, v, *_: compiled(q.transpose(1, 2), k[:, :, :S], v[:, :, :S],
+                                        block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-def logsumexp(hidden, weight, k):
-    """As log_softmax, in fewer passes over the logits."""
+def topk(hidden, weight, k):
     logits = hidden @ weight.T
     values, tokens = logits.topk(k)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
-def argmax(hidden, weight, k):
-    return (hidden @ weight.T).argmax(-1)
+def sample(hidden, weight, temperature):
+    logits = (hidden @ weight.T).float()
+    if temperature:
+        logits = logits / temperature - torch.empty_like(logits).exponential_().log_()
+    return logits.argmax(-1)
 
 
-def gumbel(hidden, weight, k, temperature=0.8):
-    logits = (hidden @ weight.T).float() / temperature
-    noise = -torch.empty_like(logits).exponential_().log_()
-    return (logits + noise).argmax(-1)
-
-
-def median_us(calls):
-    """Median microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
-    from triton.testing import do_bench
-    body = lambda: [call() for call in calls]
-    body()  # compiles
-    replay = capture(body, torch.device("cuda"))
-    return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(calls)
-
-
-def copies(size):
-    """How many inputs of `size` bytes are twice what the L2 holds."""
-    cache = torch.cuda.get_device_properties().L2_cache_size
-    return min(max(2, math.ceil(2 * cache / size)), 64)
-
-
-def difference(out, want):
-    """The largest. Tokens are not compared: noise and ties differ."""
-    out, want = (x if isinstance(x, torch.Tensor) else x[0] for x in (out, want))
-    return (out - want).abs().max().item() if want.is_floating_point() else 0.0
-
-
-def timed_row(label, bandwidth, size, inputs, ours, rivals):
-    """A row: our time, its share of the bandwidth, the rivals' times, and the speed-up over their
-    fastest. A rival that cannot run, or whose result differs, gives the reason instead."""
-    timed = lambda function: median_us([partial(function, *x) for x in inputs])
-    us = timed(ours)
-    found = {f"{name} backend": rival.backend for name, rival in rivals.items()
-             if hasattr(rival, "backend")}
-    for name, rival in rivals.items():
-        try:
-            apart = difference(rival(*inputs[0]), ours(*inputs[0]))  # bfloat16: even logits round
-            found[name] = timed(rival) if apart < 0.1 else f"the result differs by {apart}"
-        except Exception as error:  # out of memory, or what a compiler raises
-            found[name] = f"{type(error).__name__}: {error}"[:300]
-    best = min((time for time in found.values() if not isinstance(time, str)), default=None)
-    return label | dict(us=us, bytes=size, share_of_copy=size / bandwidth * 1e6 / us,
-                        speed_up=best and best / us) | found
-
-
-# -------------------------------------------------------------------------------------------------
-# What is timed: (bytes that must be moved, inputs, ours, {name: rival})
-
-def attention_case(args, device, heads, batch, prefix, T):
-    from torch.nn.attention.flex_attention import flex_attention
-    torch._dynamo.reset()  # otherwise flex falls back to its slow form after a few shapes
-    c = size_config(heads)
-    Hq, Hkv, D = c.n_head, c.n_kv_head, c.head_size
-    size = 2 * (2 * batch * Hkv * (prefix + T) * D + 2 * batch * T * Hq * D)
-    inputs = attention_inputs((Hq, Hkv, D), batch, prefix, T, device, count=copies(size))
-    flex = None if args.no_flex else torch.compile(flex_attention, dynamic=False)
-    return size, inputs, kernels.tree_attention, attention_rivals(*inputs[0], flex)
-
-
-def projection_case(args, device, model, C, V, M, operation):
-    name, k = (operation + " 1").split()[:2]  # as in "top 8"
-    place = torch.arange(M, device=device)
-    sample = lambda t: lambda *x: kernels.project_sample(*x[:2], t, 0, place, place)
-    ours, rivals = dict(top=(kernels.project_topk, (log_softmax, logsumexp)),
-                        argmax=(sample(0.0), (argmax,)), sample=(sample(0.8), (gumbel,)))[name]
-    random = partial(torch.randn, device=device, dtype=BF16)
-    inputs = [(random(M, C), random(V, C) / C ** 0.5, int(k)) for _ in range(copies(2 * V * C))]
-    return 2 * C * (V + M), inputs, ours, {rival.__name__: rival for rival in rivals}
-
-
-def layer_products(model):
-    """{name: (C, N)} of the products of a layer."""
+def projection_case(device, model, M, top_k=None, temperature=None):
     c = size_config(model)
-    heads = c.n_head + 2 * c.n_kv_head
-    return dict(qkv=(c.n_embd, heads * c.head_size), proj=(c.n_head * c.head_size, c.n_embd),
-                up=(c.n_embd, 2 * c.n_inner), down=(c.n_inner, c.n_embd))
+    C, V = c.n_embd, c.vocab_size
+    place = torch.arange(M, device=device)
+    pair = partial(kernels.project_topk, k=top_k), partial(topk, k=top_k)
+    if top_k is None:
+        pair = (lambda x, weight: kernels.project_sample(x, weight, temperature, 0, place, place),
+                partial(sample, temperature=temperature))
+    inputs = [(random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
+              for _ in range(copies(2 * V * C))]
+    return 2 * C * (V + M), inputs, *pair
 
 
-def quantized_inputs(C, N, kind, M, device):
-    """Arguments of linear_quantized: random bits, scaled to weights of about C ** -0.5."""
-    words = math.ceil(C / 128) * (16 if kind == "int4" else 32)
-    packed = torch.randint(-2**31, 2**31, (N, words), device=device, dtype=torch.int32)
-    G = max(C // 128, 1) if kind == "int4" else 1
-    scale = C ** -0.5 / (4 if kind == "int4" else 64)
-    scales = torch.full((G, N), scale, device=device, dtype=BF16)
-    return torch.randn(M, C, device=device, dtype=BF16), packed, scales, None, kind
+def quantized_case(device, model, layer, kind, M):
+    with torch.device("meta"):
+        N, C = Block(size_config(model)).get_submodule(layer).weight.shape
+    layout = INT8_ROWS if kind == "int8" else Layout("int4", 128, torch.bfloat16, True)
+    dense = [random(N, C, device=device) / C ** 0.5 for _ in range(copies(2 * N * C))]
+    inputs = [(random(M, C, device=device), weight, *round_weight(weight, layout).pack())
+              for weight in dense]
+    size = sum(x.nbytes for x in inputs[0][2:5] if x is not None) + 2 * M * (C + N)
+    return (size, inputs, lambda x, _, *weight: kernels.linear_quantized(x, *weight),
+            lambda x, weight, *_: x @ weight.T)
 
 
-def quantized_rivals(C, kind, inputs):
-    """{name: the same product by torch}: of the dequantised weight in bfloat16, and of torch's own
-    layouts, made beforehand. Its product of 4 bits is CUDA's."""
-    dense = {}
-    own = {}
-    for x, packed, scales, *_ in inputs:
-        dense[packed] = kernels.dequantize(packed, scales, None, kind, C, BF16)
-        codes = kernels.dequantize(packed, torch.ones_like(scales), None, kind, C, BF16)
-        if kind == "int8":
-            own[packed] = codes.to(torch.int8)
-        elif x.is_cuda:
-            codes = (codes + 8).to(torch.uint8)
-            own[packed] = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
-    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1)  # (G, N, 2)
-
-    def torch_int8(x, packed, scales, *_):
-        return torch._weight_int8pack_mm(x, own[packed], scales[0])
-
-    def torch_int4(x, packed, *_):
-        return torch._weight_int4pack_mm(x, own[packed], C // len(scales), scales_and_zeros)
-
-    return {"matmul": lambda x, packed, *_: x @ dense[packed].T,
-            "torch": torch_int8 if kind == "int8" else torch_int4}
-
-
-def quantized_case(args, device, model, layer, kind, M):
-    C, N = layer_products(model)[layer]
-    _, packed, scales, *_ = quantized_inputs(C, N, kind, 1, device)
-    size = packed.nbytes + scales.nbytes + 2 * M * (C + N)
-    inputs = [quantized_inputs(C, N, kind, M, device) for _ in range(copies(size))]
-    return size, inputs, kernels.linear_quantized, quantized_rivals(C, kind, inputs)
-
-
-def commit_case(args, device, heads, batch):
-    c = size_config(heads)
-    L, Hkv, D = c.n_layer, c.n_kv_head, c.head_size
+def commit_case(device, model, batch):
+    c = size_config(model)
+    shape = c.n_layer, 2, batch, c.n_kv_head, 128, c.head_size
     lengths = torch.full((batch,), 100, device=device, dtype=torch.int32)
     path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(batch, 1)
     count = torch.full((batch,), 5, device=device)
-    caches = [torch.randn(L, 2, batch, Hkv, 128, D, device=device, dtype=BF16) for _ in range(8)]
-    size = 2 * L * 2 * batch * Hkv * 4 * D * 2  # four rows read and written, in keys and values
-    return size, [(kv, lengths, path, count) for kv in caches], kernels.commit_path, {}
+    inputs = [(random(shape, device=device), lengths, path, count) for _ in range(8)]
+    size = 2 * 2 * math.prod(shape) // 128 * 4  # four rows are read and written
+    return size, inputs, kernels.commit_path, None
 
 
-def lookup_case(args, device, batch, prefix):
-    size = 4 * batch * (prefix + 1)  # the newest is not cached
-    lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
-    draw = partial(torch.randint, 0, 32000, device=device, dtype=torch.int32)
-    inputs = [(draw((batch, prefix + 1)), lengths, CHAIN) for _ in range(copies(size))]
-    return size, inputs, kernels.ngram_lookup, {}
+def median_us(function, inputs):
+    """Median microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
+    from triton.testing import do_bench
+    body = lambda: [function(*x) for x in inputs]
+    body()  # compiles
+    replay = capture(body, torch.device("cuda"))
+    return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(inputs)
 
 
-def merge_case(args, device, batch, T):
-    ancestors = random_trees(batch, T)
-    nodes = torch.arange(T)
-    above = nodes * (ancestors[..., None] >> nodes & 1)  # (B, T, T)
-    parents = above.masked_fill(nodes[:, None] == nodes, 0).amax(2)
-    chain = torch.arange(1, CHAIN + 1).expand(batch, CHAIN)  # a tree's first node is 1
-    tree = nodes.repeat(batch, 1), parents, (above > 0).sum(2), ancestors, chain
-    inputs = [[x.to(device, copy=True) for x in tree] for _ in range(8)]
-    size = 8 * batch * (4 * T + CHAIN + 4 * (T + CHAIN))
-    return size, inputs, kernels.merge_chain, dict(torch=kernels.merge_chain_reference)
-
-
-class Operation(NamedTuple):
-    keys: tuple       # what tells its rows apart
-    rivals: tuple     # what it is held against
-    labels: callable  # args -> the values of the keys, for each row
-    case: callable    # (args, device, **label) -> what is timed
-
-    @property
-    def columns(self):
-        return ({key: f"{key} {{}}" for key in self.keys}
-                | {"us": "us {:.1f}", "of copy": "share_of_copy {:.0%}"}
-                | {name: f"{name} {{:.1f}}" for name in self.rivals}
-                | {"against the best": "speed_up {:.2f}x"})
-
-
-OPERATIONS = dict(
-    attention=Operation(
-        ("heads", "batch", "prefix", "T"), ("sdpa", "sdpa packed", "flex"),
-        lambda args: product(args.heads, args.batch_sizes, args.prefixes, args.tree_sizes),
-        attention_case),
-    projections=Operation(
-        ("operation", "model", "C", "V", "M"), ("log_softmax", "logsumexp", "argmax", "gumbel"),
-        lambda args: ((operation, model, *PROJECTIONS[model], M) for operation, model, M in product(
-            ("top 8", "top 32", "argmax", "sample"), PROJECTIONS, args.rows)), projection_case),
-    quantized=Operation(
-        ("model", "layer", "kind", "M"), ("matmul", "torch"),
-        lambda args: product(args.heads, layer_products(args.heads[0]), ("int4", "int8"),
-                             [M for M in args.rows if M <= 128]), quantized_case),
-    commit=Operation(("heads", "batch"), (),
-                     lambda args: product(args.heads, args.batch_sizes), commit_case),
-    lookup=Operation(("batch", "prefix"), (),
-                     lambda args: product(args.batch_sizes, args.prefixes), lookup_case),
-    merge=Operation(("batch", "T"), ("torch",), lambda args: product(  # T: nodes before the chain's
-        args.batch_sizes, [min(T, 64 - CHAIN) for T in args.tree_sizes]), merge_case))
-
-
-def measure(operation, args, device, bandwidth, table):
-    """Adds the rows of an Operation that are missing."""
-    for values in operation.labels(args):
-        label = dict(zip(operation.keys, values))
+def measure(name, args, device, bandwidth):
+    """Times an operation at all shapes, printed -> the rows."""
+    attention = dict(batch=args.batch_sizes, prefix=args.prefixes, T=args.tree_sizes)
+    layers = "attn.qkv", "attn.proj", "mlp.up", "mlp.down"
+    rows = 1, 8, 16, 64
+    case, shapes = dict(
+        attention=(partial(attention_case, make_other=sdpa), attention),
+        flex=(partial(attention_case, make_other=flex), attention),
+        topk=(projection_case, dict(top_k=(8, 32), M=rows)),
+        sample=(projection_case, dict(temperature=(0.0, 0.8), M=rows)),
+        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)),
+        commit=(commit_case, dict(batch=args.batch_sizes)))[name]
+    print(f"\n{name}")
+    table = Table()
+    for shape in product(args.models, *shapes.values()):
+        label = dict(zip(("model", *shapes), shape))
         try:
-            if not table.has(**label):
-                table.add(timed_row(label, bandwidth, *operation.case(args, device, **label)))
-        except torch.OutOfMemoryError:
-            table.show(label | dict(us="does not fit the memory"))
+            size, inputs, ours, other = case(device, **label)
+            us = median_us(ours, inputs)
+            torch_us = other and median_us(other, inputs)
+        except Exception as error:  # out of memory, or what a compiler raises
+            print(f"{label}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        table.add(label | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us, torch_us=torch_us,
+                               speed_up=torch_us and torch_us / us))
+    return table
 
 
 def bench(args):
-    """`python -m bench kernels`: prints the tables, returns the Record. Needs CUDA."""
+    """Prints the tables -> the result. Needs CUDA."""
     if not torch.cuda.is_available():
         raise InputError("timing kernels needs a CUDA device; pytest -m static only compiles them")
     torch.manual_seed(0)
-    record = Record(args.out, bench="kernels")
-    bandwidth = measure_bandwidth(record, torch.device("cuda"))
-    for name in args.operations:
-        table = record.table(name, OPERATIONS[name].columns)
-        measure(OPERATIONS[name], args, "cuda", bandwidth, table)
-        gains = sorted(row["speed_up"] for row in table if row["speed_up"])
-        if gains:
-            print(f"{name}: from {gains[0]:.2f}x, in the median {statistics.median(gains):.2f}x")
-    return record.done()
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    tables = {name: measure(name, args, "cuda", bandwidth) for name in args.operations}
+    return dict(bench="kernels", copy_gb_per_s=bandwidth / 1e9) | tables

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf import expect, one_of
 from hf.quantization import read_scheme
 from model import GPTConfig, InputError, check, read_json
 
@@ -32,9 +33,8 @@ LLAMA_NAMES = {
     "blocks.N.mlp.down": ("layers.N.mlp.down_proj",),
 }
 BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.W_pack",)}
-PHI3_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.qkv_proj",),
-                            "blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
 GLM_NAMES = LLAMA_NAMES | {"blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
+PHI3_NAMES = GLM_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.qkv_proj",)}
 GLM4_NAMES = GLM_NAMES | {
     "blocks.N.attn_post_norm": ("layers.N.post_self_attn_layernorm",),
     "blocks.N.mlp_post_norm": ("layers.N.post_mlp_layernorm",)}
@@ -54,34 +54,46 @@ GPT2_NAMES = {
     "blocks.N.mlp.up": ("h.N.mlp.c_fc",),
     "blocks.N.mlp.down": ("h.N.mlp.c_proj",),
 }
-LLAMA_KEYS = dict(  # fields of GPTConfig -> keys of config.json
-    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
-    n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_size="head_dim",
+# Fields of GPTConfig -> keys of config.json.
+BAICHUAN_KEYS = dict(
+    vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
     n_embd="hidden_size", n_inner="intermediate_size", norm_eps="rms_norm_eps",
     activation="hidden_act", tied="tie_word_embeddings")
-BAICHUAN_KEYS = {ours: theirs for ours, theirs in LLAMA_KEYS.items()
-                 if ours not in ("n_kv_head", "head_size", "block_size")}
-GEMMA_KEYS = LLAMA_KEYS | dict(activation="hidden_activation")
+LLAMA_KEYS = BAICHUAN_KEYS | dict(
+    block_size="max_position_embeddings", n_kv_head="num_key_value_heads", head_size="head_dim")
+GLM_KEYS = LLAMA_KEYS | dict(qkv_bias="attention_bias")
+BIAS_KEYS = GLM_KEYS | dict(proj_bias="attention_bias")  # one key for all four projections
+MLP_BIAS_KEYS = BIAS_KEYS | dict(mlp_bias="mlp_bias")
+GEMMA_KEYS = BIAS_KEYS | dict(activation="hidden_activation")
 GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
-    n_embd="n_embd", n_inner="n_inner", norm_eps="layer_norm_epsilon",
-    activation="activation_function", tied="tie_word_embeddings")
+    vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+    norm_eps="layer_norm_epsilon", activation="activation_function", tied="tie_word_embeddings",
+    block_size="n_positions")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
-KINDS = {field.name: field.type for field in fields(GPTConfig)}
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-LAYER_KINDS = ("full_attention", "sliding_attention")
-MAX_LAYERS = 10**5  # of a list by layer
-REFUSED = {  # beginnings of model_type and keys of config.json -> what it has; what to take instead
-    "gpt_oss": ("attention sinks", "Qwen 3"),
-    "gemma2 attn_logit_softcapping": ("soft-capped scores", "Gemma 3"),
-    "final_logit_softcapping": ("soft-capped logits", "Gemma 3"),
-    "use_bidirectional_attention": ("attention to later tokens", "Gemma 3"),
-    "gemma3n gemma4": ("embeddings by layer", "Gemma 3"),
-    "kv_lora_rank": ("latent attention (MLA)", "Qwen 3 or Llama 3"),
-    "qwen3_next qwen3_5": ("recurrent layers", "Qwen 3"),
-    "num_experts num_local_experts n_routed_experts": (
-        "a mixture of experts", "a dense model, such as Qwen 3 8B"),
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_LAYERS = 10**5
+UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what such a model has
+    "gpt_oss": "attention sinks; take Qwen 3",
+    "gemma2 attn_logit_softcapping": "soft-capped scores; take Gemma 3",
+    "final_logit_softcapping": "soft-capped logits; take Gemma 3",
+    "use_bidirectional_attention": "attention to later tokens; take Gemma 3",
+    "gemma3n gemma4": "embeddings by layer; take Gemma 3",
+    "kv_lora_rank": "latent attention (MLA); take Qwen 3 or Llama 3",
+    "qwen3_next qwen3_5": "recurrent layers; take Qwen 3",
+    "num_experts num_local_experts n_routed_experts": "a mixture of experts; take Qwen 3 8B",
+    "scale_attn_by_inverse_layer_idx add_cross_attention": "another attention; take GPT-2",
 }
+
+
+class Window(NamedTuple):
+    """Which layers of a family see the newest tokens alone. Where sliding_window is null, none."""
+    size: int | None = 4096         # tokens that they see, where sliding_window is missing
+    switch: bool = False            # only if use_sliding_window is true
+    layers: Callable | None = None  # (config.json, L) -> [whether a layer is one of them], where
+    #                                 layer_types is missing; None: all are, whatever it says
+    own_rope: bool = False          # their rotation is not scaled, and has a theta of its own
+    theta: float | None = None      # its default; None: the theta of the other layers
 
 
 class Family(NamedTuple):
@@ -89,89 +101,34 @@ class Family(NamedTuple):
     architecture: str
     names: dict = LLAMA_NAMES
     keys: dict = LLAMA_KEYS
-    flags: Callable = lambda raw: {}       # config.json -> what no key of `keys` gives of GPTConfig
-    written: Callable = lambda config: {}  # the inverse of flags
-    transposed: tuple = ()                 # ends of names of ours, stored as [inputs, outputs]
-    window: Callable | None = None         # config.json -> how many tokens a layer sees; None: all
-    windowed: Callable | None = None       # (config.json, L) -> which layers have it, by default
-    prefix: str = "model."                 # of all tensors but the LM head's
-    defaults: Callable = lambda raw: {}    # config.json -> what a missing key of `keys` means
-    theta: float = 10000.0                 # by default
-    window_theta: Callable | None = None   # (config.json, theta) -> that of windows, by default
-    rotary: float | None = None            # partial_rotary_factor by default; None: always 1
-    neighbours: bool = False               # dimensions that are rotated as a pair are neighbours
-    norm_offset: float = 0.0               # what is added to the norms' weights
-
-
-def read_biases(raw):
-    """One key is for the biases of all four projections of attention."""
-    bias = value_of(raw, "attention_bias", bool, False)
-    return dict(qkv_bias=bias, proj_bias=bias)
-
-
-def read_llama(raw):
-    return read_biases(raw) | dict(mlp_bias=value_of(raw, "mlp_bias", bool, False))
-
-
-def qwen_window(raw):
-    """Qwen always names a window; a second key says whether it is used."""
-    used = value_of(raw, "use_sliding_window", bool, False)
-    return raw.get("sliding_window", 4096) if used else None
-
-
-def qwen_windowed(raw, n_layer):
-    return [i >= raw.get("max_window_layers", 28) for i in range(n_layer)]
+    fixed: dict = {}                # fields of GPTConfig that no key tells
+    defaults: dict = {}             # fields whose key may be missing
+    read: Callable = lambda raw: {}      # config.json -> further fields
+    write: Callable = lambda config: {}  # the inverse of read
+    window: Window | None = None    # None: all layers see all tokens
+    prefix: str = "model."          # of all tensors but the LM head's
+    theta: float = 10000.0          # rope_theta by default
+    rotary: float | None = None     # partial_rotary_factor by default; None: always 1
+    neighbours: bool = False        # dimensions that are rotated as a pair are neighbours
+    norm_offset: float = 0.0        # what is added to the norms' weights
+    transposed: tuple = ()          # ends of names of ours that are stored as [inputs, outputs]
 
 
 def unrotated_layers(raw, n_layer):
-    """Whether each layer of SmolLM3 is without a rotation."""
-    given = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
-    every = value_of(raw, "no_rope_layer_interval", int, 4)
-    return [not x for x in given or ((i + 1) % every for i in range(n_layer))]
+    """[whether a layer of SmolLM3 is without a rotation]. The key says the opposite."""
+    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
+    period = value_of(raw, "no_rope_layer_interval", int, 4)
+    return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
 
 
 def read_smollm3(raw):
-    unrotated = unrotated_layers(raw, value_of(raw, "num_hidden_layers", int))
-    return read_llama(raw) | dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
-
-
-def write_smollm3(config):
-    return dict(no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])
-
-
-def read_olmo(raw):
-    return read_biases(raw) | dict(qk_norm="all", norm_at="after")
+    unrotated = unrotated_layers(raw, raw["num_hidden_layers"])
+    return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
 
 
 def read_gemma3(raw):
     scalar = value_of(raw, "query_pre_attn_scalar", float, 256.0)
-    return read_biases(raw) | dict(qk_norm="head", norm_at="both", attn_scale=scalar ** -0.5,
-                                   embed_scale=value_of(raw, "hidden_size", int) ** 0.5)
-
-
-def gemma3_defaults(raw):
-    """Folders of the larger models leave most keys out."""
-    return dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
-                norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True)
-
-
-def gemma3_windowed(raw, n_layer):
-    every = value_of(raw, "sliding_window_pattern", int, 6)
-    return [(i + 1) % every > 0 for i in range(n_layer)]
-
-
-def read_glm(raw):
-    return dict(qkv_bias=value_of(raw, "attention_bias", bool, True))
-
-
-def read_gpt2(raw):
-    """GPT-2's fixed fields. Raises InputError for variants of its attention."""
-    for key, value in dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-                           add_cross_attention=False).items():
-        if value_of(raw, key, bool, value) != value:
-            raise InputError(f"{key} {raw[key]} is not supported; supported: {value}")
-    return dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
-                mlp_bias=True)
+    return dict(attn_scale=scalar ** -0.5, embed_scale=raw["hidden_size"] ** 0.5)
 
 
 def read_baichuan(raw):
@@ -184,50 +141,59 @@ def read_baichuan(raw):
 
 
 def write_baichuan(config):
-    written = dict(model_max_length=config.block_size)
-    if config.positions != "alibi":
-        written["max_position_embeddings"] = config.block_size
-    return written | (dict(z_loss_weight=0) if config.unit_head else {})
+    rope = dict(max_position_embeddings=config.block_size) if config.positions == "rope" else {}
+    head = dict(z_loss_weight=0) if config.unit_head else {}
+    return dict(model_max_length=config.block_size) | rope | head
 
 
+QWEN_WINDOW = Window(
+    switch=True, layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
+OLMO3_WINDOW = Window(layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)], own_rope=True)
+GEMMA3_WINDOW = Window(
+    own_rope=True, theta=10000.0, layers=lambda raw, L: [
+        (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)])
 FAMILIES = {  # by model_type
-    "llama": Family("LlamaForCausalLM", flags=read_llama),
-    "mistral": Family("MistralForCausalLM", window=lambda raw: raw.get("sliding_window", 4096)),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", flags=lambda raw: dict(qkv_bias=True), window=qwen_window,
-        windowed=qwen_windowed),
+    "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
+    "mistral": Family("MistralForCausalLM", window=Window()),
+    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), window=QWEN_WINDOW),
     "qwen3": Family(
-        "Qwen3ForCausalLM", flags=lambda raw: read_biases(raw) | dict(qk_norm="head"),
-        window=qwen_window, windowed=qwen_windowed),
+        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), window=QWEN_WINDOW),
     "phi3": Family(
-        "Phi3ForCausalLM", PHI3_NAMES, window=lambda raw: raw.get("sliding_window"), rotary=1.0,
-        written=lambda c: dict(original_max_position_embeddings=c.block_size)),
+        "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=Window(size=None),
+        write=lambda config: dict(original_max_position_embeddings=config.block_size)),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", flags=read_smollm3, window=qwen_window, windowed=unrotated_layers,
-        written=write_smollm3, theta=2e6, defaults=lambda raw: dict(tied=True)),
-    "olmo2": Family("Olmo2ForCausalLM", OLMO_NAMES, flags=read_olmo),
+        "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
+        window=Window(switch=True, layers=unrotated_layers), read=read_smollm3,
+        write=lambda config: dict(
+            no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after")),
     "olmo3": Family(
-        "Olmo3ForCausalLM", OLMO_NAMES, flags=read_olmo,
-        window=lambda raw: value_of(raw, "sliding_window", int, 4096),
-        windowed=lambda raw, n_layer: [(i + 1) % 4 > 0 for i in range(n_layer)],
-        theta=500000.0, window_theta=lambda raw, theta: theta),
+        "Olmo3ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"),
+        theta=500000.0, window=OLMO3_WINDOW),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, read_gemma3,
-        lambda c: dict(query_pre_attn_scalar=round(c.attn_scale ** -2)),
-        window=lambda raw: value_of(raw, "sliding_window", int, 4096),
-        windowed=gemma3_windowed, defaults=gemma3_defaults, norm_offset=1.0, theta=1e6,
-        window_theta=lambda raw, theta: value_of(raw, "rope_local_base_freq", float, 1e4)),
-    "glm": Family("GlmForCausalLM", GLM_NAMES, flags=read_glm, rotary=0.5, neighbours=True),
+        "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, fixed=dict(qk_norm="head", norm_at="both"),
+        defaults=dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
+                      norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True),
+        read=read_gemma3, norm_offset=1.0, theta=1e6, window=GEMMA3_WINDOW,
+        write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2))),
+    "glm": Family(
+        "GlmForCausalLM", GLM_NAMES, GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5,
+        neighbours=True),
     "glm4": Family(
-        "Glm4ForCausalLM", GLM4_NAMES, flags=lambda raw: read_glm(raw) | dict(norm_at="both"),
-        rotary=0.5, neighbours=True),
+        "Glm4ForCausalLM", GLM4_NAMES, GLM_KEYS, fixed=dict(norm_at="both"),
+        defaults=dict(qkv_bias=True), rotary=0.5, neighbours=True),
     "baichuan": Family(
-        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read_baichuan, write_baichuan),
+        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS,
+        read=read_baichuan, write=write_baichuan),
     "gpt2": Family(
-        "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, read_gpt2, prefix="transformer.",
-        transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight"),
-        defaults=lambda raw: dict(activation="gelu_new", tied=True,
-                                  n_inner=4 * value_of(raw, "n_embd", int))),
+        "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, prefix="transformer.",
+        fixed=dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
+                   mlp_bias=True),
+        defaults=dict(activation="gelu_new", tied=True),
+        read=lambda raw: dict(n_inner=value_of(raw, "n_inner", int, 4 * raw["n_embd"])),
+        write=lambda config: dict(n_inner=config.n_inner),
+        transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight")),
 }
 
 
@@ -235,35 +201,34 @@ FAMILIES = {  # by model_type
 # config.json. A key that is null counts as missing.
 
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default: a bool, a str, or an int or float above 0. Raises InputError for
-    any other value, or for none."""
+    """raw[key], or the default: a bool, a str, or an int or float above 0."""
     value = default if raw.get(key) is None else raw[key]
-    if kind is bool and not isinstance(value, bool):
-        raise InputError(f"{key} must be true or false, not {value!r}")
-    if kind in (int, float):
-        check(key, value, 0, 2**31 - 1 if kind is int else 1e30, whole=kind is int, above=True)
+    expect(kind is not bool or isinstance(value, bool), f"{key} must be true or false, not {value}")
+    if kind in (int, float):  # the product of any two sizes fits an int64
+        check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
     return kind(value)
 
 
-def one_of(supported, what, value):
-    """The value, a key of `supported`. Raises InputError for any other."""
-    if not isinstance(value, str) or value not in supported:
-        raise InputError(f"{what} {value!r} is not supported; supported: {', '.join(supported)}")
-    return value
+def by_layer(raw, key, values, n_layer):
+    """raw[key], a list of one of these values for each layer, or None."""
+    found = raw.get(key)
+    valid = isinstance(found, list) and len(found) == n_layer and all(x in values for x in found)
+    expect(found is None or valid, f"{key} must be a list of {n_layer}, one for each layer, of "
+           f"{' or '.join(map(str, values))}; found {str(found)[:100]}")
+    return found
 
 
 def read_config(path):
     """config.json of a folder -> GPTConfig. Raises InputError for a broken or unsupported one."""
-    if not Path(path).is_dir():
-        raise InputError(f"{path}: no such folder; expected a Hugging Face checkpoint folder")
-    path = Path(path) / "config.json"
-    raw = read_json(path)
+    file = Path(path) / "config.json"
+    expect(file.parent.is_dir(), f"{path}: no such folder; expected one of Hugging Face's form")
+    raw = text_config(read_json(file))
     try:
-        return parse_config(text_config(raw))
+        return parse_config(raw)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{file}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: a value has the wrong type ({error})") from None
+        raise InputError(f"{file}: a value has the wrong type ({error})") from None
 
 
 def text_config(raw):
@@ -275,102 +240,82 @@ def text_config(raw):
 
 def parse_config(raw):
     """The dict of a config.json -> GPTConfig."""
-    for words, (what, instead) in REFUSED.items():
+    for words, what in UNSUPPORTED.items():
         for word in words.split():
-            if str(raw.get("model_type")).startswith(word) or raw.get(word):
-                raise InputError(f"{what} ({word}) is not supported; take {instead}")
-    name = one_of(FAMILIES, "model_type", raw.get("model_type"))
+            unsupported = str(raw.get("model_type")).startswith(word) or raw.get(word)
+            expect(not unsupported, f"{word} is not supported: {what}")
+    name = one_of("model_type", raw.get("model_type"), FAMILIES)
     family = FAMILIES[name]
-    if read_scheme(raw.get("quantization_config")) and family.transposed:
-        raise InputError(f"a quantised checkpoint of {name} is not supported; take the plain one")
+    expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
+           f"a quantised checkpoint of {name} is not supported; take the plain one")
+    one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
-    defaults = family.defaults(raw)
-    C = value_of(raw, keys["n_embd"], int)
-    n_head = value_of(raw, keys["n_head"], int, defaults.get("n_head"))
-    if n_head > C:
-        raise InputError(f"{n_head} attention heads do not fit a hidden size of {C}")
-    found = dict(n_kv_head=n_head, head_size=C // n_head, activation="silu", tied=False) | defaults
+    check(keys["n_layer"], raw.get(keys["n_layer"]), 1, MAX_LAYERS, whole=True)
+    n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
+    head_size = value_of(raw, keys["n_embd"], int) // n_head
+    types = {field.name: field.type for field in fields(GPTConfig)}
+    found = {ours: False for ours in keys if types[ours] is bool}
+    found |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
     for ours, theirs in keys.items():
-        found[ours] = value_of(raw, theirs, KINDS[ours], found.get(ours))
-    one_of(ACTIVATIONS, keys["activation"], found["activation"])
-    found["activation"] = ACTIVATIONS[found["activation"]]
-    config = GPTConfig(family=name, **found | family.flags(raw))
-    n_kv_head, D = config.n_kv_head, config.head_size
-    if n_head % n_kv_head or D % 2 or not 16 <= D <= 256:
-        raise InputError("the number of heads must be a multiple of that of key/value heads, and "
-                         f"the head size even, from 16 to 256; found {n_head}, {n_kv_head}, {D}")
-    if config.tied and config.unit_head:
-        raise InputError("tie_word_embeddings is not supported with Baichuan 2's LM head, whose "
-                         "rows are normalised")
-    config.windows = read_windows(raw, family, config.n_layer)
-    if config.positions == "rope":
-        config = replace(config, **read_rope(raw, family, config))
-    return config
+        found[ours] = value_of(raw, theirs, types[ours], found.get(ours))
+    found["activation"] = ACTIVATIONS[one_of(keys["activation"], found["activation"], ACTIVATIONS)]
+    config = GPTConfig(family=name, **found | family.fixed | family.read(raw))
+    D = config.head_size
+    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256,
+           "the number of heads must be a multiple of that of key/value heads, and the head size "
+           f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
+    expect(not config.tied or not config.unit_head, "tied embeddings cannot be normalised rows")
+    config.windows = read_windows(raw, family.window, config.n_layer)
+    rope = read_rope(raw, family, config) if config.positions == "rope" else {}
+    return replace(config, **rope)
 
 
-def by_layer(raw, key, values, n_layer):
-    """A list of config.json, None if it is missing. Raises InputError unless it has one of these
-    values for each layer."""
-    check("num_hidden_layers", n_layer, 1, MAX_LAYERS, whole=True)
-    given = raw.get(key)
-    if given is not None and not (isinstance(given, list) and len(given) == n_layer
-                                  and all(x in values for x in given)):
-        raise InputError(f"{key} must be a list of {n_layer}, one for each layer, of "
-                         f"{' or '.join(map(str, values))}; found {str(given)[:100]}")
-    return given
-
-
-def read_windows(raw, family, n_layer):
+def read_windows(raw, window, n_layer):
     """GPTConfig.windows of a config.json."""
-    window = family.window(raw) if family.window else None
-    if window is None:
+    if window is None or window.switch and not value_of(raw, "use_sliding_window", bool, False):
         return ()
-    window = value_of(dict(sliding_window=window), "sliding_window", int)
-    given = by_layer(raw, "layer_types", LAYER_KINDS, n_layer)
-    if family.windowed is None:  # whatever layer_types says
-        return (window,) * n_layer
-    windowed = [kind == LAYER_KINDS[1] for kind in given or ()] or family.windowed(raw, n_layer)
-    return tuple(window * has for has in windowed) if any(windowed) else ()
+    if raw.get("sliding_window", window.size) is None:
+        return ()
+    size = value_of(raw, "sliding_window", int, window.size)
+    types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
+    if window.layers is None:
+        return (size,) * n_layer
+    windowed = [x == LAYER_TYPES[1] for x in types or ()] or window.layers(raw, n_layer)
+    return tuple(size * x for x in windowed) if any(windowed) else ()
 
 
 def read_rope(raw, family, config):
-    """What a config.json says of the rotation, and where texts end by it: fields of GPTConfig.
-
-    transformers 5 writes `rope_parameters`; older versions `rope_scaling` and `rope_theta`. Both
-    may be for layers without a window alone."""
+    """Fields of GPTConfig. transformers 5 writes `rope_parameters`, where layers with a window may
+    have their own; older versions wrote `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
-    number = lambda key, default=None: value_of(settings, key, float, default)
+    older = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    settings = older | {key: value for key, value in settings.items() if value is not None}
+    theta = value_of(settings, "rope_theta", float, family.theta)
+    part = value_of(settings, "partial_rotary_factor", float, family.rotary or 1.0)
     D = config.head_size
-    part = value_of(raw, "partial_rotary_factor", float, family.rotary or 1.0)
-    part = number("partial_rotary_factor", part)
     R = int(D * part)
-    if R % 2 or not 0 < R <= D or (R < D and family.rotary is None):
-        raise InputError(f"partial_rotary_factor {part} is not supported with {config.family} and "
-                         f"a head size of {D}; Phi-4-mini and GLM-4 have parts that are")
-    theta = number("rope_theta", value_of(raw, "rope_theta", float, family.theta))
+    expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary), f"partial_rotary_factor {part} "
+           f"is not supported with {config.family} and a head size of {D}")
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
-    found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context)
-    if R < D:
-        found["rotary_size"] = R
-    if config.windows and family.window_theta:
-        one_of(("default",), "rope type of layers with a window",
-               of_windows.get("rope_type", "default"))
-        own = value_of(of_windows, "rope_theta", float, family.window_theta(raw, theta))
-        if own != theta or scaling:
-            found["window_theta"] = own
+    found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
+                 rotary_size=R if R < D else None)
+    if config.windows and family.window.own_rope:
+        one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
+        own = value_of(raw, "rope_local_base_freq", float, family.window.theta or theta)
+        own = value_of(of_windows, "rope_theta", float, own)
+        found["window_theta"] = own if own != theta or scaling else None
     return found
 
 
 def read_scaling(raw, settings, theta, context, rotary_size):
-    """(GPTConfig.rope_scaling, longest sequence) of a config.json's settings of the rotation."""
+    """(GPTConfig.rope_scaling, longest sequence) by a config.json and its rope settings."""
+    number = lambda key, default=None: value_of(settings, key, float, default)
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
-    one_of(ROPE_KINDS, "rope type", kind)
-    number = lambda key, default=None: value_of(settings, key, float, default)
-    # dynamic changes theta beyond the context only, and texts end there
-    if kind in ("default", "dynamic"):
+    one_of("rope type", kind, ROPE_TYPES)
+    if kind in ("default", "dynamic"):  # which changes theta beyond the context, where texts end
         return None, context
     if kind == "linear":
         return dict(rope_type=kind, factor=number("factor")), context
@@ -379,13 +324,12 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
         scaling |= {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise InputError("low_freq_factor must be below high_freq_factor")
+        check("high_freq_factor", scaling["high_freq_factor"], scaling["low_freq_factor"], 1e30,
+              above=True)
         return scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
-        if theta == 1:
-            raise InputError("rope_theta must be above 1 for yarn, found 1")
+        check("rope_theta", theta, 1, 1e30, above=True)
         magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
         scales = settings.get("mscale"), settings.get("mscale_all_dim")
         default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)
@@ -396,13 +340,11 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     else:
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
-            if not isinstance(values, list) or len(values) != rotary_size // 2:
-                raise InputError(f"{key}: expected a list of {rotary_size // 2} numbers, half of "
-                                 f"what is rotated of a head, found {values!r}")
+            expect(isinstance(values, list) and len(values) == rotary_size // 2,
+                   f"{key} must be a list of {rotary_size // 2} numbers, not {values!r}")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        # texts end where the long factors would begin to apply, to all keys of a text
-        context = min(context, original)
+        context = min(context, original)  # beyond it the long factors would apply to all keys
     return scaling | dict(attention_factor=number("attention_factor", default)), context
 
 
@@ -414,6 +356,7 @@ def hf_config(config, dtype):
                mlp_bias=config.mlp_bias, pad_token_id=None)
     raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
+    window = family.window or Window()
     if config.positions == "rope":
         settings = dict(rope_theta=config.rope_theta)
         if family.rotary:
@@ -421,17 +364,17 @@ def hf_config(config, dtype):
             settings["partial_rotary_factor"] = (config.rotary_size or D) / D
         raw |= settings | dict(rope_scaling=config.rope_scaling)
         settings |= config.rope_scaling or dict(rope_type="default")
-        if family.window_theta:
+        if window.own_rope:
             own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
             settings = dict(full_attention=settings, sliding_attention=own)
         raw["rope_parameters"] = settings
     if family.window:
         raw |= dict(sliding_window=max(config.windows, default=None),
                     use_sliding_window=bool(config.windows))
-    if family.windowed:
+    if window.layers:
         windows = config.windows or (0,) * config.n_layer
-        raw["layer_types"] = [LAYER_KINDS[window > 0] for window in windows]
-    return raw | family.written(config)
+        raw["layer_types"] = [LAYER_TYPES[size > 0] for size in windows]
+    return raw | family.write(config)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,15 +393,9 @@ def stored_parts(name, rows, config):
     return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
 
 
-def is_transposed(name, config):
-    """Whether the checkpoint stores a parameter as [inputs, outputs]."""
-    return name.endswith(FAMILIES[config.family].transposed)
-
-
 def stored_rows(name, config):
-    """Where the checkpoint stores each row of a parameter, int64; None where all are in place. Of a
-    head's dimensions `rope_table` wants the firsts of all rotated pairs, half of the others, the
-    seconds of all pairs, the rest."""
+    """Where the checkpoint stores each row of a parameter; None: in place. `rope_table` wants the
+    firsts of a head's rotated pairs, half of its other dimensions, the seconds, the rest."""
     D = config.head_size
     R = config.rotary_size or D
     neighbours = FAMILIES[config.family].neighbours
@@ -473,25 +410,24 @@ def stored_rows(name, config):
 
 def from_stored(name, value, start, config):
     """A stored tensor -> the rows of our parameter from `start` on."""
-    value = value.T if is_transposed(name, config) else value
-    offset = FAMILIES[config.family].norm_offset
-    if offset and name.endswith("norm.weight"):
-        value = value.float() + offset
+    family = FAMILIES[config.family]
+    value = value.T if name.endswith(family.transposed) else value
+    if family.norm_offset and name.endswith("norm.weight"):
+        value = value.float() + family.norm_offset
     rows = stored_rows(name, config)
     return value if rows is None else value[rows[start:start + len(value)] - start]
 
 
 def split_weight(name, value, config):
     """A parameter as the checkpoint stores it: {tensor name: tensor}."""
-    prefix = "" if name == "head.weight" else FAMILIES[config.family].prefix
-    offset = FAMILIES[config.family].norm_offset
-    if offset and name.endswith("norm.weight"):
-        value = (value.float() - offset).to(value.dtype)
+    family = FAMILIES[config.family]
+    prefix = "" if name == "head.weight" else family.prefix
+    if family.norm_offset and name.endswith("norm.weight"):
+        value = (value.float() - family.norm_offset).to(value.dtype)
     rows = stored_rows(name, config)
     value = value if rows is None else value[rows.argsort()]
-    tensors = {}
-    for key, start, size in stored_parts(name, value.shape[0], config):
-        part = value[start:start + size]
-        part = part.T if is_transposed(name, config) else part
-        tensors[prefix + key] = part.contiguous()
-    return tensors
+    parts = stored_parts(name, len(value), config)
+    stored = value.split([size for *_, size in parts])
+    if name.endswith(family.transposed):
+        stored = [part.T for part in stored]
+    return {prefix + key: part.contiguous() for (key, *_), part in zip(parts, stored)}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from tools import tune
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 
@@ -44,10 +43,8 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 @pytest.fixture(autouse=True)
-def seeded(tmp_path, monkeypatch):
+def seeded():
     torch.manual_seed(0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # step times stay out of the user's own
-    tune.KNOWN.clear()
 
 
 @pytest.fixture(scope="session")

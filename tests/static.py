@@ -1,12 +1,10 @@
-"""What the kernels take, without a GPU.
+"""What the kernels need, without a GPU.
 
-    python -m tests.static launches               # of a step, for trees of several sizes
-    python -m tests.static compile [--out FILE]   # registers, spills and shared memory; minutes
+    python -m tests.static launches   # of a step, for trees of several sizes
 
-Triton launches are recorded instead of run. In a step on the meta device they are counted together
-with the torch operations that are not views: a lower bound, as an operation may take several. And
-every signature that Triton compiles a launch of kernels.py by is compiled for every target: `pytest
--m static` checks registers, spills and shared memory.
+Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
+operations that are not views: a lower bound, as an operation may take several. And every shape class of launches that
+kernels.py chooses is compiled for both targets: `pytest -m static` checks registers, spills and shared memory.
 """
 
 import contextlib
@@ -15,7 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -27,8 +25,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from bench import Record, Table
-from bench.report import STATIC, TARGETS
 from clover import CloverHeads
 from generate import Decoder, fixed_plan
 from model import GPT, InputError
@@ -36,19 +32,10 @@ from tools.cli import command
 from tools.flags import DEMO, Parser
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INT32 = torch.int32
-DTYPES = {name: kinds[-1] for name, kinds in kernels.DTYPES.items()}
-SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000)  # by default
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
-        "_unsafe_view"}
-
-# Shared memory per program, bytes. For NVIDIA the limit of the RTX 30, 40 and 50, smaller than that
-# of the target itself: these GPUs get binaries of their own, not compiled here, of the same tiles.
-SHARED = dict(zip(TARGETS, (101376, 101376, 101376, 65536)))
-DATA_CENTRES = TARGETS[1:3]  # what only these GPUs launch may take 232448
-CLASS = "kernel", "dtype", "tile", "warps", "stages"
-STEP = {"tree size": "tree_size {}", "drafted by": "drafted_by {}", "launches": "launches {}",
-        "most of them": "most {}"}
+TARGETS = "cuda:80", "cuda:90"
+SHARED = 101376       # bytes per program on an RTX 30 or 40: they run the same tiles
+SHARED_HOPPER = 232448
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
 @contextlib.contextmanager
@@ -69,11 +56,18 @@ def recorded(multiprocessors=132, capability=9):
         yield launches
 
 
+def record(function, *args, multiprocessors=132, capability=9, **named):
+    """The launches of one of the kernels' functions."""
+    with recorded(multiprocessors, capability) as launches:
+        function(*args, **named)
+    return launches
+
+
 def short_name(kernel):
     return kernel.strip("_").removesuffix("_kernel")
 
 
-# -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # The launches of a step
 
 class Launches(TorchDispatchMode):
@@ -106,32 +100,87 @@ def step_launches(model, heads=None, **options):
     return operations.counts + Counter(short_name(name) for name, *_ in launches)
 
 
-def table_of_launches(tree_sizes=(1, 5, 16, 64)):
-    """Prints rows for each tree size of demo/ in bfloat16, the default on CUDA -> the Table."""
+def print_launches(tree_sizes=(1, 5, 16, 64)):
+    """Prints a row for each tree size and drafter of demo/ in bfloat16, the default on CUDA -> [(plan, Counter)]."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu")
     heads = CloverHeads.from_pretrained(DEMO / "clover", model).to("meta")
     model.to("meta")
-    table = Table(STEP)
+    rows = []
+    print("| tree size | drafted by | launches | most of them |\n| --- | --- | --- | --- |")
     for size in tree_sizes:
         for used, lookup in ((heads, False), (None, True), (heads, True))[:3 if size > 2 else 1]:
             plan = fixed_plan(size, used, lookup)
-            used = used if plan.head_nodes else None
-            counts = step_launches(model, used, plans=(plan,), capacity=512)
+            counts = step_launches(model, used if plan.head_nodes else None, plans=(plan,), capacity=512)
+            rows.append((plan, counts))
             most = ", ".join(f"{n} {name}" for name, n in counts.most_common(6))
-            table.add(dict(tree_size=plan.tree_size, drafted_by=str(plan), operations=counts,
-                           launches=counts.total()), most=most)
-    return table
+            print(f"| {plan.tree_size} | {plan} | {counts.total()} | {most} |")
+    return rows
 
 
-# -------------------------------------------------------------------------------------------------
-# All launches of the host functions
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments of the functions
 
-def record(function, *args, multiprocessors=132, capability=9, **named):
-    """The launches of one of the kernels' functions."""
-    with recorded(multiprocessors, capability) as launches:
-        function(*args, **named)
-    return launches
+# Sizes and dtype of each tensor, "real" for the call's own dtype; "?" marks those that may be None. And the others.
+TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors"), "B T int64")
+HEAD = dict(hidden="M C real", weight="V C real", scales="V float32 ?")
+PLACE = dict(sequence="M int64", position="M int64")
+TENSORS = dict(
+    tree_attention=dict(q="B T Hq D real", k_cache="B Hkv S D real", v_cache="B Hkv S D real", lengths="B int32",
+                        ancestors="B T int64", slopes="Hq float32 ?"),
+    project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
+    commit_path=dict(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int64", count="B int32"),
+    linear_quantized=dict(x="M C real", packed="N words int32", scales="G N float16", zeros="G N int8 ?",
+                          bias="N real ?"),
+    sum_parts=dict(parts="N n real", bias="C real ?"),
+    add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
+    rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 B Hkv S D real", lengths="B int32",
+                    q_weight="D real ?", k_weight="D real ?"),
+    glu=dict(x="3 C real"), cosine_mix=dict(z="3 C real", q="3 C real", kv="3 2C real"),
+    select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"), best_tree=dict(root="B int64"),
+    ngram_lookup=dict(history="B S int32", lengths="B int32"), merge_chain=TREE | dict(chain="B n int64"),
+    accept_path=TREE | dict(target="B T int64", active="B int32"),
+    filtered_sample=dict(logits="M V float32") | PLACE)
+SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, kind="int4", n_head=8,
+             temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0)
+INT4 = dict(C=4096, N=4096, words=512, present="zeros")
+EXAMPLES = dict(  # a launch or two of every kernel
+    tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
+    linear_quantized=INT4 | dict(M=8, G=32), add_norm=dict(present="delta weight"),
+    rope_cache=dict(D=80, present="rope q_weight k_weight"), cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
+    merge_chain=dict(T=16, n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
+    best_tree=dict(n=15, K=4, tree_size=16), accept_path=dict(T=16, max_path=5),
+    sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
 
+
+def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
+    """The arguments of one of the kernels' functions. given: sizes, other arguments, dtypes of tensors. present: the
+    tensors that are given, of those that may be None. aligned: whether caches and weights are, to 16 bytes."""
+    function = getattr(kernels, name)
+    scope = SIZES | given
+    scope["2C"] = 2 * scope["C"]
+    made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
+    for argument, spec in TENSORS[name].items():
+        *sizes, kind = spec.removesuffix(" ?").split()
+        shape = [int(size) if size.isdigit() else scope[size] for size in sizes]
+        kind = given.get(argument, dtype if kind == "real" else getattr(torch, kind))
+        x = torch.zeros(shape, dtype=kind, device=device)
+        if argument in ("k_cache", "v_cache", "weight") and not aligned:
+            x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
+        made[argument] = None if spec.endswith("?") and argument not in present.split() else x
+    if name in ("select_candidates", "best_tree"):
+        made["candidates"] = kernels.Candidates.empty(
+            torch.zeros(scope["B"], dtype=torch.int64, device=device), scope["K"], scope["n"])
+    return made
+
+
+def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, capability=9, **given):
+    """The launches of one of the kernels' functions, with `arguments` on the meta device."""
+    return record(getattr(kernels, name), multiprocessors=multiprocessors, capability=capability,
+                  **arguments(name, dtype, present, aligned, **given))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signatures, and what they compile to
 
 def signature(name, args, named):
     """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
@@ -145,7 +194,7 @@ def signature(name, args, named):
     kinds = tuple(kind for kind, _ in found)
     constants = tuple((i, values[i]) for i, kind in enumerate(kinds) if kind == "constexpr")
     multiples = tuple(i for i, (_, key) in enumerate(found) if key == "D")
-    options = ((key, named[key]) for key in ("maxnreg", "num_stages", "num_warps") if key in named)
+    options = ((key, named[key]) for key in ("maxnreg", "num_stages", "num_warps") if named.get(key))
     return name, kinds, constants, multiples, tuple(options)
 
 
@@ -154,126 +203,70 @@ def signatures(launches):
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
-def launches_of(name, dtype=BF16, aligned=True, present="", multiprocessors=132, capability=9,
-                **given):
-    """The launches of one of the kernels' functions, with tensors as its `takes` declares them.
-    given: sizes, dtypes of tensors of ints, and other arguments. aligned: whether the caches' and
-    weights' last stride is 1. present: the tensors that are given, of those that may be None."""
-    function = getattr(kernels, name)
-    scope = SIZES | given
-    arguments = {}
-    for argument, spec in inspect.getclosurevars(function.takes).nonlocals["specs"].items():
-        tensors = []
-        for sizes, (kind, *_), _ in kernels._parse(spec):
-            shape = [3 if size == "..." else kernels._evaluate(size, scope) for size in sizes]
-            kind = scope.get(argument, dtype if kind in ("float", "real") else DTYPES.get(kind))
-            x = torch.empty(shape, dtype=kind, device="meta")
-            if argument in ("k_cache", "v_cache", "weight") and not aligned:
-                x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
-            tensors.append(x)
-        if spec[-1] == "?" and argument not in present.split():
-            arguments[argument] = None
-        elif tensors:
-            arguments[argument] = tensors[0] if len(tensors) == 1 else tensors
-    if "candidates" in arguments:
-        arguments["candidates"] = kernels.Candidates(*arguments["candidates"])
-    others = {key: given[key] for key in inspect.signature(function).parameters.keys() & given}
-    return record(function, multiprocessors=multiprocessors, capability=capability,
-                  **others | arguments)
-
-
 def cases(name, **choices):
     """The launches of a function with every combination of the alternatives, which are lists."""
     lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-    return [launch for case in product(*lists)
-            for launch in launches_of(name, **dict(zip(choices, case)))]
+    return [launch for case in product(*lists) for launch in launches_of(name, **dict(zip(choices, case)))]
 
 
 def all_launches():
-    """The signatures of every shape class of every host function, each once. Launches that differ
-    from others in ways that never showed in the registers are left out: see the comments."""
+    """The signatures of every shape class of every host function, each once; float16 needs what bfloat16 does."""
     D = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
-    T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of up to 128 query rows
-    M = [8, 32, 64, 128]
-    mixed = [True, False]
-    alibi = dict(present="slopes")
+    T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of 16 to 128 query rows
     attention = partial(cases, "tree_attention")
     topk = partial(cases, "project_topk")
-    sample = partial(cases, "project_sample", seed=0, temperature=0.8)
-    found = attention(T=T, D=[*D, 80, 192]) + attention(T=T, D=D, dtype=FP16)
-    # loads of single elements take fewer registers with a mask than without, float32 the same
-    found += attention(T=5, D=D, dtype=[FP32, BF16, FP16], aligned=mixed)
-    found += attention(T=2, D=[*D, 80, 192], S=[400, 65536])  # few splits to combine, and many
-    found += attention(T=[2, 16], D=128, S=64, present=["", "slopes"])  # one split
-    found += attention(T=T, D=D, **alibi)  # float16 takes the same registers
-    found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **alibi)
-    window = dict(window=1024)  # another one changes a constant
-    found += attention(T=T, D=[*D, 80, 192], **window) + attention(T=T, D=D, **alibi, **window)
-    for others in (window, alibi | window):
-        found += attention(T=5, D=D, dtype=[FP32, BF16], aligned=mixed, **others)
-    found += attention(T=[2, 16], D=128, S=64, window=40)  # one split
-    # a greedy sample is one without noise, so one of both is gathered; masked channels: 2 registers
-    found += sample(M=M, temperature=[0.0, 0.8]) + sample(M=M, present="vocab_ids")
-    found += topk(M=M, k=[1, 8, 32], present=["", "vocab_ids"]) + topk(M=M, k=8, C=4112)
-    found += topk(M=M, k=8, dtype=FP32, aligned=False)
-    for project in (sample, partial(topk, k=[8, 32])):
-        found += project(M=M, dtype=[FP32, FP16]) + project(M=M, dtype=[BF16, FP16], aligned=False)
-    for project in (sample, partial(topk, k=[1, 32])):  # multiprocessors: how many lists to merge
-        found += project(M=8, V=128256, multiprocessors=[2**i for i in range(9)])
-    found += topk(M=8, k=1, V=100)
+    sample = partial(cases, "project_sample")
+    bias = "slopes"
+    found = attention(T=T, D=D, present=["", bias]) + attention(T=T, D=D, present=bias, window=1024)
+    found += attention(T=[2, 16], D=[80, 192], window=[0, 1024])  # without a bias fewer registers
+    for others in (dict(), dict(present=bias, window=1024)):
+        found += attention(T=5, D=D, dtype=FP32, aligned=[True, False], **others)
+        found += attention(T=5, D=D, aligned=False, **others)
+    found += attention(T=2, D=D, S=[400, 65536], window=[0, 1024])  # few splits to combine, and many
+    found += attention(T=[2, 16], D=128, S=64, window=[0, 40])  # one split
+    M = [8, 32, 64, 128]
+    found += sample(M=M) + sample(M=8, temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
+    found += topk(M=M, k=[1, 32]) + topk(M=8, k=8, C=4112)  # masked channels
+    found += sample(M=M, dtype=FP32) + topk(M=M, k=[8, 32], dtype=FP32)
+    found += sample(M=M, aligned=False) + topk(M=M, k=[8, 32], aligned=False)
+    found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 2, 4, 8, 16, 64, 256])  # how many lists to merge
     found += topk(M=M, k=8, weight=torch.int8, present=["scales", "scales vocab_ids"])
     found += sample(M=8, weight=torch.int8, present="scales")
-    both = dict(dtype=[BF16, FP32])  # float16 takes what bfloat16 does
-    linear = partial(cases, "linear_quantized", capability=[8, 9, 10], C=4096, N=4096)
-    four = partial(linear, kind="int4", words=512, present="zeros")
-    eight = partial(linear, words=1024)
+    linear = partial(cases, "linear_quantized", capability=[8, 9])
+    four = partial(linear, **INT4)
+    eight = partial(linear, C=4096, N=4096, words=1024)
     M = [8, 32, 64]  # more rows are more tiles
-    found += four(M=M, G=[32, 64, 128]) + four(M=64, G=32, dtype=[FP32, FP16])
+    found += four(M=M, G=[32, 64, 128]) + four(M=M, G=32, dtype=FP32) + four(M=64, G=32, dtype=FP16)
     found += four(M=8, G=129, C=4128, words=528) + four(M=8, G=32, N=28672)  # padding; one split
-    found += eight(kind=["int8", "e4m3"], M=M, G=1) + eight(kind="int8", M=M, G=[32, 64, 128],
-                                                            present="zeros")
+    found += eight(kind=["int8", "e4m3"], M=M, G=1) + eight(kind="int8", M=64, G=[32, 64, 128], present="zeros")
     found += eight(kind="e4m3", M=64, G=32, dtype=[BF16, FP32])
-    found += cases("commit_path", P=[1, 5, 17, 64], D=[16, 80, 256], count=INT32, **both)
-    norms = ["", "delta weight", "delta weight bias"]
-    found += cases("add_norm", C=[16, 1000, 4096, 16384], present=norms, **both)
-    found += cases("rope_cache", D=21, present=["", "q_weight k_weight"], **both)
-    found += cases("rope_cache", D=[16, 64, 80, 128, 256],
-                   present=["rope", "rope q_weight k_weight"], **both)
-    found += cases("sum_parts", N=[2, 8], C=4096, n=16 * 4096, present=["", "bias"], **both)
-    found += cases("glu", C=2 * 11008, activation=["silu", "gelu"], **both)
-    found += cases("cosine_mix", C=[1024, 16384], n_head=[1, 8], **both)
-    draft = partial(cases, "select_candidates")
-    for W, n, K in ((4, 15, 4), (8, 15, 4), (15, 15, 4), (4, 16, 4), (32, 63, 4), (8, 63, 4),
-                    (8, 63, 8), (8, 63, 16), (8, 63, 32)):
-        found += draft(w=W, W=W, n=n, K=K, depth=K - 1)
-        found += cases("best_tree", n=n, K=K, tree_size=16 if n == 15 else 64)
-    found += cases("ngram_lookup", n=[1, 4, 10, 31, 63])
-    found += cases("merge_chain", T=[1, 8, 16, 33], n=[1, 4, 10, 31])
-    for T, n in ((1, 63), (63, 1), (54, 10)):
-        found += cases("merge_chain", T=T, n=n)
-    found += cases("accept_path", T=1, max_path=1) + cases("accept_path", T=[16, 64], max_path=5)
-    # TOP_K, and splits in one block or in 256
-    found += cases("filtered_sample", V=[100, 32000, 128256, 151936], top_k=[0, 50], top_p=0.9,
-                   min_p=0.0, temperature=0.8, seed=0)
+    found += cases("commit_path", P=64, D=256, dtype=FP32)
+    found += cases("add_norm", C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])
+    found += cases("rope_cache", D=21, present="q_weight k_weight", dtype=[BF16, FP32])
+    found += cases("rope_cache", D=[16, 256], present=["rope", "rope q_weight k_weight"])
+    found += cases("glu", C=2 * 11008, activation="gelu") + cases("cosine_mix", C=16384, n_head=1)
+    found += cases("select_candidates", w=32, W=32, n=63, K=32, depth=31)
+    found += cases("best_tree", K=[8, 32], n=63, tree_size=64) + cases("ngram_lookup", n=[1, 63])
+    found += cases("merge_chain", T=33, n=31) + cases("merge_chain", T=1, n=63) + cases("accept_path", T=64, max_path=5)
+    found += cases("filtered_sample", V=[100, 151936], top_k=[0, 50])  # splits in one block, and in 256
+    found += [launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])]
     return signatures(found)
 
 
+def named_constants(launch):
+    """{name: value} of a signature's constants."""
+    return {getattr(kernels, launch[0]).arg_names[i]: value for i, value in launch[2]}
+
+
 def targets_of(launch):
-    """Those of TARGETS for which a signature is launched. Where `_quantized_blocks` joins planes is
-    Hopper and the Blackwell of data centres, which has planes of its own."""
-    _, _, constants, _, options = launch
-    constants = {getattr(kernels, launch[0]).arg_names[i]: value for i, value in constants}
-    options = dict(options)
-    if "JOINED" not in constants or options["num_warps"] == 8 and constants["BLOCK_N"] == 32:
-        return TARGETS
-    if constants["JOINED"]:
-        return DATA_CENTRES
-    return TARGETS[2:3] if options["num_warps"] == 2 else (*TARGETS[:2], TARGETS[3])
+    """Those of TARGETS for which a signature is launched: Hopper alone joins the planes of a quantised step."""
+    joined = named_constants(launch).get("JOINED")
+    return TARGETS[1:] if joined else TARGETS
 
 
-def shared_limit(target, launch):
-    """Bytes of shared memory that a signature may take on a target."""
-    return 232448 if targets_of(launch) == DATA_CENTRES else SHARED[target]
+def shared_limit(launch):
+    """Bytes of shared memory that a signature may need."""
+    return SHARED_HOPPER if targets_of(launch) == TARGETS[1:] else SHARED
 
 
 def compile_launch(target, launch):
@@ -284,39 +277,17 @@ def compile_launch(target, launch):
     name, kinds, constants, multiples, options = launch
     backend, arch = target.split(":")
     kernel = getattr(kernels, name)
-    source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)),
-                       {(i,): value for i, value in constants},
+    source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
-    gpu = GPUTarget(backend, *((int(arch), 32) if backend == "cuda" else (arch, 64)))
-    return triton.compile(source, target=gpu, options=dict(options))
+    return triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
 
 
 def usage(target, launch):
-    """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). Spilled is
-    NVIDIA's stack, as the kernels have no arrays, and AMD's scratch memory per lane."""
+    """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). All stack is spilled."""
     compiled = compile_launch(target, launch)
-    text = compiled.asm.get("amdgcn") or cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
-    names = r"(REG|STACK|LOCAL|vgpr_count|private_segment_fixed_size)"
-    found = {name: int(value) for name, value in re.findall(rf"\b{names}:\s*(\d+)", text)}
-    registers = found.pop("REG" if "REG" in found else "vgpr_count")
-    return dict(registers=registers, spilled=sum(found.values()), shared=compiled.metadata.shared)
-
-
-def early_reads(sass):
-    """The instructions of a kernel for Hopper that name a register of an accumulator whose product
-    may still be in flight: between HGMMA and the wait for all of them."""
-    busy = set()
-    found = []
-    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.M):
-        product = re.search(r"HGMMA\.\d+x(\d+)x\d+\.F32\S* R(\d+)", line)
-        if product:
-            n, first = map(int, product.groups())
-            busy |= set(range(first, first + n // 2))  # 64 x n numbers of 128 threads
-        elif "DEPBAR.LE gsb0, 0x0" in line:
-            busy = set()
-        elif busy & set(map(int, re.findall(r"\bR(\d+)", line))):
-            found.append(line)
-    return found
+    text = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=compiled.metadata.shared)
 
 
 def cuobjdump(cubin, what):
@@ -325,58 +296,32 @@ def cuobjdump(cubin, what):
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True,
-                              check=True).stdout
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_all(pairs):
     """The `usage` of every (target, signature) in `pairs`, in order; one process per core."""
     with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(usage, *zip(*pairs), chunksize=8)
+        yield from pool.map(usage, *zip(*pairs), chunksize=4)
 
 
 def shape_class(launch):
-    """CLASS of a signature: launches with equal ones share a row of the table."""
-    name, kinds, constants, _, options = launch
-    parameters = getattr(kernels, name).arg_names
+    """(kernel, dtype, tile, warps, stages)"""
+    name, kinds, _, _, options = launch
     options = dict(options)
-    constants = {parameters[i]: value for i, value in constants}
+    constants = named_constants(launch)
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
-    alibi = "slopes_ptr" in parameters and "slopes_ptr" not in constants
-    window = constants.get("WINDOW", 0) > 0
+    alibi = name == "_tree_attention_kernel" and "slopes_ptr" not in constants
     kind = f" {constants['KIND']}" if "KIND" in constants else ""
-    kind += " joined" * constants.get("JOINED", False) + " alibi" * alibi + " window" * window
-    return (short_name(name) + kind, kinds[0][1:], tile, options["num_warps"],
-            options.get("num_stages", "-"))
-
-
-def table_of_figures(out=None):
-    """Prints a row per shape class, its worst for each target -> the Record, kept in a file."""
-    launches = all_launches()
-    classes = defaultdict(lambda: defaultdict(Counter))
-    pairs = [(target, launch) for launch in launches for target in targets_of(launch)]
-    for (target, launch), used in zip(pairs, compile_all(pairs)):
-        worst = classes[shape_class(launch)][target]
-        worst["launches"] += 1
-        for figure, value in used.items():
-            worst[figure] = max(worst[figure], value)
-    print(f"{len(launches)} launches: registers per thread / spilled / shared bytes, the worst")
-    result = Record(out, bench="kernels-static")
-    table = result["table"] = Table(STATIC)
-    for key, targets in sorted(classes.items(), key=str):
-        table.add(dict(zip(CLASS, key)) | targets)
-    return result.done()
+    kind += " joined" * constants.get("JOINED", False) + " alibi" * alibi + " window" * (constants.get("WINDOW", 0) > 0)
+    return short_name(name) + kind, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
 
 
 def main():
-    parser = Parser("What the kernels take, without a GPU.", prog="python -m tests.static")
-    parser.add_argument("table", choices=("launches", "compile"))
-    parser.add_argument("--out", metavar="FILE", help="keep the table of compile here")
-    args = parser.parse_args()
-    if args.table == "launches":
-        table_of_launches()
-    else:
-        table_of_figures(args.out)
+    parser = Parser("What the kernels need, without a GPU.", prog="python -m tests.static")
+    parser.add_argument("table", choices=("launches",))
+    parser.parse_args()
+    print_launches()
 
 
 if __name__ == "__main__":

@@ -1,137 +1,138 @@
-"""bench/operations.py: the rivals do the same work, and the tables hold what was timed."""
+"""bench/operations.py and gpu.py: torch's versions do the same work, the tables hold what was timed, all is run."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
-from bench import Record, Table, operations, steps
 from bench import __main__ as bench
+from bench import gpu, operations, sizes
 from model import InputError
 
-FP32 = torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-def test_rivals_compute_the_same_attention():
+def random_trees(B, T):
+    """Ancestor bitmasks int64 [B, T] of trees in which a node's parent is any earlier node."""
+    masks = torch.ones(B, 1, dtype=torch.int64) << torch.arange(T)
+    for node in range(1, T):
+        masks[:, node] |= masks.gather(1, torch.randint(0, node, (B, 1)))[:, 0]
+    return masks
+
+
+@pytest.mark.parametrize("T", [1, 13, 64])
+@pytest.mark.parametrize("other", ["sdpa", "flex"])
+def test_torch_computes_the_same_attention(monkeypatch, other, T):
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
-    from torch.nn.attention.flex_attention import flex_attention
-    inputs = operations.attention_inputs((8, 2, 16), 3, 70, 13, "cpu", FP32, count=2)
-    rivals = operations.attention_rivals(*inputs[0], flex_attention)
-    assert set(rivals) == {"sdpa", "sdpa packed", "flex"}
-    assert rivals["sdpa"].backend in ("FLASH_ATTENTION", "MATH")  # torch's on a CPU; kept in the record
-    for x in inputs:
-        want = kernels.tree_attention(*x)
-        for name, rival in rivals.items():
-            assert torch.allclose(rival(*x), want, atol=1e-5), name
-    assert not torch.allclose(kernels.tree_attention(*inputs[0]), kernels.tree_attention(*inputs[1]))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    tree = torch.full((3,), 70, dtype=torch.int32), random_trees(3, T)
+    inputs = lambda: (torch.randn(3, T, 8, 16), *torch.randn(2, 3, 2, 140, 16), *tree)
+    attend = getattr(operations, other)(*inputs())
+    x = inputs()
+    torch.testing.assert_close(attend(*x), kernels.tree_attention(*x), atol=1e-5, rtol=0)
 
 
-def test_rivals_compute_the_same_projection():
+def test_torch_computes_the_same_projections():
     """Bug: the benchmark compares with something easier."""
     hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
     want = kernels.project_topk(hidden, weight, 4)
-    for rival in (operations.log_softmax, operations.logsumexp):
-        for got, expected in zip(rival(hidden, weight, 4), want):
-            assert torch.allclose(got, expected, atol=1e-5)
-    assert torch.equal(operations.argmax(hidden, weight, 1), want[1][:, 0])
-    draws = torch.stack([operations.gumbel(hidden, weight, 1)[0] for _ in range(4000)])
+    for got, expected in zip(operations.topk(hidden, weight, 4), want):
+        assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.equal(operations.sample(hidden, weight, 0.0), want[1][:, 0])
+    draws = torch.stack([operations.sample(hidden, weight, 0.8)[0] for _ in range(4000)])
     expected = 4000 * torch.softmax(hidden[0] @ weight.T / 0.8, -1)
     assert (torch.bincount(draws, minlength=300) - expected).abs().max() < 6 * expected.max() ** 0.5
 
 
-def test_trees_to_merge_are_trees():
-    """Bug: other work than the engine's: nodes that are not below their parents."""
-    _, inputs, ours, _ = operations.merge_case(None, "cpu", 3, 20)
-    tokens, parents, depths, ancestors = (x.tolist() for x in ours(*inputs[0]))
-    for b in range(3):
-        assert parents[b][0] == depths[b][0] == 0 and ancestors[b][0] == 1
-        for i in range(1, 30):
-            parent = parents[b][i]
-            assert ancestors[b][i] in (0, ancestors[b][parent] | 1 << i) and (i < 20) <= (ancestors[b][i] > 0)
-            assert depths[b][i] == (depths[b][parent] + 1) * (ancestors[b][i] > 0)
-
-
-def test_tables_hold_what_was_timed(monkeypatch, capsys):
-    """Bug: a row that belongs to other shapes, a wrong byte count, or a rival that differs and still gets a time."""
-    monkeypatch.setattr(operations, "median_us", lambda calls: (len(calls) * 1000.0, calls[0]())[0])
+def test_tables_hold_what_was_timed(monkeypatch):
+    """Bug: a row that belongs to other shapes, a wrong byte count, an error that ends the run."""
+    def call(function, inputs):
+        for x in inputs:
+            function(*x)
+        return 1000.0 * len(inputs)
+    monkeypatch.setattr(operations, "median_us", call)
     monkeypatch.setattr(operations, "copies", lambda size: 2)
-    monkeypatch.setitem(steps.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 64, 96), {}))
-    monkeypatch.setattr(operations, "PROJECTIONS", {"toy": (64, 300)})
+    monkeypatch.setitem(sizes.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    args = SimpleNamespace(heads=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5], rows=[3],
-                           no_flex=False)
-    rows = {}
-    for name, operation in operations.OPERATIONS.items():
-        rows[name] = Table(operation.columns)
-        operations.measure(operation, args, "cpu", 1e9, rows[name])
-    one, five = rows["attention"]
-    assert five["bytes"] == 2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16) and five["T"] == 5 and five["prefix"] == 70
-    assert five["share_of_copy"] == pytest.approx(five["bytes"] / 1e9 / 2000e-6) and five["speed_up"] == 1.0
-    top, top32, argmax, sample = rows["projections"]
-    assert top["bytes"] == 2 * 64 * 303 and (top["operation"], top32["operation"]) == ("top 8", "top 32")
-    assert "gumbel" in sample and "argmax" in argmax and "flex" in five
-    *_, four, eight = rows["quantized"]
-    assert (eight["layer"], eight["kind"], eight["M"]) == ("down", "int8", 3) and four["kind"] == "int4"
-    assert four["bytes"] == 64 * 16 * 4 + 2 * 64 + 2 * 3 * 160 and eight["bytes"] == 64 * 32 * 4 + 2 * 64 + 2 * 3 * 160
-    assert len(rows["quantized"]) == 8 and four["matmul"] == eight["matmul"] == eight["torch"] == 2000.0
-    moved, = rows["commit"]
-    assert moved["bytes"] == 2 * 2 * 3 * 2 * (4 * 2) * 16 * 2 and moved["us"] == 8000.0
-    found, = rows["lookup"]
-    assert found["bytes"] == 2 * 4 * 71 and found["prefix"] == 70
-    root, tree = rows["merge"]
-    assert (root["T"], tree["T"]) == (1, 5) and tree["bytes"] == 2 * 8 * (5 * 4 + 10 + 15 * 4)
-    for line in capsys.readouterr().out.split("\n\n"):
-        assert len({row.count("|") for row in line.strip().splitlines()}) == 1, line
-    a, b = (lambda value=value: torch.tensor(value) for value in (3.0, 2.0))
-    toy = operations.Operation(("of",), ("equal", "other", "broken"), lambda args: [("toy",)], lambda *_, **label: (
-        1, [()], a, dict(equal=a, other=b, broken=lambda: 1 / 0)))
-    operations.measure(toy, None, "cpu", 1e9, table := Table(toy.columns))
-    row, = table
-    assert row["equal"] == 1000.0 and row["speed_up"] == 1.0 and "ZeroDivisionError" in row["broken"]
-    printed = capsys.readouterr().out
-    assert "differs by 1" in row["other"] and "| the result differs by 1.0 | ZeroDivisionError |" in printed
-    assert operations.timed_row({}, 1e9, 1, [()], a, dict(other=b))["speed_up"] is None
+    args = SimpleNamespace(models=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5])
+    rows = {name: operations.measure(name, args, "cpu", 1e9) for name in bench.OPERATIONS}
+    size = lambda row: row["share_of_copy"] * 1e3 * row["us"]  # at 1e9 bytes per second
+    for name in ("attention", "flex"):
+        one, five = rows[name]
+        assert (one["T"], five["T"], five["prefix"], five["us"], five["torch_us"]) == (1, 5, 70, 2000, 2000)
+        assert size(five) == pytest.approx(2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16)) and five["speed_up"] == 1
+    assert [(row["top_k"], row["M"]) for row in rows["topk"]] == [(k, M) for k in (8, 32) for M in (1, 8, 16, 64)]
+    assert [row["temperature"] for row in rows["sample"]] == [0.0] * 4 + [0.8] * 4
+    assert size(rows["topk"][0]) == pytest.approx(2 * 128 * 301) and len(rows["quantized"]) == 4 * 2 * 4
+    four, eight = (row for row in rows["quantized"] if (row["layer"], row["M"]) == ("mlp.down", 8))
+    assert (four["kind"], eight["kind"]) == ("int4", "int8")
+    assert size(four) == pytest.approx(128 * 128 + 128 * 2 * 3 + 2 * 8 * 384)  # a scale and a zero for each 128
+    assert size(eight) == pytest.approx(128 * 256 + 128 * 4 + 2 * 8 * 384)
+    commit, = rows["commit"]
+    assert size(commit) == pytest.approx(2 * 2 * 3 * 2 * (4 * 2) * 16 * 2) and commit["us"] == 8000
+    assert commit["torch_us"] is None
 
 
-def test_a_stopped_run_goes_on_with_what_is_missing(monkeypatch, tmp_path, capsys):
-    """Bug: a row measured twice, one lost, or a size without room that ends the run."""
-    calls = []
-
-    def case(args, device, of):
-        calls.append(of)
-        if of == "large":
-            raise torch.OutOfMemoryError
-        return 1, [], None, {}
-    monkeypatch.setattr(operations, "median_us", lambda calls: 5.0)
-    toy = operations.Operation(("of",), (), lambda args: [(of,) for of in args], case)
-    table = Record(tmp_path / "file", bench="toy").table("rows", toy.columns)
-    operations.measure(toy, ["a", "large"], "cpu", 1e9, table)
-    table = Record(tmp_path / "file", bench="toy").table("rows", toy.columns)
-    operations.measure(toy, ["a", "b"], "cpu", 1e9, table)
-    assert calls == ["a", "large", "b"] and [row["of"] for row in table] == ["a", "b"]
-    assert "| large | does not fit the memory |" in capsys.readouterr().out
-
-
-def test_flex_attention_can_be_left_out():
-    """Bug: minutes of compiling where it was not asked for."""
-    inputs = operations.attention_inputs((4, 2, 16), 1, 20, 3, "cpu", FP32)
-    assert set(operations.attention_rivals(*inputs[0])) == {"sdpa", "sdpa packed"}
-    assert bench.parse(["kernels", "--no-flex"]).no_flex and not bench.parse(["kernels"]).no_flex
-
-
-def test_kernels_without_a_gpu_names_the_other_way(monkeypatch):
-    """Bug: a traceback, or numbers of a CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="CUDA.*pytest -m static"):
-        bench.main(["kernels"])
+def test_what_does_not_fit_is_left_out(monkeypatch, capsys):
+    """Bug: a shape without room that ends the run."""
+    def case(device, model, batch):
+        if batch == 8:
+            raise torch.OutOfMemoryError("no room")
+        return 1, [()], len, None
+    monkeypatch.setattr(operations, "commit_case", case)
+    monkeypatch.setattr(operations, "median_us", lambda *_: 5.0)
+    args = SimpleNamespace(models=["8b"], batch_sizes=[8, 2], prefixes=[], tree_sizes=[])
+    assert [row["batch"] for row in operations.measure("commit", args, "cpu", 1e9)] == [2]
+    assert "{'model': '8b', 'batch': 8}: OutOfMemoryError: no room" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_bench_on_a_gpu(capsys):
     """Bug: a benchmark that only ran on paper."""
-    bench.main(["kernels", "--heads", "8b", "--batch-sizes", "2", "--prefixes", "512", "--tree-sizes", "8",
-                "--rows", "8"])
+    bench.main(bench.parse("kernels --models 8b --batch-sizes 2 --prefixes 512 --tree-sizes 8".split()))
     assert '"share_of_copy"' in capsys.readouterr().out.strip().splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench/gpu.py
+
+@pytest.mark.parametrize("command", [["kernels"], ["gpu", "--out", "out"]])
+def test_without_a_gpu_one_line_says_so(command, monkeypatch):
+    """Bug: a traceback, or numbers of a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="needs a CUDA device"):
+        bench.main(bench.parse(command))
+
+
+def test_everything_that_runs_on_a_gpu_is_a_command(tmp_path):
+    """Bug: a flag that does not exist, found when a GPU is there; a folder with a space in its name."""
+    from training.flags import parse_base, parse_heads
+    out = tmp_path / "a folder"
+    out.mkdir()
+    parse = dict(bench=bench.parse, train_heads=parse_heads)
+    parse["training.base"] = parse_base
+    for name in gpu.COMMANDS:
+        _, _, module, *flags = gpu.argv(name, out)
+        args = parse.get(module, lambda flags: SimpleNamespace(out=str(out / "tests.json")))(flags)
+        assert args.out == str(out / (name if module.startswith("train") else f"{name}.json"))
+    assert args.heads == [str(out / preset) for preset in ("medusa", "hydra", "clover", "clover2")]
+
+
+def test_a_failure_leaves_the_others_and_what_succeeded_is_not_run_again(monkeypatch, tmp_path, capsys):
+    """Bug: a command that takes the others with it, a failure that is not told, one that is measured twice."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    code = dict(fails="print('why'); raise SystemExit(3)", works="print('a result')")
+    monkeypatch.setattr(gpu, "COMMANDS", code)
+    monkeypatch.setattr(gpu, "argv", lambda name, out: [sys.executable, "-c", code[name]])
+    args = SimpleNamespace(out=str(tmp_path / "out"))
+    gpu.bench(args)
+    assert capsys.readouterr().out == f"fails: failed, see {tmp_path}/out/fails.log\nworks: done\n"
+    assert (tmp_path / "out" / "fails.log").read_text() == "why\n"
+    code["fails"] = "pass"
+    code["works"] = "raise SystemExit('ran again')"
+    gpu.bench(args)
+    assert capsys.readouterr().out == "fails: done\n"
+    assert (tmp_path / "out" / "works.log").read_text() == "a result\n"

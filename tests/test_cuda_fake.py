@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import generate as module
 import kernels
 import model as models
+from backends.tensor_parallel import Group
 from clover import CloverHeads, preset
 from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
 from model import GPT, GPTConfig
@@ -173,11 +174,10 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, 
     return torch.empty_like(q)
 
 
-def accepted_lists(accepted):
-    """Takes the place of Accepted.lists: one token of each slot, from memory that the host may read."""
-    assert accepted.packed.device.type == "cpu"
-    B, P = accepted.tokens.shape
-    return SimpleNamespace(tokens=[[1] * P] * B, path=[[0] * P] * B, count=[1] * B, last=[0] * B)
+def read_accepted(packed, P):
+    """One token of each slot, from memory that the host may read."""
+    assert packed.device.type == "cpu"
+    return [([1], [0])] * len(packed)
 
 
 @pytest.fixture
@@ -209,11 +209,11 @@ def world():
                 (kernels, "_shared_memory", lambda _: 233472),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (models, "causal_lower_right", CausalBias),
-                (module.Accepted, "lists", accepted_lists), (Decoder, "__init__", make)):
+                (module, "read_accepted", read_accepted), (Decoder, "__init__", make)):
             stack.enter_context(patch.object(where, name, value, create=True))
-        zeros = torch.zeros
-        pinned = lambda *a, pin_memory=False, **k: zeros(*a, **k)
-        stack.enter_context(patch.object(torch, "zeros", pinned))
+        empty = torch.empty
+        pinned = lambda *a, pin_memory=False, **k: empty(*a, **k)
+        stack.enter_context(patch.object(torch, "empty", pinned))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(Indexing(world))
         yield world
@@ -345,30 +345,28 @@ class Dtypes(TorchDispatchMode):
         return operation(*args, **kwargs or {})
 
 
-def losses(heads, **flags):
+def losses(heads, objective="distill"):
     """Train_heads' losses of a batch of fake windows, under CUDA's autocast and its list of operations."""
-    args = dict(steps=10, on_policy_steps=0, smooth_l1=0.1, objective="distill")
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
-        run = SimpleNamespace(args=SimpleNamespace(**args | flags), heads=heads, wrapped=heads, step=0,
-                              world=SimpleNamespace(size=1, sum=lambda x: x),
-                              autocast=torch.autocast("cuda", torch.bfloat16))
+        run = SimpleNamespace(args=SimpleNamespace(objective=objective), heads=heads, wrapped=heads, group=Group(),
+                              dtype=torch.bfloat16, autocast=torch.autocast("cuda", torch.bfloat16))
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
         return Run.losses(run, ids, ids.bool(), ids)
 
 
 @needs_triton
-@pytest.mark.parametrize("flags", [{}, dict(objective="data", on_policy_steps=10)], ids=["distill", "data, on policy"])
+@pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("name, kind", [("rope", "clover"), ("alibi", "clover2"), ("learned", "hydra"),
                                         ("qk-norm-untied", "medusa")])
-def test_losses_of_training_on_a_fake_gpu(name, kind, flags, start):
+def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start):
     """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16. Only the forward pass:
     torch without CUDA has no stream on which to note a gradient."""
     world, model, heads = start(name, kind, torch.float32)
     # autocast changes its float32 to bfloat16, of which the fake one knows nothing
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with torch.no_grad(), attention, Dtypes() as dtypes:
-        total, accuracies = losses(heads, **flags)
+        total, accuracies = losses(heads, objective)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
     assert total.dtype == torch.float32 and total.is_cuda
     products = dtypes.seen.get("mm", set()) | dtypes.seen.get("addmm", set())
@@ -425,8 +423,8 @@ def test_a_mask_of_training_on_the_cpu_is_seen(start, monkeypatch):
 def test_a_graph_of_tensors_that_are_gone_is_seen(start, monkeypatch):
     """Bug: slots are compacted on a GPU, and the graphs go on with those that were."""
     world, model, heads = start()
-    compact = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
-    monkeypatch.setattr(Engine, "compact_slots", compact)
+    resize = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
+    monkeypatch.setattr(Engine, "resize", resize)
     with pytest.raises(AssertionError, match="no longer has"):
         decode(model, heads)
 

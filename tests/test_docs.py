@@ -11,7 +11,7 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from bench import __main__ as bench
-from bench.steps import size_config
+from bench.sizes import size_config
 from clover import PRESETS, Head
 from model import GPT, Block
 from tools import cli
@@ -19,7 +19,7 @@ from training import base
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-BENCH = ("heads", "decode", "kernels", "tests", "gpu", "report", "roofline", "draw")
+BENCH = ("heads", "decode", "kernels", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node"}  # torchrun's
 name = lambda path: path.name

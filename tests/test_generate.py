@@ -5,17 +5,15 @@ import random
 import weakref
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as module
-import kernels
 import model as models
 from backends import cpu
-from clover import PRESETS, CloverHeads, Tree, root_tree
+from clover import PRESETS, CloverHeads, Tree
 from conftest import SHAPES, random_prompts, toy_model
 from generate import (
     DraftPlan,
@@ -194,8 +192,8 @@ class InTurns(FixedPolicy):
         self.selected += 1
         return self.plans[self.selected // 2 % len(self.plans)]  # each twice, so that some follow themselves
 
-    def update(self, plan, found, seconds=None, slots=None):
-        self.told[plan] += len(found)
+    def update(self, plan, results, seconds=None):
+        self.told[plan] += len(results)
 
 
 ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
@@ -220,20 +218,6 @@ def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, ste
 def test_plain_decoding_emits_one_token_per_step(toy):
     out = generate(toy, PROMPTS, 10)
     assert out.tokens_per_step == 1.0 and out.step_lengths == {1: 80} and out.tokens_per_second > 0
-
-@torch.inference_mode()
-def test_arguments_are_checked_in_the_first_step_of_each_plan(toy, monkeypatch):
-    """Catches checks that stay on, also when fewer slots run, or stay off for another plan."""
-    plans = DraftPlan(), DraftPlan(0, 3)
-    engine, checking = Engine(toy, batch_size=3, capacity=20, policy=SimpleNamespace(plans=plans)), []
-    draft = engine.decoder.draft
-    monkeypatch.setattr(engine.decoder, "draft", lambda plan: checking.append(kernels._checking.get()) or draft(plan))
-    for plan, n in zip((*plans, *plans), (3, 3, 2, 2)):
-        engine.decoder.run_first(n)
-        engine.decoder.body(plan)()
-    assert checking == [True, True, False, False] and kernels._checking.get()
-
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Many prompts
@@ -411,9 +395,8 @@ def test_starts_and_ends_of_texts_wait_for_nothing(toy, name):
 def test_a_step_can_be_launched_outside_of_inference_mode(toy):
     """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
     made = new_engine(toy, random_heads(toy), batch_size=2, capacity=60, tree_size=9)
-    first, taken = made.decoder.launch(*made.decoder.plans)()
-    assert len(first.count) == 2 and taken is None  # with the checks of a first step
-    assert made.decoder.launch(*made.decoder.plans)()[1] > 0
+    (tokens, path), _ = made.decoder.launch(*made.decoder.plans)()
+    assert tokens == path == []  # both slots are idle
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -439,7 +422,7 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
     made.decoder.steps_ahead = 1  # as on CUDA
     slots, seen = made.decoder.slots, []
 
-    def watch(index, tokens, path, plan):
+    def watch(*result):
         idle = [slot for slot in range(3) if slot not in made.running]
         seen.append([(slots.active[slot].item(), slots.cache.lengths[slot].item()) for slot in idle])
     made.generate([PROMPTS[0], PROMPTS[4]], 30, on_step=watch)
@@ -626,6 +609,23 @@ def test_decoding_to_the_end_of_the_context(shape):
     assert [len(t) for t in want.tokens] == [1, 10, 35] and got.tokens == want.tokens
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_prompts_may_come_while_others_run(toy, plain, steps_ahead):
+    """Catches a prompt that is added late and finds no slot, where fewer slots run by then, or another's noise."""
+    made = new_engine(toy, random_heads(toy), batch_size=4, capacity=150, tree_size=5, sampling=Sampling(**SAMPLED))
+    made.decoder.steps_ahead = steps_ahead
+    sequences, heard = [], Counter()
+    for index, prompt in enumerate(PROMPTS):
+        sequences.append(made.add(prompt, 24, index=index))
+        for _ in range(6):
+            for sequence, tokens, path, plan in made.step():
+                heard[sequence.index] += len(tokens)
+    while made.busy:
+        heard.update({sequence.index: len(tokens) for sequence, tokens, _, _ in made.step()})
+    assert [sequence.tokens for sequence in sequences] == plain["sampled"]
+    assert heard == {index: 24 for index in range(len(PROMPTS))} and made.step() == []
+
+
 def test_on_tokens_hears_every_token_in_order(toy):
     heard = [[] for _ in PROMPTS]
     hear = lambda i, tokens: heard[i].extend(tokens)
@@ -643,12 +643,6 @@ def test_ctrl_c_hands_over_what_there_is(toy):
     with pytest.raises(Interrupted) as caught:
         generate(toy, PROMPTS[:1], 100, on_tokens=interrupt)
     assert caught.value.output.tokens[0][:10] == seen and caught.value.output.seconds > 0
-
-
-def test_root_tree_is_the_tree_of_plain_decoding():
-    tree = root_tree(torch.tensor([4, 2]))
-    assert tree.tokens.tolist() == [[4], [2]] and tree.ancestors.tolist() == [[1], [1]]
-    assert tree.depths.tolist() == tree.parents.tolist() == [[0], [0]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -763,12 +757,12 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         fresh = new()
         want = fresh.generate([prompt], 20).tokens[0]
         read.clear()
-        assert kept.generate([prompt], 20, keep=True).tokens == [want] and sum(read) <= most
+        assert kept.generate([prompt], 20).tokens == [want] and sum(read) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
         for cache in ("cache", "heads_cache") if name else ("cache",):
             a, b = (getattr(engine.decoder.slots, cache).kv[..., :rows, :] for engine in (kept, fresh))
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-        if kept.decoder.slots.history is not None:  # the whole conversation
+        if kept.decoder.looks_up:  # the whole conversation
             assert kept.decoder.slots.history[0, :rows + 1].tolist() == (prompt + want)[:rows + 1]
         return prompt + want
 
@@ -781,19 +775,14 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
 
 
 def test_long_turns_come_in_by_chunks(monkeypatch):
-    """Catches a kept text whose rest is longer than a chunk, and rows that are kept though nobody asked."""
+    """Catches a kept text whose rest is longer than a chunk."""
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     model = toy_model()
     heads, prompt = random_heads(model), random_prompts([150])[0]
     kept, fresh = (new_engine(model, heads, capacity=250, tree_size=9) for _ in range(2))
-    kept.generate([prompt[:40]], 5, keep=True)
-    assert kept.reusable_prefix(prompt) == 39
-    assert kept.generate([prompt], 20, keep=True).tokens == fresh.generate([prompt], 20).tokens
-    assert fresh.reusable_prefix(prompt) == 0
+    kept.generate([prompt[:40]], 5)
+    assert kept.reusable_prefix(prompt) == 39 and fresh.reusable_prefix(prompt) == 0
     assert kept.generate([prompt], 20).tokens == fresh.generate([prompt], 20).tokens
-    assert kept.reusable_prefix(prompt) == 0
-    with pytest.raises(InputError, match="keep is for one prompt in one slot"):
-        fresh.generate([prompt, prompt], 5, keep=True)
 
 
 @torch.inference_mode()
@@ -816,12 +805,12 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
     want = new_engine(model, capacity=200).generate([prompt], 100).tokens[0]
     made, calls = new_engine(model, capacity=200), []
 
-    def interrupt(index, tokens, path, plan):
+    def interrupt(sequence, tokens, path, plan):
         calls.append(tokens)
         if len(calls) == 20:
             raise KeyboardInterrupt
     with pytest.raises(Interrupted) as caught:
-        made.generate([prompt], 100, on_step=interrupt, keep=True)
+        made.generate([prompt], 100, on_step=interrupt)
     so_far = caught.value.output.tokens[0]
-    assert made.kept_text == prompt + so_far and so_far == want[:20] and made.reusable_prefix(made.kept_text) == 48
-    assert made.generate([prompt + so_far], 80, keep=True).tokens[0] == want[20:]
+    assert so_far == want[:20] and made.kept_text == []
+    assert made.generate([prompt + so_far], 80).tokens[0] == want[20:]

@@ -1,6 +1,4 @@
-"""The small fused operations of kernels.py, tested three ways as in test_kernels.py: by the torch references here, by
-the Triton kernels under the interpreter in another process, and on CUDA where there is a device. The results are
-compared with plain formulas in float64 or with plain Python."""
+"""The small fused operations, tested as in test_kernels.py, against formulas in float64 or plain Python."""
 
 import math
 import random
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from test_kernels import BF16, FP16, FP32, INTERPRETED, device, plain, slow_to_interpret
+from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, plain
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3
@@ -25,19 +23,13 @@ def normal(*shape, dtype=FP32):
     return torch.randn(*shape).to(dtype)
 
 
-def every_second(x):
-    """x in memory that is not contiguous."""
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# add_norm, glu, cosine_mix
+# add_norm, glu, cosine_mix, sum_parts
 
 
 @DTYPES
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
-@pytest.mark.parametrize("shape, inference", [((1, 16), True), ((2, 63), False), ((2, 63), True), ((5, 1111), True)],
-                         ids=str)
+@pytest.mark.parametrize("shape, inference", [((1, 16), True), ((2, 63), False), ((5, 1111), True)], ids=str)
 def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
     """Bug: a mean over the padding, a norm of the sum before it is rounded, a bias that RMSNorm does not have."""
     C = shape[-1]
@@ -73,7 +65,7 @@ def test_glu_is_the_formula(N, activation, dtype, device):
 
 
 @DTYPES
-@pytest.mark.parametrize("C, n_head", [(16, 1), (96, 6), (111, 3), (1024, 2)])
+@pytest.mark.parametrize("C, n_head", [(16, 1), (111, 3), (1024, 2)])
 def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
     """Bug: a cosine over all heads, or over another head's part; a division by the length 0."""
     z, q, kv = normal(2, 3, C, dtype=dtype), normal(2, 3, C, dtype=dtype), normal(2, 3, 2 * C, dtype=dtype)
@@ -97,12 +89,9 @@ def test_operations_of_training_have_the_gradients_of_their_formulas():
     assert check(lambda *a: kernels.cosine_mix(*a, 2), (x, delta, kv))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# sum_parts
-
 @DTYPES
 @pytest.mark.parametrize("N, M, C, biased", [(2, 1, 64, True), (3, 5, 111, False), (8, 33, 80, True)])
-def test_ranks_are_added_in_order_in_float32(N, M, C, biased, dtype, device):
+def test_parts_are_added_in_order_in_float32(N, M, C, biased, dtype, device):
     """Bug: a sum that is rounded at each rank, a bias of another column, numbers past the end."""
     parts = normal(N, M * C, dtype=dtype)
     bias = normal(C, dtype=dtype) if biased else None
@@ -119,7 +108,7 @@ def test_ranks_are_added_in_order_in_float32(N, M, C, biased, dtype, device):
 # rope_cache
 
 # B, T, Hq, Hkv, D, rotated, normed. Between them: D 16 to 256, odd ones and ones that do not fill a tile; one query
-# head per key head and 8; more heads than a program takes.
+# head per key head and 8; more heads than one program has.
 ROPE = {
     "llama": (2, 5, 8, 2, 64, True, False),
     "qwen-3": (3, 1, 4, 2, 128, True, True),
@@ -133,8 +122,7 @@ ROPE = {
 @DTYPES
 @pytest.mark.parametrize("case", ROPE.values(), ids=ROPE.keys())
 def test_rope_cache_rotates_and_writes(case, dtype, device):
-    """Bug: values rotated, a query head normed by the keys' weight, a row beside the right one, a write anywhere
-    else."""
+    """Bug: values rotated, a query head normed by the keys' weight, a write to another row."""
     B, T, Hq, Hkv, D, rotated, normed = case
     S, H = T + 9, Hq + 2 * Hkv
     qkv, kv = normal(B, T, H, D, dtype=dtype), torch.full((2, B, Hkv, S, D), math.nan, dtype=dtype)
@@ -175,14 +163,14 @@ def test_rope_cache_rotates_and_writes(case, dtype, device):
 def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
     """Bug: a write before or after the cache, which is another sequence's or nobody's."""
     outer = torch.zeros(2, 2, 1, 12, 16)
-    with kernels.unchecked():
-        kernels.rope_cache(torch.ones(2, 2, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([-1, 3]))
+    kernels.rope_cache(torch.ones(2, 2, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([-1, 3]))
     assert outer[..., 0].nonzero()[:, 1:4:2].tolist() == [[0, 4], [1, 7]] * 2
 
 
 @plain
-def test_a_cache_filled_in_inference_mode_can_be_filled_with_a_gradient_later():
-    """Bug: a constant made in inference mode that autograd cannot save."""
+def test_constants_serve_in_any_mode():
+    """Bug: a constant made in inference mode that autograd cannot save; one for each length that a text had."""
+    kernels._constant.cache_clear()
     kv, lengths, qkv = torch.zeros(2, 3, 1, 5, 16), torch.zeros(3).long(), torch.ones(3, 1, 3, 16)
     with torch.inference_mode():
         kernels.rope_cache(qkv.clone(), None, kv.clone(), lengths)
@@ -190,6 +178,9 @@ def test_a_cache_filled_in_inference_mode_can_be_filled_with_a_gradient_later():
     kernels.rope_cache(qkv, None, kv, lengths)
     kv.sum().backward()
     assert qkv.grad[:, :, 1:].eq(1).all()
+    for length in range(40):
+        kernels.ngram_lookup(torch.zeros(1, 50, dtype=torch.int32), torch.tensor([length], dtype=torch.int32), 3)
+    assert kernels._constant.cache_info().currsize <= 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,31 +256,31 @@ def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
 # accept_path
 
 
-def random_tree(rng):
-    """(tokens, parents, depths, bitmasks, how many nodes are used) of a tree of 1 to 64 nodes."""
-    T, depths, parents, masks = rng.randint(1, 64), [0], [0], [1]
-    for i in range(1, T):
-        parent = rng.choice([j for j in range(i) if depths[j] < 4])
+def random_tree(rng, T, max_depth=6):
+    """[tokens, parents, depths, bitmasks] of T nodes, of which the last ones may be spare. A node's i-th child has the
+    token i, so siblings differ, as in every drafted tree."""
+    used = rng.choice([T, T, 1, rng.randint(1, T)])
+    tokens, parents, depths, masks = [rng.randint(0, 99)], [0], [0], [1]
+    for i in range(1, used):
+        parent = rng.choice([j for j in range(i) if depths[j] < max_depth])
+        tokens.append(parents[1:].count(parent))
         parents.append(parent), depths.append(depths[parent] + 1), masks.append(masks[parent] | 1 << i)
-    used = rng.randint(1, T)
-    # siblings differ, as in every drafted tree: the i-th child of a node has the token i
-    tokens = [parents[:i].count(parents[i]) for i in range(T)]
-    return tokens, parents, depths, [mask if i < used else 0 for i, mask in enumerate(masks)], used
+    return [x + [0] * (T - used) for x in (tokens, parents, depths, masks)]
 
 
 def test_accept_equals_a_plain_walk(device):
-    """Bug: a node accepted under a rejected parent, a spare node accepted, a path in the wrong order, an idle sequence
-    that goes on."""
+    """Bug: a node accepted under a rejected parent, a spare node accepted, an idle sequence that goes on."""
     rng = random.Random(0)
     for _ in range(40 if INTERPRETED else 200):
-        tokens, parents, depths, masks, used = random_tree(rng)
+        tokens, parents, depths, masks = random_tree(rng, rng.randint(1, 64), 4)
         target, path = [rng.randint(0, 3) for _ in tokens], [0]
         while True:
-            following = [i for i in range(1, used) if parents[i] == path[-1] and tokens[i] == target[path[-1]]]
+            following = [i for i in range(1, len(tokens))
+                         if masks[i] and parents[i] == path[-1] and tokens[i] == target[path[-1]]]
             if not following:
                 break
             path.append(following[0])
-        masks = [mask - (mask >> 63 << 64) for mask in masks]
+        masks = as_int64([masks])[0].tolist()
         rows = [torch.tensor([x, x], device=device) for x in (tokens, parents, depths, masks, target)]
         active = torch.tensor([1, 0], dtype=torch.int32, device=device)
         got, idle = kernels.accept_path(*rows, active, 5).tolist()
@@ -319,15 +310,12 @@ def test_filtered_sample_draws_what_the_reference_draws(V, scale, top_k, top_p, 
     assert torch.equal(got.cpu(), kernels.filtered_sample_reference(logits, *args))
 
 
-@pytest.mark.parametrize("M", [40, pytest.param(600, marks=slow_to_interpret)])
-def test_filtered_sample_of_many_rows_is_that_of_each(M, device):
+def test_filtered_sample_of_many_rows_is_that_of_each(device):
     """Bug: a row's token that depends on the batch, or on the order in which its list was made."""
-    logits = (normal(M, 40) * 3).to(device)
-    index = torch.arange(M, device=device)
+    logits, index = (normal(40, 40) * 3).to(device), torch.arange(40, device=device)
     tokens = kernels.filtered_sample(logits, 1.0, 0, 0.8, 0.0, 3, index, index)
-    for row in (0, M // 2, M - 1):
-        one = slice(row, row + 1)
-        assert kernels.filtered_sample(logits[one], 1.0, 0, 0.8, 0.0, 3, index[one], index[one]) == tokens[row]
+    for row in (slice(0, 1), slice(20, 21), slice(39, 40)):
+        assert kernels.filtered_sample(logits[row], 1.0, 0, 0.8, 0.0, 3, index[row], index[row]) == tokens[row]
 
 
 def test_filtered_sample_survives_nan(device):
@@ -337,4 +325,4 @@ def test_filtered_sample_survives_nan(device):
     for top_k, top_p in ((0, 0.5), (2, 1.0), (2, 0.5)):
         tokens = kernels.filtered_sample(logits, 1.0, top_k, top_p, 0.0, 1, index, index)
         assert tokens[:2].amin() >= 0 and tokens[:2].amax() < 3
-        assert tokens[2] == 1 or not INTERPRETED  # torch takes NaN for the largest
+        assert tokens[2] == 1 or not INTERPRETED  # torch ranks NaN as the largest

@@ -1,6 +1,5 @@
-"""linear_quantized and LM heads of int8, tested three ways as in test_kernels.py: by the torch references here, by the
-Triton kernels under the interpreter in another process, and on CUDA where there is a device. The results are compared
-with products in float64 of weights that are made one number at a time."""
+"""linear_quantized and LM heads of int8, tested as in test_kernels.py, against products in float64 of weights that are
+made one number at a time."""
 
 import pytest
 import torch
@@ -39,6 +38,10 @@ def quantized(kind, N, C, group=None, zeros=False, scales=FP16):
     return QuantizedWeight(packed.int(), scale, zero, kind), value
 
 
+def on(device, *arguments):
+    return [x.to(device) if torch.is_tensor(x) else x for x in arguments]
+
+
 # kind, N, C, channels of a group, zeros, bias, M, dtype. Between them: N that fills no tile, C that fills no step, all
 # groups, one split and several, M of all tiles.
 CASES = {
@@ -56,11 +59,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("capability", [8, 9, 10])
+@pytest.mark.parametrize("capability", [8, 9])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_linear_quantized(case, capability, device, monkeypatch):
-    """Bug: a number of another plane, a group's scale or zero one step off, padding that counts, a split that is left
-    out, on GPUs that multiply planes one by one and on those that join them; NaN beside a row reaches it."""
+    """Bug: a number of another plane, a group's scale or zero one step off, padding that counts, a split left out."""
     if device == "cpu":
         monkeypatch.setattr(kernels, "_capability", lambda device: capability)
     kind, N, C, group, zeros, biased, M, dtype = case
@@ -69,8 +71,7 @@ def test_linear_quantized(case, capability, device, monkeypatch):
     x[:] = torch.randn(M, C)
     bias = torch.randn(N).to(dtype) if biased else None
     want = x.double() @ value.T + (0 if bias is None else bias.double())
-    given = [y if y is None or isinstance(y, str) else y.to(device) for y in (x, *weight, bias)]
-    got = kernels.linear_quantized(*given)
+    got = kernels.linear_quantized(*on(device, x, *weight, bias))
     assert got.dtype == dtype and got.shape == (M, N)
     torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=ERROR[dtype] * want.abs().max().item())
 
@@ -83,14 +84,13 @@ def test_a_row_does_not_depend_on_the_others(kind, group, capability, device, mo
         pytest.skip("the reference takes torch's products")
     if device == "cpu":
         monkeypatch.setattr(kernels, "_capability", lambda device: capability)
-    weight = [y if y is None or isinstance(y, str) else y.to(device)
-              for y in quantized(kind, 70, 1280, group, kind == "int4")[0]]
+    weight = on(device, *quantized(kind, 70, 1280, group, kind == "int4")[0])
     x = torch.randint(-8, 9, (128, 1280)).to(BF16).to(device)  # numpy's sums, too, are exact then
     x = x if device == "cpu" else torch.randn_like(x)
     x[2] = torch.nan
     together = kernels.linear_quantized(x, *weight)
     assert together[2].isnan().all() and together[3:].isfinite().all()
-    for M in (1, 2, 17, 64):
+    for M in (1, 17, 64):
         assert torch.equal(kernels.linear_quantized(x[3:3 + M], *weight), together[3:3 + M])
 
 
@@ -104,25 +104,21 @@ def test_dequantize(kind, dtype):
     assert torch.equal(out, value.to(dtype)) and torch.equal(kernels.dequantize(*weight, 160, dtype), out)
 
 
-@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=slow_to_interpret)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("M", [1, pytest.param(33, marks=slow_to_interpret), pytest.param(70, marks=slow_to_interpret)])
-@pytest.mark.parametrize("gathered", [False, True], ids=["all", "gathered"])
-def test_lm_heads_of_int8(M, gathered, dtype, device):
+@pytest.mark.parametrize("M, dtype, gathered", [
+    (1, FP32, True), (1, BF16, False), pytest.param(33, BF16, True, marks=slow_to_interpret), (70, FP32, False)])
+def test_lm_heads_of_int8(M, dtype, gathered, device):
     """Bug: a scale of another row, or noise that is scaled too."""
     V, C = 300, 96
     hidden = torch.randn(M, C).to(dtype)
     weight = torch.randint(-127, 128, (V, C), dtype=torch.int8)
-    scales = torch.rand(V) / 50 + 0.001
-    ids = torch.randperm(V)[:77].int() if gathered else None
-    rows = slice(None) if ids is None else ids.long()
-    logits = hidden.double() @ (weight[rows].double() * scales[rows, None].double()).T
-    on = lambda y: None if y is None else y.to(device)
-    logprobs, tokens = kernels.project_topk(on(hidden), on(weight), 4, on(ids), scales=on(scales))
-    want = logits.log_softmax(-1).topk(4)
-    assert torch.equal(tokens.cpu(), want.indices if ids is None else ids[want.indices].long())
+    scales = (torch.rand(2 * V) / 50 + 0.001)[::2]
+    ids = torch.randperm(V)[:77].int() if gathered else torch.arange(V).int()
+    logits = hidden.double() @ (weight.double() * scales[:, None].double()).T
+    args = [x.to(device) for x in (hidden, weight)]
+    logprobs, tokens = kernels.project_topk(*args, 4, ids.to(device) if gathered else None, scales=scales.to(device))
+    want = logits[:, ids].log_softmax(-1).topk(4)
+    assert torch.equal(tokens.cpu(), ids[want.indices].long())
     torch.testing.assert_close(logprobs.cpu().double(), want.values, rtol=0, atol=1e-4)
-    at = torch.arange(M)
-    sample = kernels.project_sample(on(hidden), on(weight), 0.8, 7, on(at), on(at), on(ids), scales=on(scales))
-    noise = kernels.gumbel(7, at, at, torch.arange(V) if ids is None else ids)
-    best = (logits / 0.8 + noise).argmax(-1)
-    assert torch.equal(sample.cpu(), best if ids is None else ids[best].long())
+    place = torch.arange(M)
+    got = kernels.project_sample(*args, 0.8, 7, place.to(device), place.to(device), scales=scales.to(device))
+    assert torch.equal(got.cpu(), (logits / 0.8 + kernels.gumbel(7, place, place, torch.arange(V))).argmax(-1))

@@ -10,22 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS
-from model import MAX_TREE
-from tools import flags
-from training import flags as train_flags
-
 ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
-LINES = {  # at most; what grows one raises the number here, in the same commit
-    "kernels.py": 2290, "model.py": 733, "clover.py": 440, "generate.py": 759, "train_heads.py": 354, "backends": 1240,
-    "hf": 1900, "tools": 1665, "training": 1655, "bench": 2382, "tests": 12015, "without tests": 13402}
-ABOVE_THE_RULE = 763  # lines of kernels.py
-DECODER = 300
+LINES = dict(library=9200, tests=8000)  # at most: all Python and C without tests, and tests
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
     "model": {"GPT.from_pretrained": "hf", "GPT.save_pretrained": "hf", "__main__": "tools"},
-    "generate": {"Decoder.__init__": "backends", "prepare": "tools", "__main__": "tools"}}
+    "generate": {"Decoder.__init__": "backends", "prepare": "tools", "main": "tools", "__main__": "tools"}}
 MODULES = [f"{name}.py" for name in FILES] + sorted(
     str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))
 
@@ -74,23 +65,14 @@ def test_imports_keep_the_order(file):
         assert reached == set(REACHES.get(name, {}).items())
 
 
-def lines(*paths):
-    """How many lines files, and all modules of folders, have."""
-    modules = lambda path: (ROOT / path).glob("*.py") if (ROOT / path).is_dir() else [ROOT / path]
-    return sum(len(file.read_text().splitlines()) for path in paths for file in modules(path))
-
-
 def test_growth_is_a_decision():
     """Bug: a library made to be read that grows past reading, a little in every commit."""
-    *parts, _ = LINES
-    found = {part: lines(part) for part in parts}
-    found["without tests"] = sum(found.values()) - found["tests"]
-    assert {part: n for part, n in found.items() if n > LINES[part]} == {}
-    text = (ROOT / "kernels.py").read_text()
-    assert text[:text.index("# The rest can wait")].count("\n") <= ABOVE_THE_RULE
-    tree = ast.parse((ROOT / "generate.py").read_text())
-    decoder, = (node for node in tree.body if getattr(node, "name", "") == "Decoder")
-    assert decoder.end_lineno - decoder.lineno < DECODER
+    files = subprocess.run(["git", "ls-files", "*.py", "*.c"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    files = files or [str(p.relative_to(ROOT)) for p in ROOT.glob("*/*.py")] + [f"{name}.py" for name in FILES]
+    lines = {part: 0 for part in LINES}
+    for file in files:
+        lines["tests" if file.startswith("tests/") else "library"] += len((ROOT / file).read_text().splitlines())
+    assert all(lines[part] <= LINES[part] for part in LINES), lines
 
 
 @pytest.mark.parametrize("file", MODULES)
@@ -110,8 +92,6 @@ def test_the_model_does_not_know_where_it_runs(word):
 
 
 FOUR = """
-import runpy
-import sys
 import torch
 from clover import CloverHeads, preset
 from generate import generate
@@ -134,14 +114,11 @@ try:
     generate(model, [[1]], 5, heads)
 except InputError as error:
     print(error)
-sys.argv = ["generate.py", "--prompt", "a"]
-runpy.run_path("generate.py", run_name="__main__")
 """
 
 
 def test_the_first_four_files_decode_alone(tmp_path):
-    """Catches an import of a folder where none is needed, and a missing folder that is not named where it is, be it by
-    a call or by the command line, which comes last."""
+    """Catches an import of a folder where none is needed, and a missing folder that is not named where it is."""
     for name in FILES[:4]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(OMP_NUM_THREADS="1")
@@ -149,8 +126,6 @@ def test_the_first_four_files_decode_alone(tmp_path):
     said = done.stdout.splitlines()
     missing = "this needs the folder {}, which is not beside model.py: copy it here too".format
     assert said == [missing("hf/")] * 2 + [missing("tools/") + ", or give a tree_size"], done.stderr
-    assert done.returncode == 2 and done.stderr == (
-        "generate.py: the command line needs tools/, hf/ and backends/; copy these folders here too\n")
 
 
 @pytest.mark.parametrize("command", ["generate.py --prmpt x", "generate.py --top-p 3", "generate.py --help", "model.py",
@@ -162,9 +137,3 @@ def test_mistakes_are_told_before_torch_is_loaded(command):
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == (0 if "--help" in command else 2) and len(told) == ("--help" not in command)
     assert not re.findall(r"\b(torch|numpy|triton)\b", done.stderr)
-
-
-def test_flags_know_the_names_and_limits_of_the_library():
-    assert (flags.MAX_TREE, train_flags.MAX_DRAFT, train_flags.MAX_AUGMENT) == (MAX_TREE, MAX_DRAFT, MAX_AUGMENT)
-    assert (*PRESETS,) == train_flags.PRESETS and (*PROJECTORS,) == train_flags.PROJECTORS
-    assert (*MIXERS, "none") == train_flags.MIXERS

@@ -1,11 +1,11 @@
-"""What the command lines share: loading, errors in one line; and generate.py's."""
+"""What the command lines share: loading, errors in one line, prompts; and generate.py's session."""
 
 import errno
 import json
 import os
 import signal
 import sys
-from functools import partial
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,53 +18,69 @@ from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
-from tools.compare import against_plain
-from tools.drafts import Drafts
-from tools.flags import flag, parse, parse_folder
-from tools.printer import print_texts, statistics
-from tools.repl import converse
-from tools.tune import explain, keep_times, times_file
+from tools.flags import flag
+from tools.policy import choose_threads
+
+received = []  # SIGTERM, once it has come
+
 
 # --------------------------------------------------------------------------------------------------
 # For every command line
+
+def interrupt(number, frame):
+    """SIGTERM's handler: acts as Ctrl-C, but is remembered."""
+    received.append(number)
+    raise KeyboardInterrupt
+
 
 def command(main):
     """Runs a command line. Bad input, a lack of memory, and output that has no room are one line on
     standard error and exit code 2; Ctrl-C and SIGTERM are 130 and 143, or what main returns."""
     spec = sys.modules["__main__"].__spec__
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    signal.signal(signal.SIGTERM, tensor_parallel.interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
-    print_error = tensor_parallel.error_printer()
-    code = 0
+    errors = sys.stderr
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":  # rank 0 prints for all; another one only the errors of its own
+        name = f"rank {rank}: {name}"
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         code = main() or 0
         sys.stdout.flush()
-    except InputError as error:
-        print_error(f"{name}: {error}")
-        code = 2
-    except RuntimeError as error:
-        reason = str(error).split("\n")[0]
-        # torch has no type of its own for a CPU's
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:
-            raise
-        print_error(f"{name}: out of memory ({reason}); a smaller --batch-size takes less, and so "
-                    "do shorter texts")
-        code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 128 + (tensor_parallel.signals or [signal.SIGINT])[0]
-    except OSError as error:
-        # a pipe breaks where the reader of our output is gone, as with `| head`
-        if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        if error.errno == errno.ENOSPC:
-            print_error(f"{name}: standard output cannot be written: {error.strerror}")
-            code = 2
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    tensor_parallel.end_rank(code or 1)  # others may be waiting
+        code = 128 + (received or [signal.SIGINT])[0]
+    except Exception as error:
+        line = error_line(error)
+        code = 1 if line is None else 2
+        if line is None:
+            traceback.print_exc(file=errors)
+        elif line and (rank == "0" or not getattr(error, "shared", False)):
+            print(f"{name}: {line}", file=errors)
+        if isinstance(error, OSError):  # nothing more can be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0 if error.errno == errno.EPIPE else code
+    tensor_parallel.end_rank(code)
     sys.exit(code)
+
+
+def error_line(error):
+    """What to print of an error, "" for nothing; None where it is a bug, whose traceback counts."""
+    reason = str(error).split("\n")[0]
+    if isinstance(error, InputError):
+        return str(error)
+    # torch has no type of its own for a CPU's lack of memory
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in reason:
+        return (f"out of memory ({reason}); a smaller --batch-size takes less, and so do shorter "
+                "texts")
+    if isinstance(error, OSError) and not error.filename:
+        if error.errno == errno.ENOSPC:
+            return f"standard output cannot be written: {error.strerror}"
+        if error.errno == errno.EPIPE:  # the reader of our output is gone, as with `| head`
+            return ""
+    return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None
 
 
 def load_model(args, group=None, packed=True):
@@ -102,110 +118,56 @@ def load_heads(path, model, encoding, of_original=False):
     return heads
 
 
-def describe():
-    """python model.py FOLDER"""
-    print(checkpoint.describe(parse_folder(sys.argv[1:]).folder))
-
-
 # --------------------------------------------------------------------------------------------------
 # For generate.py
 
-def generate_main(argv=None):
-    """generate.py's command line."""
-    args = parse(argv)
-    with tensor_parallel.joined(args, sys.argv[1:] if argv is None else argv) as group:
-        answer(open_session(args, group))
-
-
-def answer(session):
-    """Prints what the command line was asked for."""
-    args = session.args
-    if not session.conversations:
-        return converse(session)
-    prompts = list(map(session.encode, session.conversations))
-    engine = session.engine(prompts)
-    if args.compare:  # what is compiled or loaded comes before what is timed
-        engine.generate(prompts[:1], min(4, args.max_new_tokens))
-    trees = Drafts(engine, session) if args.show_tree else None
-    output = print_texts(session, engine, prompts, trees)
-    keep_times(engine)
-    finished = None not in output.ended
-    result = session.report(output)
-    say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
-    if not args.quiet:
-        say(f"\n{statistics(output)}")
-    if trees:
-        result["drafts"] = trees.steps
-        say("\n".join(trees.lines()))
-    if args.explain and finished:
-        result["explained"] = explain(engine, session.heads, output)
-        say("\n" + "\n".join(result["explained"]))
-    if args.compare and finished:
-        engine = trees = None  # frees their memory for the next one
-        result |= against_plain(session, prompts, output, say)
-    if args.json and not args.prompts:
-        print(json.dumps(result))
-    if not finished:
-        raise KeyboardInterrupt
+def load_session(args):
+    """The `Session` of generate.py's flags; of ranks, each has read what the others have."""
+    group = tensor_parallel.start(args)
+    conversations = group.on_first(lambda: read_prompts(args))
+    session = group.raise_together(lambda: Session(args, conversations, group))
+    if group.size > 1:
+        model, heads = session.model, session.heads
+        files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
+                 session.encoding.hash, session.sampling, session.stop)
+        group.check_same(files, "have read different files")
+    return session
 
 
 class Session:
     """What generate.py's command line was asked for, loaded."""
 
-    def __init__(self, args, conversations, group=None):
+    def __init__(self, args, conversations, group):
         """conversations: the prompts, from `read_prompts`."""
         self.args = args
+        self.group = group
         self.conversations = conversations
         self.texts = [messages[-1]["content"] for messages in conversations]
-        self.sampling = self.sampling_flags() | dict(seed=args.seed)
+        self.sampling = sampling_flags(args) | dict(seed=args.seed)
         Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
             raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a "
                              "model that was trained to chat")
         self.model, self.encoding = load_model(args, group)
-        self.heads, self.lookup = self.drafters()
-        self.stop = [*stop_tokens(self.args.model, self.encoding), *args.stop]
+        self.heads = self.load_heads()
+        # a tree of 2 nodes has room for one guess, the heads'
+        lookup = args.draft in ("heads+lookup", "lookup", None)
+        self.lookup = lookup and not (self.heads and args.tree_size == 2)
+        self.stop = [*stop_tokens(args.model, self.encoding), *args.stop]
 
-    def sampling_flags(self):
-        """The flags that say how to sample. Those not given are as the folder says; a line on
-        standard error tells which."""
-        flags = {name: getattr(self.args, name) for name in SAMPLING}
-        given = {name: value for name, value in flags.items() if value is not None}
-        defaults = sampling_defaults(self.args.model)
-        if given.get("temperature", defaults["temperature"]) == 0:
-            filters = ", ".join(f"--{flag(name)}" for name in SAMPLING[1:] if given.get(name))
-            if filters and "temperature" not in given:
-                print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
-            return dict(temperature=0.0) | given
-        folder, file = Path(self.args.model), "generation_config.json"
-        taken = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
-        try:
-            Sampling(**taken)
-        except InputError as error:
-            raise InputError(f"{folder / file}: {error}; correct the file, or give the "
-                             "flag") from None
-        if taken:
-            words = ", ".join(f"{flag(name)} {value:g}" for name, value in taken.items())
-            print(f"sampling as {folder.resolve().name}/{file} says: {words} (--temperature 0 is "
-                  "greedy)", file=sys.stderr)
-        return taken | given
-
-    def drafters(self):
-        """(the heads or None, whether lookup drafts) as --draft, --heads and --tree-size say."""
+    def load_heads(self):
+        """The heads that --draft and --heads ask for, or None."""
         args = self.args
         beside = Path(args.model) / "clover"
         path = args.heads or (beside if beside.is_dir() else "none")
-        heads = None
         if args.draft not in ("lookup", "none") and path != "none":
-            heads = load_heads(path, self.model, self.encoding, args.heads_of_original)
-        if args.draft in ("heads+lookup", "heads") and heads is None:
+            return load_heads(path, self.model, self.encoding, args.heads_of_original)
+        if args.draft in ("heads+lookup", "heads"):
             raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} "
                              "needs; train some with train_heads.py, give --heads, or take "
                              "--draft lookup")
-        lookup = args.draft in ("heads+lookup", "lookup", None)
-        # a tree of 2 nodes has room for one guess, the heads'
-        return heads, lookup and not (heads and args.tree_size == 2)
+        return None
 
     def encode(self, messages):
         """Token ids of a conversation after the system message; without a chat template, of its
@@ -217,7 +179,7 @@ class Session:
             start = [] if system is None else [dict(role="system", content=system)]
             text = self.template.render([*start, *messages])
             return self.encoding.encode(text, allowed_special="all")
-        return tensor_parallel.on_first(tensor_parallel.group_of(self.model), encode_here)
+        return self.group.on_first(encode_here)
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -228,37 +190,43 @@ class Session:
         return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
 
     def engine(self, prompts, max_new_tokens=None, **options):
-        """The Engine for these prompts, by the flags and `options` of `generate.prepare`."""
+        """The Engine for these prompts, by the flags and `options` of `generate.prepare`. Sets
+        torch's number of threads."""
         args = self.args
         flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
                      beams=args.beams, batch_size=args.batch_size,
-                     graph=not (args.no_graph or args.show_tree), threads=args.threads,
-                     times_file=times_file())
-        return prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
-                       **flags | options, **self.sampling)
-
-    def report(self, output):
-        """The --json object of one run."""
-        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
-                 "tokens_per_step", "tokens_per_second", "accepted")
-        return {name: getattr(output, name) for name in names} | dict(
-            model=Path(self.args.model).resolve().name, sampling=self.sampling, prompts=self.texts,
-            texts=list(map(self.decode, output.tokens)),
-            step_lengths=dict(sorted(output.step_lengths.items())),
-            plans={str(plan): dict(steps=steps, tokens=tokens)
-                   for plan, (steps, tokens) in output.plans.items()})
+                     graph=not (args.no_graph or args.show_tree))
+        engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
+                         **flags | options, **self.sampling)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            choose_threads(engine.decoder)
+        return engine
 
 
-def open_session(args, group):
-    """The `Session` of a rank, which has read what the others have."""
-    conversations = tensor_parallel.on_first(group, lambda: read_prompts(args))
-    session = tensor_parallel.raise_together(group, lambda: Session(args, conversations, group))
-    if group.size > 1:
-        model, heads = session.model, session.heads
-        files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
-                 session.encoding.hash, session.sampling, session.stop)
-        tensor_parallel.check_same(group, files, "have read different files")
-    return session
+def sampling_flags(args):
+    """The flags that say how to sample. Those not given are as the folder says; a line on standard
+    error says which."""
+    flags = {name: getattr(args, name) for name in SAMPLING}
+    given = {name: value for name, value in flags.items() if value is not None}
+    defaults = sampling_defaults(args.model)
+    if given.get("temperature", defaults["temperature"]) == 0:
+        filters = ", ".join(f"--{flag(name)}" for name in SAMPLING[1:] if given.get(name))
+        if filters and "temperature" not in given:
+            print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
+        return dict(temperature=0.0) | given
+    file = Path(args.model) / "generation_config.json"
+    of_folder = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
+    try:
+        Sampling(**of_folder)
+    except InputError as error:
+        raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
+    if of_folder:
+        words = ", ".join(f"{flag(name)} {value:g}" for name, value in of_folder.items())
+        print(f"sampling as {file.parent.resolve().name}/{file.name} says: {words} (--temperature "
+              "0 is greedy)", file=sys.stderr)
+    return of_folder | given
 
 
 def read_prompts(args):
@@ -291,20 +259,21 @@ def read_file(path, chat):
         raise InputError(f"{path}: holds no prompt")
     if path.suffix != ".jsonl":
         return [[dict(role="user", content=line)] for _, line in numbered]
-    found = []
-    for number, line in numbered:
-        try:
-            value = json.loads(line)
-            messages = value.get("messages", [dict(role="user", content=value.get("prompt"))])
-            good = messages and all(
-                isinstance(message["role"], str) and isinstance(message["content"], str)
-                and message["content"] for message in messages)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-            good = False
-        if not good:
-            raise InputError(f'{path}, line {number}: expected an object with "prompt", a text, or '
-                             '"messages", a list of objects with "role" and "content"')
-        if "messages" in value and not chat:
-            raise InputError(f'{path}, line {number}: "messages" need --chat')
-        found.append(messages)
-    return found
+    return [read_line(f"{path}, line {number}", line, chat) for number, line in numbered]
+
+
+def read_line(where, line, chat):
+    """The messages of one line of a .jsonl file."""
+    try:
+        value = json.loads(line)
+        messages = value.get("messages", [dict(role="user", content=value.get("prompt"))])
+        valid = messages and all(isinstance(message[key], str) and message[key]
+                                 for message in messages for key in ("role", "content"))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise InputError(f'{where}: expected an object with "prompt", a text, or "messages", a '
+                         'list of objects with "role" and "content"')
+    if "messages" in value and not chat:
+        raise InputError(f'{where}: "messages" need --chat')
+    return messages

@@ -12,17 +12,19 @@ from kernels import filter_logits, gumbel
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
-def against_plain(session, prompts, output, say):
-    """Decodes the prompts plainly and says how `output` compares -> what --json adds, nothing after
-    Ctrl-C."""
+def against_plain(session, output, say):
+    """Decodes the prompts of an Output plainly and says how it compares -> (the plain Output, the
+    `first_difference`); (None, None) after Ctrl-C."""
     new = session.args.max_new_tokens
+    prompts = [sequence.prompt for sequence in output.sequences]
     try:
         engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
         engine.generate(prompts[:1], min(4, new))  # what is compiled or loaded is not timed
+        engine.clear()
         plain = engine.generate(prompts, new, session.stop, encoding=session.encoding)
     except KeyboardInterrupt:
         print("interrupted: no comparison", file=sys.stderr)
-        return {}
+        return None, None
     speed_up = output.tokens_per_second / plain.tokens_per_second
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{speed_up:.2f}x")
@@ -34,7 +36,7 @@ def against_plain(session, prompts, output, say):
         prompt, position, gap, kind = difference
         apart = "one of them ends there" if gap is None else f"the two scores are {gap:.2g} apart"
         say(f"the text differs first at new token {position} of prompt {prompt}: a {kind}, {apart}")
-    return dict(plain=session.report(plain), difference=difference)
+    return plain, difference
 
 
 def first_difference(model, prompts, ours, plain, **sampling):

@@ -25,16 +25,18 @@ class Drafts:
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
-        tree, slots = self.draft(plan), self.decoder.slots
+        tree = self.draft(plan)
+        slots = self.decoder.slots
         columns = slots.sequence, slots.active, *tree
         for index, active, *nodes in zip(*(column.tolist() for column in columns)):
             if active:
                 self.pending[index].append(Tree(*nodes))
         return tree
 
-    def show(self, index, tokens, path, plan):
-        """Adds a sequence's step, of which an engine's `on_step` tells, to `steps`. The last
-        emitted token is the model's own, unless the text ended before it."""
+    def show(self, sequence, tokens, path, plan):
+        """Adds a result of `Engine.step` to `steps`. The last emitted token is the model's own,
+        unless the text ended before it."""
+        index = sequence.index
         tree = self.pending[index].popleft()
         self.counts[index] += 1
         used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
@@ -72,7 +74,8 @@ class Drafts:
 def branch(step, node, before, below):
     """The lines of a node and of those under it. before: what its own line begins with; below: what
     theirs do. A chain of lookup's is one line."""
-    chain, children = [node], children_of(step, node)
+    chain = [node]
+    children = children_of(step, node)
     while step["drafted_by"][chain[-1]] == "lookup" and len(children) == 1:
         chain += children
         children = children_of(step, chain[-1])

@@ -1,12 +1,10 @@
-"""The flags of the command lines. It loads nothing large: mistakes are told at once."""
+"""The flags of the command lines. Nothing large is imported here, so a typo is told at once."""
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 DEMO = Path(__file__).parent.parent / "demo"
-MAX_TREE = 64  # as model.MAX_TREE, which would load torch
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -18,19 +16,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one line for a mistake, defaults in the help and no abbreviated flags. Where
-    the library is loaded a mistake is an InputError, else the end of the process."""
+    """argparse with one line for a mistake, defaults in the help and no abbreviated flags."""
 
     def __init__(self, description=None, **options):
         options |= dict(allow_abbrev=False, formatter_class=Help)
         super().__init__(description=description, **options)
 
     def error(self, message):
-        message += " (--help lists the flags)"
-        if "model" in sys.modules:
-            raise sys.modules["model"].InputError(message)
         first = os.environ.get("RANK", "0") == "0"  # of torchrun's
-        self.exit(2, f"{self.prog}: {message}\n" if first else None)
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n" if first else None)
 
 
 def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **options):
@@ -53,17 +47,10 @@ def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **opt
     parser.add_argument(flag, type=number, **options)
 
 
-def default_device():
-    """cuda where there is a GPU, of which only a process that has loaded torch knows."""
-    torch = sys.modules.get("torch")
-    return "cuda" if torch and torch.cuda.is_available() else "cpu"
-
-
 def add_model_flags(parser):
     parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder; "
                         "default: demo/")
-    parser.add_argument("--device", default=default_device(),
-                        help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU "
                         "that has instructions for it, else float32")
@@ -83,13 +70,13 @@ def add_original_heads_flag(parser):
 # --------------------------------------------------------------------------------------------------
 # model.py's and generate.py's
 
-def parse_folder(argv):
+def parse_folder(argv=None):
     parser = Parser("Says what a Hugging Face checkpoint folder holds.", prog="model.py")
     parser.add_argument("folder")
     return parser.parse_args(argv)
 
 
-def parse(argv):
+def parse_generate(argv=None):
     """generate.py's flags."""
     parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
                     "ahead.", prog="generate.py")
@@ -147,8 +134,8 @@ def add_draft_flags(group):
     add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
         "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
         "else lookup")
-    add_number(group, "--tree-size", 1, MAX_TREE, auto=True, metavar="N|auto",
-               help=f"nodes per step, root included, at most {MAX_TREE}; 1 is plain decoding; "
+    add_number(group, "--tree-size", 1, 64, auto=True, metavar="N|auto",
+               help="nodes per step, root included, at most 64; 1 is plain decoding; "
                "default: auto, which finds out what is fastest, step by step")
     add("--beams", type=int, metavar="W", help="paths kept while drafting; default: about the "
         "square root of the heads' nodes")

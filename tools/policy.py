@@ -1,210 +1,212 @@
-"""What each step drafts, and on how many threads of a CPU it runs: `AdaptivePolicy` takes what
-brings most tokens per second.
+"""What each step drafts: `AdaptivePolicy` selects the plan of most tokens per second.
 
-`tools.found` tells what a plan should find in the texts as they are. What a step takes is learnt
-from the steps themselves, as ratios, since other work on the machine slows down all plans alike."""
+Tokens: heads carry a table from training of how often each node of a tree is accepted, which their
+own steps correct. Lookup is right more often after a long match than after a short one: how often
+is counted for both, in every step. Seconds: guessed from the number of rows and heads, which the
+steps themselves correct; timing the plans before the first step brought nothing."""
 
 import math
-from copy import copy, deepcopy
+import time
+from collections import Counter
 
+import numpy as np
 import torch
 
-from backends.tensor_parallel import Group
+from backends import cpu
+from backends.tensor_parallel import group_of
+from generate import DEFAULT_TREE, DraftPlan
 
-NOISE = 0.1 ** 2      # variance of a step's log time, all else being equal, at least
-SPEED = 0.05 ** 2     # of the machine's log speed, from one step to the next
-GUESSED = 0.3 ** 2    # of a plan's log ratio, where it is a guess
-MEASURED = 0.05 ** 2  # of one that was measured, in this run or an earlier one
-GAIN = 0.25 ** 2      # of that of threads, measured or not: other work comes and goes
-KNOWN = 0.02 ** 2     # of any ratio, at least
-UNUSED_PLAN = 3e-5    # what the variance of a plan's ratio gains in a step of another one
-UNUSED = 3e-4         # the same for a number of threads
-FADING = 1 / 64       # share that a mean forgets in a step
-CHANGED = 0.25        # by which the log of a speed falls below its mean when other work has gone
-FEWER = 1.15          # more threads are taken where they are quicker by this factor
-PRICE = 0.02    # of a step's time, that heads' reading may cost without need
-USELESS = 0.5   # steps' time of a sequence that it may cost above that, until they stop
-SHARED = 32     # steps after which ranks learn the times of rank 0
-
-
-class Ratios:
-    """{key: the log of a ratio}, `now`, with its variance, which grows while a key is not used: the
-    worse it was, the later it is tried again.
-
-    expected: {key: log}. guessed: its variance, but for the keys that were `measured`. unused: what
-    the variance gains in a step."""
-
-    def __init__(self, expected, guessed, measured, unused):
-        self.expected = expected
-        self.guessed = guessed
-        self.unused = unused
-        self.now = dict(expected)
-        self.variance = {key: MEASURED if key in measured else guessed for key in expected}
-
-    def hoped(self, key):
-        """As low as the ratio may well be."""
-        return self.now[key] - math.sqrt(self.variance[key])
-
-    def update(self, key, error, variance):
-        """Takes its share of an error, which has this variance in all."""
-        gain = self.variance[key] / variance
-        self.now[key] += gain * error
-        self.variance[key] = max((1 - gain) * self.variance[key], KNOWN)
-        for other in self.now.keys() - {key}:
-            self.variance[other] += self.unused
-
-    def forget(self):
-        self.now = dict(self.expected)
-        self.variance = dict.fromkeys(self.expected, self.guessed)
+TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
+CHAINS = (4, 10)                   # tokens of lookup
+ROW = dict(cpu=0.06, cuda=0.004)  # what a step takes for each further row, relative to one,
+HEAD = 0.25                        # and for each draft head that guesses: pessimistic guesses
+# right and wrong tokens of lookup after no match, one of up to 3 tokens, one of 4: pessimistic
+PRIORS = ((0.0, 1.0), (0.5, 2.0), (2.0, 2.0))
+MEMORY = 64       # steps that counts of tokens look back on
+PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
+WARM_UP = 2       # steps of a plan that compile and capture
+TRIAL = 64        # steps, after which an unused plan is tried for two, if it would be the best
+OPTIMISM = 1.25   # with its rate times this
+FEWER = 1.15      # more threads are used where they are quicker by this factor
+BUDGET = 0.25     # seconds for choosing threads
 
 
-class StepTimes:
-    """Log seconds of a step = log cost(plan, batch, reads) + ratio of the plan + ratio of the
-    number of threads + the machine's speed.
+def expected_tokens(tables, tree_size, temperature):
+    """Tokens per step of a tree of T nodes of the heads: the bonus token and each node's share.
+    tables: {temperature: `training.evaluate.acceptance`}, between which it interpolates linearly,
+    clamped outside; without any, one guess is right."""
+    if not tables:
+        return min(tree_size, 2.0)
+    total = lambda table: 1 + sum(sum(row[:tree_size - 1]) for row in table[:tree_size - 1])
+    totals = sorted((float(t), total(table)) for t, table in tables.items())
+    return float(np.interp(temperature, *zip(*totals)))
 
-    cost: a `tools.tune.StepCost`. gains: {number of threads: the log of how much quicker than one
-    it is expected to be}."""
 
-    def __init__(self, cost, plans, gains):
-        self.cost = cost
-        self.plans = Ratios(dict.fromkeys(plans, 0.0), GUESSED, cost.measured, UNUSED_PLAN)
-        log_times = {n: -gain for n, gain in gains.items()}
-        self.threads = Ratios(log_times, GAIN if len(gains) > 1 else MEASURED, (), UNUSED)
-        self.speed = 0.0
-        self.noise = NOISE
-        self.usual = {}  # number of threads -> a mean of its log speed
-        self.has_unit = bool(cost.measured)  # else the first step, of the first plan, tells it
+def guessed_cost(model, heads, plan, batch_size):
+    """Duration of a step, relative to a plain one of one sequence."""
+    row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
+    depths = min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
+    return 1 + row * (batch_size * plan.tree_size - 1) + HEAD * depths
 
-    def learnt(self):
-        return {name: value for name, value in vars(self).items() if name != "cost"}
 
-    def seconds(self, plan, threads, batch, reads=True):
-        """Of a step of `batch` sequences. reads: whether heads read, also where lookup drafts."""
-        log = self.plans.now[plan] + self.threads.now[threads] + self.speed
-        return self.cost(plan, batch, reads) * math.exp(log)
+def draft_plans(model, heads, lookup, batch_size, temperature):
+    """The plans to select among, at most five: plain decoding, the best tree of the heads, chains
+    of lookup, and both together."""
+    short, long = CHAINS
+    if not heads:
+        return (DraftPlan(), DraftPlan(0, long), DraftPlan(0, short)) if lookup else (DraftPlan(),)
+    tables = heads.info.get("acceptance")
+    trees = [DraftPlan(size - 1) for size in (TREE_SIZES if tables else (DEFAULT_TREE,))]
+    rate = lambda plan: (expected_tokens(tables, plan.tree_size, temperature)
+                         / guessed_cost(model, heads, plan, batch_size))
+    best = max(trees, key=rate)
+    if not lookup:
+        return DraftPlan(), best
+    both = [DraftPlan(best.head_nodes, n) for n in CHAINS]
+    return DraftPlan(), best, DraftPlan(0, long), *both
 
-    def update(self, plan, threads, batch, reads, seconds):
-        """Learns from a step."""
-        error = math.log(seconds / self.seconds(plan, threads, batch, reads))
-        if not self.has_unit:
-            self.speed = error
-            self.plans.variance[plan] = self.threads.variance[threads] = MEASURED
-            self.has_unit = True
-            return
-        variance = self.noise + SPEED + self.plans.variance[plan] + self.threads.variance[threads]
-        if abs(error) > 3 * math.sqrt(variance):  # a pause; another such step will be believed
-            self.threads.variance[threads] += error ** 2
-        else:
-            self.noise = max(self.noise + FADING * (error ** 2 - self.noise), NOISE)
-            self.speed += SPEED / variance * error
-            self.plans.update(plan, error, variance)
-            self.threads.update(threads, error, variance)
-        level = self.speed + self.threads.now[threads]
-        usual = self.usual.get(threads, level)
-        if level < usual - CHANGED:
-            self.speed = level - self.threads.expected[threads]
-            self.threads.forget()
-            self.usual = {}
-        else:
-            self.usual[threads] = usual + FADING * (level - usual)
+
+class Text:
+    """One text as it grows. A token is a character: nothing else of Python is searched as fast."""
+
+    def __init__(self, prompt):
+        self.text = ""
+        self.append(prompt)
+
+    def append(self, tokens):
+        """Finds what `kernels.ngram_lookup` copies from: `source` follows the last earlier place
+        of the newest tokens, 4 or fewer; `match`: 0 for none, 2 for 4, 1 for fewer."""
+        self.text += "".join([chr(token % 0x110000) for token in tokens])
+        end = len(self.text)
+        self.match = self.source = 0
+        for n in range(min(4, end), 0, -1):
+            at = self.text.rfind(self.text[end - n:], 0, end - 1)
+            if at >= 0:
+                self.match = 1 + n // 4
+                self.source = at + n
+                return
+
+    def add(self, tokens):
+        """Adds a step's tokens -> (match, how many of lookup's tokens were right, and wrong: the
+        first that was)."""
+        match, source, start = self.match, self.source, len(self.text)
+        self.append(tokens)
+        right = 0
+        while match and right < len(tokens) and (
+                self.text[start + right] == self.text[source + right]):
+            right += 1
+        return match, right, int(right < len(tokens))
 
 
 class AdaptivePolicy:
-    """Which plan the next step takes: that of most tokens per second.
+    """Selects the plan of most tokens per second. Of ranks that decode together all select the
+    same, by what rank 0 measures."""
 
-    times: `StepTimes` of the plans. found: `tools.found.TokensFound`. group: the ranks that decode
-    together, which all have to select the same."""
+    def __init__(self, model, heads, lookup, batch_size, temperature):
+        self.plans = draft_plans(model, heads, lookup, batch_size, temperature)
+        self.group = group_of(model)
+        self.batch = batch_size  # sequences in the last step
+        tables = heads and heads.info.get("acceptance")
+        self.by_heads = {plan.head_nodes: expected_tokens(tables, plan.head_nodes + 1, temperature)
+                         for plan in self.plans}
+        self.heads_right = [4.0, 4.0]  # tokens of the heads that were right, that should have been
+        self.lookup_right = list(map(list, PRIORS))
+        self.texts = {}                # sequence -> its Text
+        self.cost = lambda plan: guessed_cost(model, heads, plan, self.batch)
+        self.unit = None               # seconds of a cost of 1: other work slows down all plans
+        self.log_ratio = dict.fromkeys(self.plans, 0.0)  # of a plan's duration to its cost
+        self.uses = Counter()
+        self.last_use = Counter()
+        self.steps = 0
+        self.trial = []                # plans of the next steps, in the place of the best
 
-    def __init__(self, times, found, group=None):
-        self.group = group or Group()
-        self.found = found
-        self.plans = tuple(times.plans.now)
-        self.step = 0
-        self.ran = set()    # kinds of steps: (plan, threads, batch, whether heads read)
-        self.batch = times.cost.batch_size  # slots of the last step
-        self.useless = 0.0  # what heads lost by reading, in steps' time of a sequence
-        self.may_drop_heads = True
-        self.set_times(times)
-        self.expected = self.tokens
+    def seconds(self, plan):
+        return (self.unit or 1.0) * self.cost(plan) * math.exp(self.log_ratio[plan])
 
-    def set_times(self, times):
-        """Goes on with these `StepTimes`."""
-        self.observed = times
-        self.times = times if self.group.size == 1 else copy(times)
-        self.share()
-        self.decide()
-
-    def share(self):
-        """Lets all ranks believe what rank 0 observed."""
-        if self.group.size > 1:
-            vars(self.times).update(deepcopy(self.group.broadcast(self.observed.learnt())))
-
-    def start(self, may_drop_heads):
-        """A call begins, in which heads may be dropped or not: those of a chat go on reading."""
-        with_heads = [plan.head_nodes > 0 for plan in self.plans]
-        self.may_drop_heads = may_drop_heads and any(with_heads) and not all(with_heads)
-        self.useless = 0.0
-        self.decide()
-        self.select()  # prompts are read on as many threads
-
-    @property
-    def drops_heads(self):
-        """Whether heads need not read any more in this call, since they do not pay."""
-        return self.may_drop_heads and self.useless >= USELESS
-
-    def time(self, plan, threads=None):
-        """Seconds of a step."""
-        threads = threads or self.best_threads
-        return self.times.seconds(plan, threads, self.batch, not self.drops_heads)
-
-    def rate(self, plan, reads):
-        """Tokens of a sequence per second, if the step is as quick as it may well be."""
-        seconds = self.times.seconds(plan, self.best_threads, self.batch, reads)
-        return self.tokens[plan] / seconds * math.exp(math.sqrt(self.times.plans.variance[plan]))
-
-    def decide(self):
-        """Sets the best plan and number of threads, the number to take next, which may be a trial,
-        and of each plan the tokens per step and the rate."""
-        log, hoped = self.times.threads.now, self.times.threads.hoped
-        price = lambda n, than: math.log(FEWER) if n > than else 0.0
-        self.best_threads = min(log, key=lambda n: log[n] + price(n, 1))
-        self.next_threads = min(log, key=lambda n: hoped(n) + price(n, self.best_threads))
-        self.tokens = {plan: self.found(plan) for plan in self.plans}
-        self.rates = {plan: self.rate(plan, not self.drops_heads) for plan in self.plans
-                      if not (plan.head_nodes and self.drops_heads)}
-        self.best = max(self.rates, key=self.rates.get)
+    def tokens(self, plan):
+        """Expected tokens per step, the mean over the texts."""
+        right, expected = self.heads_right
+        by_heads = (self.by_heads[plan.head_nodes] - 1) * right / expected
+        total = 0.0
+        matches = [text.match for text in self.texts.values()] or [0]
+        for match in matches:
+            right, wrong = self.lookup_right[match]
+            p = right / (right + wrong) if plan.lookup_tokens else 0.0
+            total += sum(p ** i for i in range(1, plan.lookup_tokens + 1)) + (1 - p) * by_heads
+        return 1 + total / len(matches)
 
     def select(self):
-        """The plan of the next step, for which it sets torch's number of threads."""
-        self.threads = self.next_threads
-        if len(self.times.threads.now) > 1 and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        return self.best if self.times.has_unit else self.plans[0]
+        """The plan of the next step."""
+        self.steps += 1
+        rates = {plan: self.tokens(plan) / self.seconds(plan) for plan in self.plans}
+        best = max(rates, key=rates.get)
+        if self.steps % TRIAL == 0:
+            unused = [plan for plan in self.plans if self.steps - self.last_use[plan] >= TRIAL
+                      and OPTIMISM * rates[plan] > rates[best]]
+            self.trial = 2 * unused[:1]
+        plan = self.trial.pop() if self.trial else best
+        self.last_use[plan] = self.steps
+        return plan
 
-    def update(self, plan, found, seconds=None, slots=None):
-        """What a step of `plan` found in each sequence, [(`Sequence`, its tokens, its path)], how
-        long it took, if that is known, and how many slots ran, default one for each sequence."""
-        self.step += 1
-        if not found:
+    def update(self, plan, results, seconds=None):
+        """Learns from a step's results [(sequence, tokens, path)] and its duration."""
+        if not results:
             return
-        self.batch = slots or len(found)
-        self.found.add(plan, found)
-        kind = plan, self.threads, self.batch, not self.drops_heads
-        known = seconds is not None and 0 < seconds < math.inf  # clocks stand still, or go back
-        if known and kind in self.ran:  # the first of a kind is slow
-            self.observed.update(*kind, seconds)
-        self.ran.add(kind)
-        if self.step % SHARED == 0:
-            self.share()
-        self.decide()
-        if self.may_drop_heads and not self.drops_heads:
-            gain = self.batch * self.gain_without_heads()
-            self.useless = max(self.useless + gain, -USELESS)
-            if self.drops_heads:
-                self.decide()
+        if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
+            seconds = self.group.broadcast(seconds) if self.steps % 8 == 0 else None
+        self.batch = len(results)
+        self.uses[plan] += 1
+        if seconds and self.uses[plan] > WARM_UP:
+            self.learn_duration(plan, seconds)
+        if plan.head_nodes and not plan.lookup_tokens:
+            right = sum(len(path) - 1 for _, _, path in results)
+            self.heads_right = faded(self.heads_right, right,
+                                     len(results) * (self.by_heads[plan.head_nodes] - 1))
+        self.texts = {sequence: self.texts.get(sequence) or Text(sequence.prompt)
+                      for sequence, _, _ in results}
+        for sequence, tokens, _ in results:
+            match, right, wrong = self.texts[sequence].add(tokens)
+            if match:
+                self.lookup_right[match] = faded(self.lookup_right[match], right, wrong)
 
-    def gain_without_heads(self):
-        """What a step would gain if heads did not read any more, as a share of its time, above
-        PRICE."""
-        alone = max(self.rate(plan, False) for plan in self.plans if not plan.head_nodes)
-        return 1 - max(self.rates.values()) / alone - PRICE
+    def learn_duration(self, plan, seconds):
+        """Half of a step's surprise says something of the plan, half of the machine."""
+        if self.unit is None:
+            self.unit = 1.0
+            self.unit = seconds / self.seconds(plan)
+        surprise = math.log(seconds / self.seconds(plan))
+        change = PACE * max(min(surprise, 1.0), -1.0)
+        self.unit *= math.exp(change)
+        self.log_ratio[plan] += change
+
+
+def faded(counts, *more):
+    return [(1 - 1 / MEMORY) * count + new for count, new in zip(counts, more)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Threads of a CPU, chosen once
+
+@torch.inference_mode()
+def choose_threads(decoder):
+    """Sets torch's number of threads: one, unless as many as it has now are quicker. Means count,
+    not the quickest steps: where other work runs, threads wait for one another."""
+    most = torch.get_num_threads()
+    counts = cpu.same_bits(decoder.model, sorted({1, most}))
+    if len(counts) == 1 or decoder.model.device.type != "cpu" or group_of(decoder.model).size > 1:
+        return
+    torch.set_num_threads(1)
+    step_seconds(decoder)  # the first one takes longer
+    seconds = dict.fromkeys(counts, 0.0)
+    while sum(seconds.values()) < BUDGET:
+        for n in counts:
+            torch.set_num_threads(n)
+            seconds[n] += step_seconds(decoder)
+    torch.set_num_threads(most if FEWER * seconds[most] < seconds[1] else 1)
+    decoder.reset()
+
+
+def step_seconds(decoder):
+    started = time.perf_counter()
+    decoder.step(DraftPlan())
+    return time.perf_counter() - started

@@ -1,10 +1,15 @@
-"""What generate.py prints: texts as they come, and the statistics that end a run."""
+"""What generate.py prints: texts as they come, the statistics that end a run, --json."""
 
 import json
 import os
 import sys
+from functools import partial
+from pathlib import Path
 
 from generate import Interrupted
+from tools.compare import against_plain
+from tools.drafts import Drafts
+from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
@@ -13,24 +18,46 @@ LOOKUP_COLOUR = 33
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
     the head that guessed it, or of lookup. Several texts are printed in order, when all before them
-    have ended. With --json none is; of --prompts FILE, an object for each. trees: a `Drafts`."""
+    have ended. With --json none is; of --prompts FILE, an object for each."""
 
-    def __init__(self, session, trees=None):
+    def __init__(self, session, engine):
         self.session = session
-        self.trees = trees
+        self.engine = engine
+        self.drafts = Drafts(engine, session) if session.args.show_tree else None
         self.streams = len(session.texts) <= 1 and not session.args.json
-        self.done = {}     # index -> (tokens, why it ended), of texts that were not printed yet
-        self.printed = 0   # texts
+        self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
+        self.printed = 0     # texts
         self.stream = session.text_stream()
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.shown = ["" if session.template else text for text in session.texts]
+
+    def run(self, prompts):
+        """Continues the prompts and prints the texts -> Output, up to where Ctrl-C ended it."""
+        session = self.session
         if self.streams:
             print("".join(self.shown), end="", flush=True)
+        try:
+            output = self.engine.generate(prompts, session.args.max_new_tokens, session.stop,
+                                          self.show, session.encoding)
+        except Interrupted as interrupt:
+            output = interrupt.output
+        if self.streams:
+            print(self.stream.finish(), flush=True)
+        else:  # what was interrupted, too
+            self.sequences |= {sequence.index: sequence for sequence in output.sequences}
+            self.print_ended()
+        full = output.ended.count("context")
+        if full and not session.args.json:
+            texts = "the text" if len(prompts) == 1 else f"{full} of {len(prompts)} texts"
+            context = session.model.config.block_size
+            print(f"\n{texts} ended where the model's context of {context} tokens is full",
+                  file=sys.stderr)
+        return output
 
-    def show(self, index, tokens, path, plan):
-        """What `on_step` calls."""
-        if self.trees:
-            self.trees.show(index, tokens, path, plan)
+    def show(self, sequence, tokens, path, plan):
+        """What `Engine.generate` calls with each result of a step."""
+        if self.drafts:
+            self.drafts.show(sequence, tokens, path, plan)
         for i, token in enumerate(tokens if self.streams else []):
             text = "" if token in self.session.stop else self.stream.feed([token])
             guessed = i < len(path) - 1  # the last token of a step is the model's own
@@ -39,54 +66,62 @@ class Printer:
                 colour = LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head
                 text = f"\x1b[{colour}m{text}\x1b[0m"
             print(text, end="", flush=True)
+        if sequence.ended and not self.streams:
+            self.sequences[sequence.index] = sequence
+            self.print_ended()
 
-    def end(self, sequence):
-        """What `on_end` calls."""
-        if not self.streams:
-            self.done[sequence.index] = sequence.tokens, sequence.ended
-            self.print_done()
-
-    def print_done(self):
-        while self.printed in self.done:
-            self.print_text(self.printed, *self.done.pop(self.printed))
+    def print_ended(self):
+        while self.printed in self.sequences:
+            self.print_text(self.sequences.pop(self.printed))
             self.printed += 1
         if len(self.shown) > 1 and sys.stderr.isatty():
-            done = self.printed + len(self.done)
-            print(f"\r{done} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
+            ended = self.printed + len(self.sequences)
+            print(f"\r{ended} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
 
-    def print_text(self, index, tokens, ended):
-        text = self.session.decode(tokens)
+    def print_text(self, sequence):
+        text = self.session.decode(sequence.tokens)
         if not self.session.args.json:
-            print(f"{self.shown[index]}{text}\n{'-' * 40}", flush=True)
+            print(f"{self.shown[sequence.index]}{text}\n{'-' * 40}", flush=True)
         elif self.session.args.prompts:
-            print(json.dumps(dict(prompt=self.session.texts[index], text=text, tokens=tokens,
-                                  ended=ended)), flush=True)
+            print(json.dumps(dict(prompt=self.session.texts[sequence.index], text=text,
+                                  tokens=sequence.tokens, ended=sequence.ended)), flush=True)
 
-    def finish(self, output):
-        if self.streams:
-            print(self.stream.finish(), flush=True)
-        else:  # what was interrupted, too
-            self.done |= dict(enumerate(zip(output.tokens, output.ended)))
-            self.print_done()
+    def report(self, output):
+        """Prints what the flags ask for beside the texts: statistics, trees, times, a comparison,
+        or all of it as json."""
+        session = self.session
+        args = session.args
+        finished = None not in output.ended
+        result = as_json(session, output)
+        say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
+        if not args.quiet:
+            say(f"\n{statistics(output)}")
+        if self.drafts:
+            result["drafts"] = self.drafts.steps
+            say("\n".join(self.drafts.lines()))
+        if args.explain and finished:
+            result["explained"] = explain(self.engine, output)
+            say("\n" + "\n".join(result["explained"]))
+        if args.compare and finished:
+            self.engine = self.drafts = None  # frees their memory for the next one
+            plain, difference = against_plain(session, output, say)
+            result |= dict(plain=plain and as_json(session, plain), difference=difference)
+        if args.json and not args.prompts:
+            print(json.dumps(result))
 
 
-def print_texts(session, engine, prompts, trees=None, keep=False):
-    """Continues the prompts and prints the texts -> Output, up to where Ctrl-C ended it. keep: see
-    `Engine.generate`."""
-    printer = Printer(session, trees)
-    try:
-        output = engine.generate(prompts, session.args.max_new_tokens, session.stop, printer.show,
-                                 session.encoding, keep, printer.end)
-    except Interrupted as interrupt:
-        output = interrupt.output
-    printer.finish(output)
-    full = output.ended.count("context")
-    if full and not session.args.json:
-        texts = "the text" if len(prompts) == 1 else f"{full} of {len(prompts)} texts"
-        context = session.model.config.block_size
-        print(f"\n{texts} ended where the model's context of {context} tokens is full",
-              file=sys.stderr)
-    return output
+def as_json(session, output):
+    """The --json object of one run."""
+    names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds", "tokens_per_step",
+             "tokens_per_second", "accepted")
+    return {name: getattr(output, name) for name in names} | dict(
+        model=Path(session.args.model).resolve().name,
+        sampling=session.sampling,
+        prompts=session.texts,
+        texts=list(map(session.decode, output.tokens)),
+        step_lengths=dict(sorted(output.step_lengths.items())),
+        plans={str(plan): dict(steps=steps, tokens=tokens)
+               for plan, (steps, tokens) in output.plans.items()})
 
 
 def statistics(output):

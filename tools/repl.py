@@ -3,12 +3,12 @@
 import contextlib
 import sys
 
-from backends import tensor_parallel
-from backends.tensor_parallel import no_room
-from generate import check_prompts
+import torch
+
+from generate import check_prompt
 from model import InputError
-from tools.printer import print_texts
-from tools.tune import keep_times
+from tools import cli
+from tools.printer import Printer
 
 HELP = "/clear starts anew, /help says this; Ctrl-C ends a reply, Ctrl-D the program"
 SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
@@ -23,8 +23,7 @@ def converse(session):
             import readline  # noqa: F401  lets lines be edited
         print(HELP, file=sys.stderr)
     messages, engine = [], None
-    group = tensor_parallel.group_of(session.model)
-    while (line := tensor_parallel.on_first(group, read_line)) is not None:
+    while (line := session.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
             messages = []
         if line.strip() == "/help":
@@ -34,7 +33,7 @@ def converse(session):
         turn = [*messages, dict(role="user", content=line)]
         try:
             prompt = session.encode(turn)
-            check_prompts(session.model, [prompt])
+            check_prompt(session.model, prompt)
         except InputError as error:  # such as a conversation that is too long
             print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
             continue
@@ -42,16 +41,15 @@ def converse(session):
         needed = min(needed, session.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = roomy_engine(session, prompt, no_room(group))
-        output = print_texts(session, engine, [prompt], keep=True)
-        keep_times(engine)
+            engine = roomy_engine(session, prompt)
+        output = Printer(session, engine).run([prompt])
         if not session.template:
             print("-" * 40)
         if not session.args.quiet:
             print(f"[{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} "
                   "tokens per second]", file=sys.stderr)
         # SIGTERM, and on ranks Ctrl-C, end more than a reply
-        if tensor_parallel.signals or tensor_parallel.stopping.is_set():
+        if cli.received or (session.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if session.template:
             messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
@@ -68,9 +66,10 @@ def read_line():
                          f"{error.start})") from None
 
 
-def roomy_engine(session, prompt, no_room):
-    """An engine for a prompt and, where memory has room, for the turns after it. no_room: the
-    errors that say that it has none."""
-    with contextlib.suppress(*no_room):
+def roomy_engine(session, prompt):
+    """An engine for a prompt and, where memory has room, for the turns after it."""
+    # ranks do not run out of memory alike: where that was not foreseen, all end
+    alone = session.group.size == 1
+    with contextlib.suppress(InputError, *([torch.OutOfMemoryError] if alone else [])):
         return session.engine([prompt], session.args.max_new_tokens + SPARE)
-    return session.engine([prompt])  # not while an error is handled: it holds the first's memory
+    return session.engine([prompt])  # outside the except: the traceback keeps the first one alive

@@ -6,8 +6,7 @@ import time
 import torch
 
 from backends.tensor_parallel import Group, group_of
-from generate import Decoder, capture
-from kernels import unchecked
+from generate import Decoder, DraftPlan, capture
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFIX = 256  # tokens in the cache while a step is timed
@@ -35,19 +34,6 @@ def seconds(body, device, group=None):
     return group.broadcast(min(times + [once() for _ in range(more)]))
 
 
-def quick_times(body, end):
-    """Seconds of two to six calls of body() on a CPU, until the two fastest agree, the fastest
-    first; no more after the time `end`. One call before warms up."""
-    body()
-    taken = []
-    agree = lambda: len(taken) > 1 and taken[1] < 1.1 * taken[0]  # else other work runs
-    while not taken or (len(taken) < 6 and not agree() and time.perf_counter() < end):
-        started = time.perf_counter()
-        body()
-        taken = sorted([*taken, max(time.perf_counter() - started, 1e-6)])
-    return taken
-
-
 def copy_bandwidth(device):
     """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
     size = 2**31 if device.type == "cuda" else 2**28
@@ -65,7 +51,7 @@ def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
     decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
     if decoder.pool is not None:
-        decoder.step(plan)  # compiles it: what is timed is its graph
+        decoder.body()()  # compiles it: what is timed is its graph
     return decoder
 
 
@@ -94,7 +80,35 @@ def stage_times(decoder):
         del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
     if decoder.pool is not None:
         stages = {name: capture(stage, device) for name, stage in stages.items()}
-    with unchecked():  # as in all steps but the first
-        times = {name: seconds(stage, device, group_of(decoder.model))
-                 for name, stage in stages.items()}
+    group = group_of(decoder.model)
+    times = {name: seconds(stage, device, group) for name, stage in stages.items()}
     return dict.fromkeys(STAGES, 0.0) | times
+
+
+def explain(engine, output):
+    """The lines of --explain: what each step was selected from, how often, and where time goes."""
+    decoder = engine.decoder
+    lines = [f"batch size {decoder.batch_size}, on {decoder.model.device}, "
+             f"{torch.get_num_threads()} threads"]
+    if len(decoder.plans) > 1:
+        lines += plan_table(engine.policy, output)
+    lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
+    most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
+    for plan in dict.fromkeys((DraftPlan(), most)):
+        times = stage_times(timing_decoder(
+            decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
+            beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
+        lines.append(f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values()))
+    return lines
+
+
+def plan_table(policy, output):
+    """The plans of an `AdaptivePolicy`, as it believes at the end, and how often each was taken."""
+    yield ""
+    yield (f"{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}{'found':>8}"
+           f"{'share of steps':>17}")
+    for plan in policy.plans:
+        steps, tokens = output.plans.get(plan, (0, 0))
+        found = f"{tokens / steps:.2f}" if steps else "-"
+        yield (f"{str(plan):<24}{1e3 * policy.seconds(plan):>12.2f}{policy.tokens(plan):>28.2f}"
+               f"{found:>8}{steps / max(output.steps, 1):>17.0%}")

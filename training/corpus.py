@@ -3,6 +3,7 @@
 The built-in corpus is the source of Python's standard library: no command needs a download.
 """
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -10,22 +11,18 @@ import itertools
 import json
 import os
 import re
-import sys
 import sysconfig
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from model import InputError
+from training.flags import STATE_FILE
 
 LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", *LINES)
 SPLITS = ("train", "heldout")
-# group 1: a number, or a string on one line; what else is matched, comments and strings of several
-# lines, mostly docstrings, does not count
-LITERAL = re.compile(r"""(?s:"{3}.*?"{3}|'{3}.*?'{3})|\#.*"""
-                     r"""|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\b\d[\w.]*)""")
 # folders of the library that hold other packages, or tables (encodings, pydoc's topics)
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
@@ -42,39 +39,28 @@ class Record(NamedTuple):
         return "".join(text for text, _ in self.parts)
 
 
-class BrokenLine(Exception):
-    """The reason why a line of a .jsonl file holds no document."""
-
-
 def builtin_corpus(split):
-    """The .py files of Python's standard library that are code and in this split, a sorted list of
-    Path. `split_of` the path inside the library decides."""
+    """The .py files of Python's standard library that are in a split, a sorted list of Path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(root.rglob("*.py"))
-             if split_of(file.relative_to(root).as_posix()) == split
-             and is_code(file.relative_to(root), read_utf8(file))]
+    files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
+             and split_of(file.relative_to(root).as_posix()) == split]
     if not files:
         raise InputError(f"{root}: expected code for the split {split!r}; name files of text")
     return files
 
 
-def is_code(path, text):
-    """Whether a file of the library is code to learn from: not of NO_CODE, nor the tests' data, nor
-    by more than a quarter literals. path: inside the library. text: None where it is not UTF-8."""
+def is_code(path):
+    """Whether a file of the library, by its path inside it, is code: not a table, nor data."""
     # _sysconfigdata describes a machine: it differs between two builds of one version
-    if not text or NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata"):
-        return False
-    if any(re.search(r"(?<!meta)data\d*$", folder) for folder in path.parts[:-1]):
-        return False
-    return 4 * sum(map(len, LITERAL.findall(text))) <= len(text)
+    return not (NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata")
+                or any(re.search(r"(?<!meta)data\d*$", folder) for folder in path.parts[:-1]))
 
 
 def find_files(path):
     """The files that a path names, a sorted list of Path: the file itself, or all of TEXT_SUFFIXES
-    below a folder, but for training runs. A path that does not exist is a pattern of files and
-    folders. InputError where nothing fits it."""
+    in a folder, except those of training runs. A path that does not exist is a pattern."""
     if os.path.isdir(path):
-        runs = {state.parent for state in Path(path).rglob("train_state.pt")}
+        runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
         return [file for file in sorted(Path(path).rglob("*"))
                 if file.name.endswith(TEXT_SUFFIXES) and file.is_file()
                 and not runs & set(file.parents)]
@@ -87,95 +73,53 @@ def find_files(path):
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
 
-def source_files(paths):
-    """All files of `paths`, or of the built-in corpus if None: a list of Path."""
-    groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
-    return list(itertools.chain.from_iterable(groups))
-
-
-def read_utf8(file):
-    """A file's text, or None where it cannot be read as UTF-8."""
-    try:
-        return file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def warn(line):
-    print(line, file=sys.stderr, flush=True)
-
-
-def read_records(paths, template=None, log=warn):
-    """Yields each document that is not empty as a `Record`.
-
-    paths: see `find_files`. A file is one document, but of LINES each line is one, see
-    `parse_line`. template: the `ChatTemplate` that turns messages into text. log: called with a
-    line of text per file in which broken lines, at most 1 in 100, were skipped. InputError for a
-    path without anything to read, a .jsonl file with more broken lines, and messages without a
-    template. Inside folders, files that are not UTF-8 are left out."""
+def read_records(paths, template=None):
+    """Yields each document that is not empty as a `Record`. A file is one document, but of LINES
+    each line is one. template: the `ChatTemplate` that turns messages into text. InputError for a
+    path without a document, and for a broken line."""
     for path in paths:
         empty = True
         for file in find_files(path):
-            if file.name.endswith(LINES):
-                records = read_lines(file, template, log)
-            else:
-                records = [Record(((read_utf8(file) or "", True),))]
-            for record in records:
-                if record.text:
-                    empty = False
-                    yield record
+            for record in filter(lambda record: record.text, read_file(file, template)):
+                empty = False
+                yield record
         if empty:
-            wanted = f"{' '.join(TEXT_SUFFIXES)} files" if os.path.isdir(path) else "text"
-            raise InputError(f"{path}: expected {wanted} in UTF-8 that is not empty; name another")
+            raise InputError(f"{path}: expected text in UTF-8 that is not empty, in files such as "
+                             f"{' '.join(TEXT_SUFFIXES)}; name another")
 
 
-def read_lines(file, template, log):
-    """Yields the Records of a .jsonl or .jsonl.gz file."""
-    total = 0
-    broken = []
+def read_file(file, template=None):
+    """Yields the Records of a file; none where it should be text and is not UTF-8."""
+    if not file.name.endswith(LINES):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            yield Record(((file.read_bytes().decode(), True),))
+        return
+    number = 0
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                total += 1
-                try:
-                    yield parse_line(line, template, f"{file}: line {number}")
-                except BrokenLine as error:
-                    broken.append(f"line {number} ({error})")
-    except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{file}: expected lines of JSON, but: {error}; fetch it again") from None
-    if 100 * len(broken) > total:
-        raise InputError(f'{file}: expected {{"text": "..."}}, prompt and completion, or messages '
-                         f"on each line, but {len(broken)} of {total} are broken: "
-                         f"{', '.join(broken[:3])}; correct them")
-    if broken:
-        log(f"{file}: skipped {len(broken)} of {total} lines, which are broken: {broken[0]}, ...")
+                if line.strip():
+                    yield parse_line(line, template)
+    except (EOFError, InputError, OSError, RecursionError, ValueError, zlib.error) as error:
+        raise InputError(f'{file}: expected an object with "text", "prompt" and "completion", or '
+                         f'"messages" on each line, but line {number}: {error}; '
+                         "correct it") from None
 
 
-def parse_line(line, template, where):
-    """The Record of a line of JSON with "text", else "prompt" and "completion", else "messages".
-    BrokenLine for anything else; InputError for messages without a template."""
-    try:
-        value = json.loads(line)
-    except (RecursionError, ValueError):
-        raise BrokenLine("not JSON in UTF-8") from None
+def parse_line(line, template):
+    """The Record of a line of JSON with "text", else "prompt" and "completion", else "messages"."""
+    value = json.loads(line)
     if not isinstance(value, dict):
-        raise BrokenLine("not a JSON object")
-    text, prompt, completion, messages = map(
-        value.get, ("text", "prompt", "completion", "messages"))
+        raise ValueError("it is no object")
+    text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
-    elif messages is None:
-        raise BrokenLine('neither "text", nor "prompt" and "completion", nor "messages"')
-    elif template is None:
-        raise InputError(f"{where}: expected text, found messages; they need a chat template")
     else:
-        record = Record(chat_parts(messages, template), "chat")
-    if not all(isinstance(text, str) for text, _ in record.parts):
-        raise BrokenLine(f"a {record.kind} that is not a string")
+        record = Record(chat_parts(value.get("messages"), template), "chat")
+    if not all(isinstance(part, str) for part, _ in record.parts):
+        raise ValueError(f"its {record.kind} is not a string")
     return record
 
 
@@ -185,25 +129,21 @@ def chat_parts(messages, template):
     is_message = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str)
                                                        for key in ("role", "content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise BrokenLine("messages that are not a list of objects with a role and a content")
+        raise ValueError('it has no text, nor "messages" that are objects with role and content')
+    if template is None:
+        raise ValueError("messages need a model that has a chat template")
     # a first message answers nothing, and many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-    if not turns:
-        raise BrokenLine("messages without an answer of the assistant's")
     # where a template drops the reasoning of earlier turns, only the last is as it was generated
     for answers in (turns, turns[-1:]):
         texts = [""]  # each begins with the one before it
-        try:
-            for i in answers:
-                texts.append(template.render(messages[:i], add_generation_prompt=True))
-                texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
-        except InputError as error:
-            raise BrokenLine(error) from None
+        for i in answers:
+            texts.append(template.render(messages[:i], add_generation_prompt=True))
+            texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
         pairs = list(itertools.pairwise(texts))
         if all(text.startswith(before) for before, text in pairs):
-            return tuple((text[len(before):], i % 2 > 0)
-                         for i, (before, text) in enumerate(pairs))
-    raise BrokenLine("the chat template does not render a prefix")
+            return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
+    raise ValueError("the chat template does not render a prefix")
 
 
 def split_of(text):
@@ -212,20 +152,19 @@ def split_of(text):
     return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
 
-def split_records(paths, splits, template=None, log=warn):
+def split_records(paths, splits, template=None):
     """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the
-    built-in corpus.
+    built-in corpus. InputError as in `read_records`, and for a split that stays empty.
 
     A longer text is first cut into pieces of PIECE characters, so that one file fills both splits;
-    neighbouring pieces of a split stay one document. InputError as in `read_records`, and for a
-    split that stays empty."""
+    neighbouring pieces of a split stay one document."""
     if paths is None:
         for split in splits:
-            for record in read_records(builtin_corpus(split), log=log):
-                yield split, record
+            for file in builtin_corpus(split):
+                yield from ((split, record) for record in read_file(file) if record.text)
         return
     missing = set(splits)
-    for record in read_records(paths, template, log):
+    for record in read_records(paths, template):
         whole = record.kind != "text"  # prompts with completions, and conversations
         pieces = [record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE)]
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
@@ -233,8 +172,4 @@ def split_records(paths, splits, template=None, log=warn):
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
     for split in sorted(missing):
-        raise InputError(f"{corpus_name(paths)}: expected text for {split!r}; give more text")
-
-
-def corpus_name(paths):
-    return "the built-in corpus" if paths is None else " ".join(map(str, paths))
+        raise InputError(f"{' '.join(map(str, paths))}: expected text for {split!r}; give more")

@@ -1,20 +1,10 @@
-"""How good draft heads are.
+"""How good draft heads are: head accuracy, tokens per step, and which nodes of a tree they get
+accepted, from which tools/policy.py expects how many tokens a step finds."""
 
-head accuracy        the share of held-out positions where the model's own greedy token is among a
-                     head's n likeliest of its draft vocabulary
-tokens per step      of decoding held-out prompts, with an interval for other prompts of the kind
-acceptance           how often each node of a tree is accepted, for tools/tune.py
-"""
-
-import contextlib
-import json
-from collections import Counter
-
-import numpy as np
 import torch
 
-from generate import generate
-from tools.tune import acceptance
+from generate import DraftPlan, FixedPolicy, generate, prepare
+from model import MAX_TREE
 from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import guess_masks, teacher_forced, top_hits
@@ -32,89 +22,67 @@ def heldout_prompts(heldout, model):
 
 
 @torch.no_grad()
-def head_accuracy(heads, heldout, batch_size, block_size, autocast=contextlib.nullcontext(),
-                  batches=16):
-    """{n: a list of K shares} for n of TOPS, on fixed windows of the held-out Tokens. autocast: for
-    heads that are not in the model's dtype."""
-    model = heads.model
+def head_accuracy(heads, heldout, batch_size, block_size, batches=16):
+    """{n: a list of K shares} for n of TOPS: in how many places of fixed held-out windows the
+    model's own greedy token is among a head's n likeliest."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):
         ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed,
-                                                 model.device)
-        with autocast:
-            hidden, outputs = teacher_forced(heads, ids, documents)
-            guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-            hits = hits + top_hits(model, outputs, hidden, guess_mask, TOPS,
-                                   vocabulary=heads.vocabulary)
+                                                 heads.model.device)
+        hidden, outputs = teacher_forced(heads, ids, documents)
+        guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
+        hits = hits + top_hits(heads, outputs, hidden, guess_mask, TOPS)
         guesses = guesses + guess_mask.sum(dim=(1, 2))
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
 
+@torch.inference_mode()
+def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
+    """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
+    n - 1 of [[share] * 63] * K.
+
+    Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller
+    tree with as many beams is the front of a larger one, and fewer beams find nearly as much. So
+    one table serves all sizes."""
+    engine = prepare(model, prompts, max_new_tokens, heads, batch_size=batch_size, graph=False,
+                     policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), temperature=temperature)
+    hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
+
+    def count(index, tokens, path, plan):
+        for depth, node in enumerate(path[1:]):
+            hits[depth, node - 1] += 1
+    output = engine.generate(prompts, max_new_tokens, on_step=count)
+    return (hits / output.steps).tolist()
+
+
 def measure(heads, heldout, batch_size, block_size, log=print):
-    """The measurements that go into heads.json, as a dict. The heads must be in the model's dtype.
-    The interval is that of 95% of draws of such prompts (bootstrap). log: called with a line before
-    each part."""
+    """The measurements that go into heads.json, as a dict. log: called with a line before each."""
     log("measuring 1 of 4: head accuracy")
     top = head_accuracy(heads, heldout, batch_size, block_size)
     given = heldout_prompts(heldout, heads.model)
     log(f"measuring 2 of 4: {len(given)} prompts, greedy, tree size {TREE_SIZE}")
-    steps = Counter()
-    out = generate(heads.model, given, DECODED, heads, tree_size=TREE_SIZE,
-                   on_tokens=lambda i, tokens: steps.update([i]))
-    counts = np.array([(len(tokens), steps[i]) for i, tokens in enumerate(out.tokens)])
-    draws = np.random.default_rng(0).integers(len(counts), size=(10_000, len(counts)))
-    tokens, steps = counts[draws].sum(axis=1).T
-    interval = np.percentile(tokens / steps, (2.5, 97.5)).tolist()
+    out = generate(heads.model, given, DECODED, heads, tree_size=TREE_SIZE)
     tables = {}
     for part, temperature in enumerate((0.0, 1.0), start=3):
         log(f"measuring {part} of 4: acceptance at temperature {temperature:g}")
         rows = acceptance(heads.model, heads, given, temperature, DECODED)
         tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
     return dict(accuracy=top[1], top_accuracy=top, prompts=len(given),
-                tokens_per_step=out.tokens_per_step, tokens_per_step_interval=interval,
-                acceptance=tables)
+                tokens_per_step=out.tokens_per_step, acceptance=tables)
 
 
-def table(top_accuracy, prompts=None, tokens_per_step=None, tokens_per_step_interval=None, **_):
-    """The lines that show what `measure`, or `head_accuracy` alone, found."""
-    lines = ["held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS)]
-    for i, row in enumerate(zip(*top_accuracy.values()), start=1):
-        lines.append(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
-    if tokens_per_step is not None:
-        low, high = tokens_per_step_interval
-        lines.append(f"{tokens_per_step:.2f} tokens per step (95% interval {low:.2f} to "
-                     f"{high:.2f}) over {prompts} held-out prompts, greedy, tree size {TREE_SIZE}")
-    return "\n".join(lines)
-
-
-def record(heads, out, tokenizer, found, weights=False):
-    """Prints what `measure` found, and adds it to the heads.json of heads that are saved; weights:
-    writes them too."""
-    print(table(**found))
-    kept = {name: value for name, value in heads.info.items() if name not in ("config", "base")}
+def record(heads, out, tokenizer, measured, weights=False):
+    """Prints what was measured of saved heads, and writes it into their heads.json. weights: writes
+    these too."""
+    print("held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS))
+    for i, row in enumerate(zip(*measured["top_accuracy"].values()), start=1):
+        print(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
+    print(f"{measured['tokens_per_step']:.2f} tokens per step over {measured['prompts']} held-out "
+          f"prompts, greedy, tree size {TREE_SIZE}")
+    info = dict(training=heads.info.get("training", {})) | measured
     with saving(f"{out}: what was measured cannot be written", "make room and --evaluate"):
         if weights:
-            heads.save_pretrained(out, tokenizer, torch.bfloat16, **kept | found)
+            heads.save_pretrained(out, tokenizer, torch.bfloat16, **info)
         else:
-            heads.save_record(out, tokenizer, **kept | found)
-
-
-def plot(folder):
-    """Draws a run's log.jsonl as training.png, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines]
-    figure = Figure((11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(steps, [line["loss"] for line in lines])
-    left.set(xlabel="step", ylabel="loss, nats")
-    for i, shares in enumerate(zip(*(line["accuracy"] for line in lines))):
-        right.plot(steps, shares, label=f"head {i + 1}")
-    right.set(xlabel="step", ylabel="head accuracy")
-    right.legend()
-    with contextlib.suppress(OSError):  # a full disk: log.jsonl still has the numbers
-        figure.savefig(folder / "training.png")
+            heads.save_record(out, tokenizer, **info)

@@ -1,35 +1,97 @@
-"""The flags of train_heads.py and training.base. Like tools.flags it loads nothing large."""
+"""The flags of train_heads.py and training.base, parsed before torch is loaded."""
 
 import argparse
+import json
+import os
+from pathlib import Path
 
 from tools.flags import Parser, add_model_flags, add_number, add_quantize_flag
 
-# names and limits of clover.py and of training/, which would load torch
+# names and limits of clover.py, model.py and training/, which would load torch
 PRESETS = ("medusa", "hydra", "clover", "clover2")
 MIXERS = ("attention", "concat", "none")
 PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
-ON_POLICY_TOP = 4   # guesses of a head that drafting goes on from, with --on-policy-steps
 SELF_PROMPTS = 1024  # by default, where the data are conversations
-MIN_VOCABULARY = 8  # ids to draft among: the acceptance table is measured with as many beams
+MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
+KEEP = -1            # --draft-vocabulary that is not given; None is auto
+LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
+
+STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
+RUN_FILE = "run.json"          # in --out: the flags that --resume takes over
+SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
+TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_distill",
+            "self_distill_ratio", "dtype")  # what heads.json says of the training
+FIXED = ("preset", *SWITCHES, *TRAINING, "quantize")  # a resumed run cannot change these
+SAVED = (*FIXED, "steps", "model", "data")
+
+
+def parse_heads(argv=None):
+    """train_heads.py's flags. With --resume those that are not given are the saved run's."""
+    parser = heads_parser()
+    args = parser.parse_args(argv)
+    out = args.out or f"out/{args.preset}"
+    if args.resume and not args.evaluate:
+        args = parse_resumed(parser, argv, out)
+    elif not args.evaluate and (Path(out) / STATE_FILE).exists():
+        parser.error(f"{out} holds a run already; --resume goes on with it, another --out starts a "
+                     "new one")
+    if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
+        parser.error(f"--draft-vocabulary takes auto, 0 for all, or at least {MIN_VOCABULARY}")
+    args.out = out
+    args.model = os.path.abspath(args.model)  # for --resume from anywhere
+    args.data = args.data and list(map(os.path.abspath, args.data))
+    return args
+
+
+def parse_resumed(parser, argv, out):
+    try:
+        saved = json.loads((Path(out) / RUN_FILE).read_text())
+        if set(saved) != set(SAVED):
+            raise ValueError(f"{RUN_FILE} has other flags")
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
+    args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
+    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
+    differ = [f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
+              if vars(args)[name] != saved[name]]
+    if differ:
+        parser.error(f"{out} holds a run with {'; '.join(differ)}: leave these flags out, or "
+                     "choose another --out")
+    return args
+
+
+def parse_base(argv=None):
+    """training.base's flags. A size that is not given is not set: `GPTConfig` has the defaults."""
+    parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
+    add_run_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
+    parser.add_argument("--out", default="out/base")
+    for name, lowest in LOWEST.items():
+        add_number(parser, f"--{name.replace('_', '-')}", lowest, 2**20, default=argparse.SUPPRESS)
+    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument("--compile", action="store_true",
+                        help="torch.compile the loss; needs a C++ compiler on a CPU")
+    parser.add_argument("--evaluate", action="store_true",
+                        help="measure the model in --out on held-out text")
+    add_quantize_flag(parser)
+    args = parser.parse_args(argv)
+    if args.quantize and not args.evaluate:
+        parser.error("--quantize is for --evaluate")
+    return args
 
 
 def heads_parser():
-    """train_heads.py's."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     add_model_flags(parser)
     add_quantize_flag(parser)
     add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
     add_head_flags(parser)
     parser.add_argument("--out", help="default: out/ and the preset's name")
+    parser.add_argument("--resume", action="store_true",
+                        help="continue the run in --out, with its flags")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill",
                         help="train towards the model's next-token distribution or the text")
-    add_number(parser, "--smooth-l1", 0, 1e6, float, default=0.0, metavar="X",
-               help="add X times the SmoothL1 distance between the heads' and the model's states")
-    add_number(parser, "--on-policy-steps", 0, 10**9, default=0, metavar="N",
-               help="in the last N steps, train a head only after tokens that drafting would try: "
-                    f"each among the {ON_POLICY_TOP} likeliest of the head before")
     add_number(parser, "--self-distill", 0, 10**7, metavar="N",
                help="let the model continue N prompts from the data, and train on that too; "
                     f"default: {SELF_PROMPTS} where the data are mostly chats, else 0")
@@ -55,12 +117,10 @@ def add_run_flags(parser, steps, batch_size, block_size, lr):
                help="tokens per sequence; default: 256, or the context")
     add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
     add_number(parser, "--seed", 0, 2**31, default=1)
-    parser.add_argument("--resume", action="store_true",
-                        help="continue the run in --out, with its flags")
 
 
 def add_head_flags(parser):
-    """Adds the flags that say which heads are trained, see `head_config`."""
+    """The flags that say which heads are trained."""
     switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
     parser.add_argument("--preset", default="clover", choices=PRESETS)
     add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N",
@@ -75,18 +135,8 @@ def add_head_flags(parser):
                         **switch("what comes before the LM head"))
     parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
                         **switch("all heads but the first share their weights"))
-    parser.add_argument("--draft-vocabulary", type=vocabulary_size, metavar="N|auto",
-                        help="let the heads draft only among the N most frequent tokens of the "
-                             "data; 0: all; auto: as many as cover 97%% of the data, or all where "
-                             "that is half of them or more; default: auto, or with --resume or "
-                             "--evaluate what the heads in --out have")
-
-
-def vocabulary_size(text):
-    """--draft-vocabulary -> "auto" or a number."""
-    if text == "auto":
-        return text
-    if not text.isdecimal() or 0 < int(text) < MIN_VOCABULARY:
-        raise argparse.ArgumentTypeError("expected auto, 0 for all token ids, or "
-                                         f"{MIN_VOCABULARY} of them or more, not {text!r}")
-    return int(text)
+    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
+               help="let the heads draft only among the N most frequent tokens of the data; 0: "
+                    "all; auto: as many as cover 97%% of the data, or all where that is half of "
+                    "them or more; default: auto, or with --resume or --evaluate what the heads "
+                    "in --out have")

@@ -1,9 +1,9 @@
 """The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
 
 K heads over N tokens and a vocabulary of V make K * N * V logits, and as many in their gradient:
-with K = 5, N = 4096 and V = 152,000 that is 12 GB each in float32. But the LM head is frozen, so
-the gradient with respect to its input is known as soon as the logits are. Both are computed chunk
-by chunk in the forward pass, and only [N, C] is kept.
+with K = 5, N = 4096 and V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient
+of its input is known as soon as the logits are. The forward pass computes both chunk by chunk and
+keeps [N, C] alone.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
 t + 1 + i. Losses are sums, not means: several processes add theirs up.
@@ -12,7 +12,6 @@ t + 1 + i. Losses are sums, not means: several processes add theirs up.
 import contextlib
 
 import torch
-import torch.nn.functional as F
 
 # Logits at a time: 16 MB in float32, as a CPU's cache holds; the model's own take as much again.
 # More on a GPU, where a product of few rows takes as long to read the LM head as one of many.
@@ -20,29 +19,22 @@ CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
 
-def without_autocast(device):
-    """Turns autocast off. CUDA's gives norms in float32, and casts the LM head with them."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def teacher_forced(heads, ids, documents=None, wrapped=None):
+def teacher_forced(heads, ids, documents=None, autocast=contextlib.nullcontext(), wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
     outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place. A
     model in half precision runs without autocast, as in decoding."""
     K = heads.config.n_draft
     half = heads.model.dtype.itemsize == 2
     up_to = lambda end: None if documents is None else documents[:, :end]
-    with torch.no_grad(), without_autocast(ids.device) if half else contextlib.nullcontext():
+    with torch.no_grad(), contextlib.nullcontext() if half else autocast:
         hidden = heads.model(ids[:, :-1], documents=up_to(-1))
-    return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
+    with autocast:
+        return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
 
 
 def guess_masks(tokens, K, loss_mask=None, documents=None):
-    """Which guesses count, bool [K, B, T], for tokens [B, T + K + 1]. loss_mask: bool, of that
-    shape, the tokens to be guessed (default: all); documents: int64, likewise, the number of each
-    token's document: guesses across a border do not count."""
+    """Which guesses count, bool [K, B, T]: of tokens in loss_mask, default all, and not across a
+    border of documents, default one. tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
     loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
@@ -51,33 +43,23 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
                         for at in guessed])
 
 
-def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", top_n=0,
-                chunk=None):
-    """Per head: (sum of cross-entropies in nats, float32 [K]; hits, float32 [K]; the guesses summed
-    over, bool [K, B, T]).
+def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
+    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each.
 
     outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
-    model's, at positions 0..T + K - 1. tokens: int64 [B, T + K + 1]. guess_mask: bool [K, B, T],
-    see `guess_masks`. objective: "distill", against the model's next-token distribution, or "data",
-    against the tokens. A hit is a guess in guess_mask whose top-1 is the model's greedy token.
+    model's states. tokens: int64 [B, T + K + 1]. guess_mask: see `guess_masks`. objective:
+    "distill", against the model's next-token distribution, or "data", against the tokens. A hit is
+    a guess in guess_mask whose top-1 is the model's greedy token. dtype: of products, default the
+    LM head's; not by autocast, whose norms are in float32 on CUDA.
 
-    top_n > 0 trains on policy: on guesses that drafting would reach. Drafting goes on from the n
-    likeliest tokens of each head. The model's distribution is known only after the text's own
-    tokens, so a guess counts only where every head before it had the text's token among its top_n.
-
-    Products are in autocast's dtype where it is on, sums in float32. The sums are differentiable
-    with respect to the outputs. At most `chunk` logits (or those of one position) exist at a time,
-    and with probabilities, gradient and copies six times as many numbers."""
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else model.head.weight.dtype
-    chunk = chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)
-    with without_autocast(hidden.device):
-        teacher = model.norm(hidden).detach().to(dtype)
-        states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
-        weight = model.head.weight.to(dtype)
-        return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, top_n, chunk,
-                                *states)
+    Sums are float32, differentiable with respect to the outputs. At most CHUNK logits (or those of
+    one position) exist at a time, and with probabilities, gradient and copies six times as many
+    numbers."""
+    dtype = dtype or model.head.weight.dtype
+    teacher = model.norm(hidden).detach().to(dtype)
+    states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
+    weight = model.head.weight.to(dtype)
+    return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, *states)
 
 
 class HeadLosses(torch.autograd.Function):
@@ -85,54 +67,47 @@ class HeadLosses(torch.autograd.Function):
     [B, T, C], of one dtype."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, guess_mask, objective, top_n, chunk, *outputs):
-        B, T, _ = outputs[0].shape
-        K = len(outputs)
-        V = weight.shape[0]
+    def forward(ctx, weight, teacher, tokens, guess_mask, objective, *outputs):
+        T, K = outputs[0].shape[1], len(outputs)
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        needed = ctx.needs_input_grad[-K:]
-        grads = [torch.empty_like(x) if need else None for x, need in zip(outputs, needed)]
-        reached = guess_mask.clone()
-        for rows, start, end in chunk_ranges(B, T + K, V, chunk):  # of the model's positions
+        ctx.grads = [torch.empty_like(x) for x in outputs]
+        for rows, start, end in chunk_ranges(teacher, len(weight)):
             # contiguous: of a slice it would be a batch of products that each read the whole weight
             logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
             best = logits.argmax(dim=-1)                                     # (rows, end - start)
             probs = logits.softmax(dim=-1) if objective == "distill" else None  # (..., V)
             del logits
-            for i, output in enumerate(outputs):  # in order: a head reaches what the one before did
+            for i, output in enumerate(outputs):
                 first = max(start - 1 - i, 0)  # of the positions from which head i guesses the same
                 last = min(end - 1 - i, T)
                 if first >= last:
                     continue
                 at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
                 here = (rows, slice(first, last))
-                text = tokens[rows, first + 2 + i:last + 2 + i, None]
                 logits = (output[here].contiguous() @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
-                hits[i] += (guess_mask[i][here] & (guess[..., 0] == best[:, at])).sum()
-                if top_n and i + 1 < K:
-                    ranks = (logits > logits.gather(-1, text)).sum(dim=-1)
-                    reached[i + 1][here] &= reached[i][here] & (ranks < top_n)
+                mask = guess_mask[i][here]
+                hits[i] += (mask & (guess[..., 0] == best[:, at])).sum()
+                text = tokens[rows, first + 2 + i:last + 2 + i, None]
                 target = text if objective == "data" else probs[:, at]
                 losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
-                sums[i] += (losses * reached[i][here]).sum()
-                if grads[i] is not None:
-                    gradient = gradient.to(weight.dtype) @ weight
-                    grads[i][here] = gradient * reached[i][here][..., None]
-        ctx.grads = grads
-        ctx.mark_non_differentiable(hits, reached)
-        return sums, hits, reached
+                sums[i] += (losses * mask).sum()
+                ctx.grads[i][here] = gradient.to(weight.dtype) @ weight * mask[..., None]
+        ctx.mark_non_differentiable(hits)
+        return sums, hits
 
     @staticmethod
-    def backward(ctx, d_sums, *_):
-        grads = (None if grad is None else grad * d.to(grad.dtype)
-                 for grad, d in zip(ctx.grads, d_sums.unbind()))
-        return (None,) * 7 + tuple(grads)
+    def backward(ctx, d_sums, _):
+        grads = (grad * d.to(grad.dtype) for grad, d in zip(ctx.grads, d_sums.unbind()))
+        return (None,) * 5 + tuple(grads)
 
 
-def chunk_ranges(B, length, V, chunk):
-    """Yields (slice of B, start, end): positions 1..length - 1, about `chunk` logits at a time."""
+def chunk_ranges(states, V):
+    """Yields (slice of B, start, end) of states [B, length, C]: positions 1..length - 1, about as
+    many at a time as have CHUNK logits."""
+    B, length, _ = states.shape
+    chunk = CUDA_CHUNK if states.is_cuda else CHUNK
     sequences = min(B, max(1, chunk // V))
     positions = max(1, chunk // (V * sequences))
     for b in range(0, B, sequences):
@@ -143,10 +118,7 @@ def chunk_ranges(B, length, V, chunk):
 def cross_entropy_(logits, target, is_token):
     """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits.
     target: token ids [..., 1] if is_token, else probabilities [..., V]."""
-    if is_token:
-        agreed = logits.gather(-1, target)[..., 0]
-    else:
-        agreed = (target * logits).sum(dim=-1)
+    agreed = logits.gather(-1, target)[..., 0] if is_token else (target * logits).sum(dim=-1)
     mass = logits.exp_().sum(dim=-1)
     gradient = logits.div_(mass[..., None])
     if is_token:
@@ -156,43 +128,23 @@ def cross_entropy_(logits, target, is_token):
     return mass.log() - agreed, gradient
 
 
-def state_losses(model, outputs, hidden, guess_mask):
-    """Per head, float32 [K]: the sum over the guesses in guess_mask of the mean SmoothL1 distance
-    between the head's and the model's states, both after the final norm (Clover-2, arXiv
-    2408.00264, after EAGLE, 2401.15077). Arguments as in `head_losses`; differentiable with respect
-    to the outputs."""
-    T = outputs[0].shape[1]
-    sums = []
-    normed = lambda states: model.norm(states.to(hidden.dtype)).float()
-    with without_autocast(hidden.device):
-        teacher = normed(hidden).detach()
-        for i, out in enumerate(outputs):
-            ahead = teacher[:, i + 1:i + 1 + T]
-            distances = F.smooth_l1_loss(normed(out), ahead, reduction="none")
-            sums.append((distances.mean(dim=-1) * guess_mask[i]).sum())
-        return torch.stack(sums)
-
-
 @torch.no_grad()
-def top_hits(model, outputs, hidden, guess_mask, tops, chunk=None, vocabulary=None):
+def top_hits(heads, outputs, hidden, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest; of equally likely tokens the lower id
-    comes first. vocabulary: the only token ids that heads guess, a tensor [n]; None: all. Logits
-    are float32, as in decoding. Other arguments as in `head_losses`."""
+    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equally
+    likely tokens the lower id comes first. Logits are float32, as in decoding. Other arguments as
+    in `head_losses`."""
+    model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size
-    device = hidden.device
-    drafted = torch.full((V,), vocabulary is None, device=device)  # whether heads guess it
-    if vocabulary is not None:
-        drafted[vocabulary.long()] = True
-    rows = max(1, (chunk or (CUDA_CHUNK if hidden.is_cuda else CHUNK)) // V)
-
-    def logits_of(states):
-        with without_autocast(device):
-            return model.head.logits(model.norm(states.to(hidden.dtype)))
+    rows = max(1, (CUDA_CHUNK if hidden.is_cuda else CHUNK) // V)
+    drafted = torch.full((V,), heads.vocabulary is None, device=hidden.device)
+    if heads.vocabulary is not None:
+        drafted[heads.vocabulary.long()] = True
+    logits_of = lambda states: model.head.logits(model.norm(states))
     best = [logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]
     best = torch.cat(best).view(B, -1)
-    ids = torch.arange(V, device=device)
+    ids = torch.arange(V, device=hidden.device)
     hits = hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
