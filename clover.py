@@ -221,13 +221,20 @@ class CloverHeads(nn.Module):
     @cached_property
     def embedding_scale(self):
         """One over the root mean square of the LM head's weights, from the first use on."""
-        base = self.model.config
-        return (base.vocab_size * base.n_embd / self.model.head.sum_of_squares().item()) ** 0.5
+        base = self.model
+        V, C = base.config.vocab_size, base.config.n_embd
+        parts = torch.arange(V, device=base.device).split(4096)  # in float32 all would be large
+        squares = [base.head.embedding(part).float().pow(2).sum(dtype=torch.float64)
+                   for part in parts]
+        return (V * C / sum(squares).item()) ** 0.5
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""
         base = self.model
-        rows = base.embed(tokens) if base.config.tied else base.head.embedding(tokens)
+        if base.config.tied:
+            rows = base.embed(tokens)
+        else:
+            rows = base.head.embedding(tokens).to(base.dtype)
         return rows * self.embedding_scale
 
     def new_cache(self, batch, capacity):
@@ -235,11 +242,10 @@ class CloverHeads(nn.Module):
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
-                documents=None, lengths=None):
+                documents=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
         [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
-        1. lengths: int32 [B], the rows of the cache before the tokens', default cache.lengths. The
-        rest as in `GPT.forward`."""
+        1. The rest as in `GPT.forward`."""
         if positions is None:
             positions = token_positions(hidden, documents)
         if self.mix_in is not None:
@@ -247,7 +253,7 @@ class CloverHeads(nn.Module):
         residual = None
         if self.augment_blocks:
             hidden, residual = self.model.run_blocks(self.augment_blocks, hidden, positions, cache,
-                                                     ancestors, end, documents, lengths)
+                                                     ancestors, end, documents)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]
