@@ -154,18 +154,17 @@ class AttentionContext:
             return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
-        T, Hq = q.shape[1:3]
-        G = Hq // k.shape[1]
+        G = q.shape[2] // k.shape[1]
         causal = self.is_causal(window)
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
         mask = None if causal else self.mask(window, q.dtype)
-        if causal and T < self.end:
-            mask = causal_lower_right(T, self.end)
+        if causal and q.shape[1] < self.end:
+            mask = causal_lower_right(q.shape[1], self.end)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=Hq != k.shape[1])
+            enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
 
 
@@ -208,7 +207,6 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        """x [..., C] -> [..., C]"""
         return self.add_and_norm(x, None)[0]
 
     def add_and_norm(self, hidden, residual):
@@ -373,16 +371,6 @@ class Block(nn.Module):
         return self.mlp_post_norm(self.mlp(hidden)), residual
 
 
-def run_blocks(blocks, hidden, context, cache=None):
-    """hidden [B, T, C] -> (hidden, residual) as `Block` gives them."""
-    residual = None
-    with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
-        for layer, block in enumerate(blocks):
-            kv = None if cache is None else cache.kv[layer]
-            hidden, residual = block(hidden, residual, context, kv)
-    return hidden, residual
-
-
 class LMHead(nn.Linear):
     """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final
     norm."""
@@ -404,11 +392,6 @@ class LMHead(nn.Linear):
         """The rows of token ids [...] -> [..., C]."""
         return F.embedding(tokens, self.weight)
 
-    def sum_of_squares(self):
-        """Of all weights, a float64 scalar."""
-        parts = self.weight.split(4096)  # a few rows: in float32 all would take twice the memory
-        return sum(part.float().pow(2).sum(dtype=torch.float64) for part in parts)
-
 
 # --------------------------------------------------------------------------------------------------
 # The model
@@ -423,6 +406,7 @@ class GPT(nn.Module):
         c = self.config = config
         self.hash = None
         self.context_type = AttentionContext  # a backend may put its own here
+        self.query_heads = slice(None)        # those that the blocks hold of the model's
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -435,8 +419,7 @@ class GPT(nn.Module):
             self.init_weights()
 
     def tie_and_place(self):
-        """Sets what is derived rather than stored, on the weights' device: the tied head, the
-        tables of positions, the embeddings' scale in the weights' dtype."""
+        """Sets what is derived, not stored: the tied head, tables of positions, a scale."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
@@ -479,7 +462,6 @@ class GPT(nn.Module):
         return self.embed.weight.dtype
 
     def free_memory(self):
-        """Bytes that can still be allocated on the model's device, as far as it tells."""
         return free_memory(self.device)
 
     def new_cache(self, batch, capacity, blocks=None):
@@ -500,22 +482,34 @@ class GPT(nn.Module):
         """The dtype of a cache of n numbers; a backend may have its own."""
         return self.dtype
 
-    def attention_context(self, positions, lengths=None, ancestors=None, end=None, documents=None,
-                          slopes=None):
-        """The `AttentionContext` of tree nodes, where ancestors are given, of tokens that continue
-        a sequence at consecutive cache rows, where lengths are, else of a pass without a cache.
-        lengths: a cache's; the rest as in `forward`."""
+    def attention_context(self, positions, cache, ancestors, end, documents, query_heads):
+        """The `AttentionContext` of a pass without a cache; or of tokens that continue a sequence
+        at consecutive cache rows; or, with ancestors, of tree nodes. Arguments as in `run_blocks`.
+        """
         rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
+        slopes = None if self.slopes is None else self.slopes[query_heads]
         make = partial(self.context_type, rope=rope, slopes=slopes)
         B, T = positions.shape
-        if lengths is None:
+        if cache is None:
             rows = torch.arange(T, device=positions.device)[None]
             return make(rows, T, documents=documents)
         if ancestors is not None:
-            return make(lengths=lengths, ancestors=ancestors)
+            return make(lengths=cache.lengths, ancestors=ancestors)
         end = int(positions.max()) + 1 if end is None else end
         start = end - T if B == 1 else 0  # of more than one, a GPU would have to be waited for
         return make(positions, end, start, positions[:, 0])
+
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
+                   documents=None, query_heads=slice(None)):
+        """hidden [B, T, C] through blocks, the model's or others -> (hidden, residual) as `Block`
+        gives them. query_heads: those that the blocks hold; the rest as in `forward`."""
+        context = self.attention_context(positions, cache, ancestors, end, documents, query_heads)
+        residual = None
+        with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
+            for layer, block in enumerate(blocks):
+                kv = None if cache is None else cache.kv[layer]
+                hidden, residual = block(hidden, residual, context, kv)
+        return hidden, residual
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output.
@@ -540,9 +534,8 @@ class GPT(nn.Module):
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        lengths = None if cache is None else cache.lengths
-        context = self.attention_context(positions, lengths, ancestors, end, documents, self.slopes)
-        return run_blocks(self.blocks, hidden, context, cache)
+        return self.run_blocks(self.blocks, hidden, positions, cache, ancestors, end, documents,
+                               query_heads=self.query_heads)
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

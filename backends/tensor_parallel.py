@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from backends.quantized import QuantizedLMHead
 from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
@@ -201,8 +200,7 @@ class Group:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
-        if model.slopes is not None:
-            model.slopes = model.slopes[self.rows(config.n_head)]
+        model.query_heads = self.rows(config.n_head)
         model.free_memory = lambda: self.min(free_memory(model.device))
 
         def refuse(path, dtype=None):
@@ -270,27 +268,23 @@ class VocabParallelHead(nn.Module):
 
     def row_logits(self, hidden, tokens):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
-        quantized = isinstance(self.local, QuantizedLMHead)
-        rows = self.local.rows(tokens) if quantized else self.local.weight[tokens]
-        return (hidden.double() * rows.double()).sum(dim=-1)
+        return (hidden.double() * self.local.embedding(tokens).double()).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
         rows = self.local_rows(vocab_ids)
         n = min(k, len(self.local.weight if rows is None else rows))
-        # k logits, k token ids, the log-sum-exp
-        lists = hidden.new_full((len(hidden), 2 * k + 1), -math.inf, dtype=torch.float64)
+        # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
+        lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
         if n:
             logprobs, tokens = self.local.topk(hidden, n, rows)
             lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
-            lists[:, :n] = logprobs + lse[:, None]
-            lists[:, k:k + n] = tokens + self.first
-            lists[:, -1] = lse
-        lists = self.group.all_gather(lists).transpose(0, 1)  # (M, N, 2 k + 1)
-        logits, tokens, lse = lists.split((k, k, 1), dim=2)
-        logits, columns = logits.flatten(1).sort(dim=-1, descending=True, stable=True)  # (M, N k)
-        tokens = tokens.flatten(1).gather(1, columns[:, :k]).long()
-        return (logits[:, :k] - lse.logsumexp(dim=1)).float(), tokens
+            lists[:, 0, :n] = logprobs + lse[:, None]
+            lists[:, 0, k] = lse
+            lists[:, 1, :n] = tokens + self.first
+        lists = self.group.all_gather(lists)  # (N, M, 2, k + 1)
+        logits, tokens = best_of_ranks(*lists[..., :k].unbind(2), k)
+        return (logits - lists[:, :, 0, k:].logsumexp(dim=0)).float(), tokens
 
     def local_rows(self, vocab_ids):
         """Those of vocab_ids that are this rank's, counted from `first`; None for all."""
@@ -308,10 +302,8 @@ class VocabParallelHead(nn.Module):
         score = self.row_logits(hidden, own) / (temperature or 1.0)
         if temperature:
             score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
-        gathered = self.group.all_gather(torch.stack((score, tokens.double())))  # (N, 2, M)
-        score, tokens = gathered.unbind(1)
-        best = score.argmax(dim=0, keepdim=True)  # the first rank's, of equals
-        return tokens.gather(0, best)[0].long()
+        both = self.group.all_gather(torch.stack((score, tokens.double())))[..., None]
+        return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
     def logits(self, hidden):
         """float32 [M, V]."""
@@ -335,9 +327,14 @@ class VocabParallelHead(nn.Module):
         rows = self.local.embedding(own.where(here, 0)) * here[..., None]
         return self.group.sum(rows)  # of which one is not 0
 
-    def sum_of_squares(self):
-        """As `LMHead.sum_of_squares`."""
-        return self.group.sum(self.local.sum_of_squares())
+
+def best_of_ranks(scores, tokens, k):
+    """The k best of all ranks' lists, each [N, M, n], best first, of equals the first rank's ->
+    scores, tokens int64 [M, k]."""
+    scores = scores.transpose(0, 1).flatten(1)  # (M, N n)
+    tokens = tokens.transpose(0, 1).flatten(1)
+    scores, columns = scores.sort(dim=-1, descending=True, stable=True)
+    return scores[:, :k], tokens.gather(1, columns[:, :k]).long()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -347,21 +344,15 @@ def start(args):
     """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
     its default and the number of this rank's GPU."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not (dist.is_available() and dist.is_torchelastic_launched()):
-        return Group()
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    size = int(os.environ["WORLD_SIZE"]) if launched else 1
     if size == 1:
         return Group()
+    local_rank = int(os.environ["LOCAL_RANK"])
     if args.device.startswith("cuda:"):
         raise shared_error("with torchrun every process takes a GPU of its own; expected --device "
                            f"cuda, not {args.device}")
     if args.device == "cuda":
-        gpus = torch.cuda.device_count()
-        alone = gpus == 1 and local_rank == 0  # torchrun --virtual-local-rank shows one GPU to each
-        if gpus < local_size and not alone:
-            raise InputError(f"{local_size} processes on this machine need as many GPUs, but it "
-                             f"has {gpus}; take another --nproc-per-node")
         args.device = f"cuda:{local_rank}"
     device = pick_device(args.device)
     backend = dict(backend="gloo")
@@ -370,16 +361,11 @@ def start(args):
         # a barrier has to know its device
         backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
     dist.init_process_group(timeout=TIMEOUT, **backend)
-    group = Group(rank, size, local_rank)
+    group = Group(int(os.environ["RANK"]), size, local_rank)
     # NCCL takes its buffers before memory is counted
     group.all_gather(torch.zeros(2**18, device=device))
     group.check_same(sys.argv[1:], "were started with different flags")
     return group
-
-
-def is_rank_zero():
-    """Whether this process is the one that prints, also before the ranks have met."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def lost_rank(error):
