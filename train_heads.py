@@ -6,9 +6,9 @@
     torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-The text is tokenised once, into OUT/tokens.pt. Products are in bfloat16 unless --dtype float32 is
-given. A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads
-as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
+Products are in bfloat16 unless --dtype is float32. A run is saved every few minutes, on Ctrl-C and
+on SIGTERM. --resume ends with the same heads as a run that was never stopped: on a CPU bit for bit,
+on a GPU up to rounding.
 """
 
 if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
@@ -55,8 +55,8 @@ class Run:
         self.encoding = encoding
         self.group = group
         self.heads = heads.to(heads.model.device)
-        self.step = 0
-        self.log = []  # of log.jsonl
+        self.step = state["step"] if state else 0
+        self.log = state["log"] if state else []  # of log.jsonl
         self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
@@ -67,8 +67,6 @@ class Run:
             heads.set_vocabulary(state["heads"].pop("vocabulary", []))
             heads.load_state_dict(heads.state_dict() | state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-            self.log = state["log"]
         self.wrapped = heads
         if group.size > 1:
             self.wrapped = DistributedDataParallel(heads, forward_sync_buffers=False,
@@ -87,9 +85,8 @@ class Run:
                     self.report(show, loss.item(), accuracies.tolist())
                 if self.step < a.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
-        if self.step >= a.steps:
-            return 0
-        return 128 + (signals or [signal.SIGTERM])[0]  # of ranks only one may have been signalled
+        # of ranks only one may have been signalled
+        return 0 if self.step >= a.steps else 128 + (signals or [signal.SIGTERM])[0]
 
     def interrupted(self, signals):
         """Whether a signal came to any process; asking waits for all, so every tenth step."""
@@ -145,7 +142,8 @@ class Run:
         self.saved = time.monotonic()
         if self.group.rank:
             return
-        a, heads, path = self.args, self.heads, self.out / STATE_FILE
+        a, heads = self.args, self.heads
+        path = self.out / STATE_FILE
         training = dict(steps=self.step, tokens=self.step * a.batch_size * a.block_size,
                         **{name: getattr(a, name) for name in TRAINING},
                         **data_record(a.data, a.key))
@@ -163,18 +161,14 @@ class Run:
 
     def check_finite(self, *tensors):
         if not all(bool(x.isfinite().all()) for x in tensors):
-            raise InputError(f"training has diverged at step {self.step}: the loss or a weight is "
-                             f"not a number; {self.out} keeps what was saved before: start anew "
-                             "with a lower --lr")
+            raise InputError(f"training has diverged at step {self.step}: a number is not finite; "
+                             f"{self.out} keeps what was saved; start anew with a lower --lr")
 
 
 def data_record(paths, key):
     """What heads.json says about --data; names alone, as it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
-
-# --------------------------------------------------------------------------------------------------
-# Before and after training
 
 def prepare(args, group):
     """All that can go wrong before the first step -> (Run, training Tokens, Tokens of the model's
@@ -187,9 +181,8 @@ def prepare(args, group):
 
     def prepare_text():
         if args.batch_size % group.size:
-            raise InputError("the batch size is that of all processes together and must divide by "
-                             f"their number, but {args.batch_size} does not by {group.size}; take "
-                             "a multiple")
+            raise InputError(f"the batch size is that of all {group.size} processes together, but "
+                             f"they do not divide {args.batch_size}; take a multiple")
         args.key = data.tokens_key(args.data, encoding, template)
         identity = [model_hash(heads.model), args.key]
         if state and state["identity"] != identity:
@@ -212,8 +205,7 @@ def prepare(args, group):
 
 
 def check_block_size(args, heads):
-    """Checks --block-size. By default it is 256, or what the context holds with a token after the
-    block for each head to guess."""
+    """--block-size is by default 256, or what the context holds with a token for each head."""
     ahead = heads.config.n_draft + 1
     longest = heads.model.config.block_size - ahead
     args.block_size = args.block_size or min(256, longest)
@@ -222,8 +214,8 @@ def check_block_size(args, heads):
 
 
 def finish(run):
-    """Measures the trained heads, and prints how to use them. Process 0 does so alone, but a model
-    that was sharded for training is held together by all."""
+    """Measures the trained heads, and prints how to use them. Process 0 does so alone, but all hold
+    together a model that was sharded for training."""
     args, group = run.args, run.group
     args.data = None  # as they are in --out
     args.draft_vocabulary = KEEP

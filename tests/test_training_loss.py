@@ -8,79 +8,68 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clover import CloverHeads, preset
 from conftest import SHAPES, random_prompts, toy_model
 from training import loss
-from training.loss import guess_masks, head_losses, state_losses, teacher_forced, top_hits
+from training.loss import guess_masks, head_losses, teacher_forced, top_hits
 
 K, B, T = 3, 3, 11
-CHUNKS = [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9]
 
 
-def inputs(model, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor(random_prompts([T + K + 1] * B, seed=seed))
+def inputs(model):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor(random_prompts([T + K + 1] * B))
     outputs = [torch.randn(B, T, 64, generator=generator, requires_grad=True) for _ in range(K)]
     guess_mask = torch.rand(K, B, T, generator=generator) < 0.7
     return outputs, model(tokens[:, :-1]), tokens, guess_mask
 
 
-def plain(model, outputs, hidden, tokens, guess_mask, objective, top_n=0):
+def plain(model, outputs, hidden, tokens, guess_mask, objective):
     """Written out: all logits at once."""
-    teacher, sums, hits, reached_masks = model.lm_head(hidden), [], [], []
-    reached = torch.ones(B, T, dtype=torch.bool)
+    teacher, sums, hits = model.lm_head(hidden), [], []
     for i, out in enumerate(outputs):
         logits, ahead, said = model.lm_head(out), teacher[:, i + 1:i + 1 + T], tokens[:, i + 2:i + 2 + T]
         target = ahead.softmax(-1).flatten(0, 1) if objective == "distill" else said.flatten()
-        reached = reached & guess_mask[i]
-        here = reached if top_n else guess_mask[i]
         losses = F.cross_entropy(logits.flatten(0, 1), target, reduction="none").view(B, T)
-        sums.append(losses[here].sum())
+        sums.append(losses[guess_mask[i]].sum())
         hits.append((logits.argmax(-1) == ahead.argmax(-1))[guess_mask[i]].sum().float())
-        reached_masks.append(here)
-        rank = (logits.argsort(-1, descending=True) == said[..., None]).int().argmax(-1)
-        reached = reached & (rank < top_n)
-    return torch.stack(sums), torch.stack(hits), torch.stack(reached_masks)
+    return torch.stack(sums), torch.stack(hits)
 
 
-@pytest.mark.parametrize("top_n", [0, 30])
+class Products(TorchDispatchMode):
+    """Refuses a product for each sequence of a chunk, which reads the whole weight each time."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket != torch.ops.aten.bmm or len(args[0]) == 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("objective", ["distill", "data"])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, top_n):
-    """Catches a border between chunks that is off by one, a guess that should not count, and a gradient of the wrong
-    scale."""
+@pytest.mark.parametrize("chunk", [1, 97, 97 * 4, 97 * 7, 97 * B * 5, 10**9])
+def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, monkeypatch):
+    """Catches a border between chunks that is off by one, a guess that should not count, a gradient's wrong scale."""
+    monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     outputs, hidden, tokens, guess_mask = inputs(model)
     kept = guess_mask.clone()
     weights = torch.tensor([1.0, 0.7, 0.49])
-    want, *others = plain(model, outputs, hidden, tokens, guess_mask, objective, top_n)
+    want, hits = plain(model, outputs, hidden, tokens, guess_mask, objective)
     (weights * want).sum().backward()
     wanted = [out.grad.clone() for out in outputs]
     for out in outputs:
         out.grad = None
-    got, *counted = head_losses(model, outputs, hidden, tokens, guess_mask, objective, top_n, chunk)
+    with Products():
+        got, counted = head_losses(model, outputs, hidden, tokens, guess_mask, objective)
     (weights * got).sum().backward()
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
-    assert torch.equal(counted[0], others[0]) and torch.equal(counted[1], others[1]) and torch.equal(guess_mask, kept)
+    assert torch.equal(counted, hits) and torch.equal(guess_mask, kept)
     for out, grad in zip(outputs, wanted):
         torch.testing.assert_close(out.grad, grad, atol=1e-5, rtol=1e-5)
-    sizes = counted[1].sum(dim=(1, 2)).tolist()
-    assert not top_n or 0 < sizes[2] < sizes[1] < sizes[0] == guess_mask[0].sum()
 
 
-def test_gradient_by_finite_differences():
-    model = toy_model().double()
-    outputs, hidden, tokens, guess_mask = inputs(model)
-    outputs = [out.detach().double().requires_grad_() for out in outputs]
-    for objective in ("distill", "data"):
-        loss = lambda *outs: head_losses(model, outs, hidden, tokens, guess_mask, objective, 0, 97 * 5)[0]
-        assert torch.autograd.gradcheck(loss, outputs, eps=1e-5, atol=1e-4, fast_mode=True)
-
-
-def test_autocast_products_are_bfloat16():
+def test_products_are_bfloat16_where_asked():
     """Catches a loss that leaves the fast path, or sums in half precision."""
     model = toy_model()
     outputs, *given = inputs(model)
-    want, *_ = plain(model, outputs, *given, "distill")
-    with torch.autocast("cpu", torch.bfloat16):
-        got, *_ = head_losses(model, outputs, *given)
+    want, _ = plain(model, outputs, *given, "distill")
+    got, _ = head_losses(model, outputs, *given, dtype=torch.bfloat16)
     got.sum().backward()
     assert got.dtype == torch.float32 and outputs[0].grad.dtype == torch.float32 and not torch.equal(got, want)
     torch.testing.assert_close(got, want, atol=2, rtol=0.02)
@@ -88,27 +77,15 @@ def test_autocast_products_are_bfloat16():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_autocast_is_on_for_the_heads_and_off_for_a_half_model_and_the_lm_head(shape, dtype, monkeypatch):
-    """Catches what CUDA makes slow: there autocast gives norms in float32, so a half-precision model is cast at each of
-    them, and the LM head's weight is cast to float32 as its input is."""
+def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
+    """Catches what CUDA makes slow: its autocast gives norms in float32, so a half model is cast at each of them."""
     model, seen = toy_model(**SHAPES[shape]).to(dtype), []
     heads, ids = CloverHeads(preset("clover"), model), torch.tensor(random_prompts([T + 4 + 1] * B))
     note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
     model.blocks[0].register_forward_pre_hook(note("model"))
     heads.augment_blocks[0].register_forward_pre_hook(note("heads"))
-    ranges, logits = loss.chunk_ranges, model.head.logits
-    monkeypatch.setattr(loss, "chunk_ranges", lambda *sizes: note("loss")() or ranges(*sizes))
-    monkeypatch.setattr(model.head, "logits", lambda x: note(x.dtype)() or logits(x))
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden, outputs = teacher_forced(heads, ids)
-        model.norm.register_forward_pre_hook(note("norm"))
-        outputs = [out.float() for out in outputs]  # as they are on CUDA
-        given = model, outputs, hidden, ids, guess_masks(ids, 4)
-        sums = head_losses(*given)[0] + state_losses(*given[:3], given[4])
-        top_hits(*given[:3], given[4], (1, 2))
-    sums.sum().backward()
-    assert set(seen) == {("model", dtype == torch.float32), ("heads", True), ("norm", False), ("loss", False),
-                         (dtype, False)}
+    teacher_forced(heads, ids, autocast=torch.autocast("cpu", torch.bfloat16))
+    assert seen == [("model", dtype == torch.float32), ("heads", True)] and not torch.is_autocast_enabled("cpu")
 
 
 def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
@@ -124,44 +101,22 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
     assert guess_masks(tokens, 3).all() and guess_masks(tokens, 3).shape == (3, 2, 5)
 
 
-def test_state_losses_equal_the_plain_computation():
-    model = toy_model()
-    outputs, hidden, _, guess_mask = inputs(model)
-    got = state_losses(model, outputs, hidden, guess_mask)
-    for i, out in enumerate(outputs):
-        ahead = model.norm(hidden)[:, i + 1:i + 1 + T][guess_mask[i]]
-        want = F.smooth_l1_loss(model.norm(out)[guess_mask[i]], ahead) * guess_mask[i].sum()
-        torch.testing.assert_close(got[i], want)
-    got.sum().backward()
-    assert all(out.grad.abs().sum() > 0 and not out.grad[~guess_mask[i]].any() for i, out in enumerate(outputs))
-
-
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
-def test_top_hits_count_ranks(chunk):
-    """Catches a rank that is off by one, and ties that count for more than one token."""
+@pytest.mark.parametrize("ids", [[40, 3, 96, 55, 58, 7, 20, 21, 22, 0], range(97), [5]], ids=["ten", "all", "one"])
+def test_top_hits_count_ranks_in_the_draft_vocabulary(ids, chunk, monkeypatch):
+    """Catches a rank that is off by one, ties that count twice, and guesses which drafting cannot make."""
+    monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     outputs, hidden, _, guess_mask = inputs(model)
     with torch.no_grad():
         model.head.weight[50:60] = model.head.weight[50]
-    teacher = model.lm_head(hidden).argmax(-1)
-    got = top_hits(model, outputs, hidden, guess_mask, (1, 2, 40, 97), chunk)
+    heads = CloverHeads(preset("clover"), model)
+    heads.set_vocabulary([] if len(ids) == 97 else ids)
+    teacher, vocabulary = model.lm_head(hidden).argmax(-1), torch.tensor(sorted(ids))
+    got = top_hits(heads, outputs, hidden, guess_mask, (1, 2, 40, 97))
     for i, out in enumerate(outputs):
-        order = model.lm_head(out).sort(dim=-1, descending=True, stable=True).indices
+        order = vocabulary[model.lm_head(out)[..., vocabulary].sort(dim=-1, descending=True, stable=True).indices]
         for n, hits in zip((1, 2, 40, 97), got[:, i].tolist()):
-            assert hits == (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1)[guess_mask[i]].sum()
-    assert got[0].max() < got[2].min() and torch.equal(got[3], guess_mask.sum(dim=(1, 2)).float())
-
-
-@pytest.mark.parametrize("ids", [[40, 3, 96, 55, 58, 7, 20, 21, 22, 0], list(range(97)), [5]])
-def test_top_hits_are_among_the_draft_vocabulary(ids):
-    """Catches accuracy that counts guesses which drafting cannot make."""
-    model = toy_model()
-    outputs, hidden, _, guess_mask = inputs(model)
-    teacher, vocabulary = model.lm_head(hidden).argmax(-1), torch.tensor(ids, dtype=torch.int32)
-    got = top_hits(model, outputs, hidden, guess_mask, (1, 4, 97), 97 * 4, vocabulary)
-    for i, out in enumerate(outputs):
-        order = vocabulary[model.lm_head(out)[..., ids].argsort(dim=-1, descending=True)]
-        for n, hits in zip((1, 4, 97), got[:, i].tolist()):
             assert hits == (order[..., :n] == teacher[:, i + 1:i + 1 + T, None]).any(-1)[guess_mask[i]].sum()
 
 
@@ -190,24 +145,10 @@ class Peak(TorchDispatchMode):
         self.held -= self.live.pop(key, 0)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_the_lm_head_is_read_once_for_a_chunk(chunk):
-    """Catches a product for each sequence of a chunk, which reads the whole weight each time."""
-    model = toy_model()
-    given = inputs(model)
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func.overloadpacket != torch.ops.aten.bmm or len(args[0]) == 1
-            return func(*args, **(kwargs or {}))
-    with Products():
-        head_losses(model, *given, chunk=chunk)
-
-
-def test_memory_does_not_grow_with_heads_tokens_and_vocabulary():
+def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     """Real sizes, on the meta device, where nothing is computed: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
-    sizes = dict(V=152_000, C=4096, N=4096, K=5)
-    V, C, N, heads = sizes.values()
+    V, C, N, heads, chunk = 152_000, 4096, 4096, 5, 2**24
+    monkeypatch.setattr(loss, "CHUNK", chunk)
     with torch.device("meta"):
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]
@@ -217,9 +158,8 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary():
     class Model:
         norm = staticmethod(lambda x: x * 1.0)
         head = type("Head", (), dict(weight=weight))
-    chunk = 2**24
     with Peak() as peak:
-        losses, *_ = head_losses(Model, outputs, hidden, tokens, guess_mask, "distill", 4, chunk)
+        losses, _ = head_losses(Model, outputs, hidden, tokens, guess_mask)
         losses.sum().backward()
     kept = 4 * C * (3 * heads + 1) * (N + heads)  # what the norm gives, its gradient, and that of the outputs, per head
     assert peak.peak < kept + 6 * 4 * chunk < 4 * V * N

@@ -1,7 +1,7 @@
 """--show-tree: what each step drafted, and what the model accepted of it."""
 
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter
 
 from clover import Tree
 
@@ -10,14 +10,15 @@ WIDTH = 44  # of a node with its branches
 
 
 class Drafts:
-    """Records the tree of every step of an engine that has no graph, as a dict for --json, in
-    `steps`."""
+    """Records the tree of every step of an engine, as a dict for --json, in `steps`. The engine
+    runs without a graph, and no step ahead."""
 
     def __init__(self, engine, session):
         self.decoder = engine.decoder
+        self.decoder.steps_ahead = 0
         self.decode = session.encoding.decode
         self.streams = [session.encoding.stream() for _ in session.texts]
-        self.pending = defaultdict(deque)  # index of the prompt -> its trees not accepted yet
+        self.trees = {}          # index of the prompt -> the tree of its last step
         self.counts = Counter()  # index of the prompt -> its steps
         self.steps = []
         self.draft = self.decoder.draft
@@ -30,14 +31,14 @@ class Drafts:
         columns = slots.sequence, slots.active, *tree
         for index, active, *nodes in zip(*(column.tolist() for column in columns)):
             if active:
-                self.pending[index].append(Tree(*nodes))
+                self.trees[index] = Tree(*nodes)
         return tree
 
     def show(self, sequence, tokens, path, plan):
         """Adds a result of `Engine.step` to `steps`. The last emitted token is the model's own,
         unless the text ended before it."""
         index = sequence.index
-        tree = self.pending[index].popleft()
+        tree = self.trees[index]
         self.counts[index] += 1
         used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
         number = {node: i for i, node in enumerate(used)}

@@ -2,9 +2,6 @@
 
     python -m training.base --out out/base           # on the source of Python's standard library
     python -m training.base --out demo --evaluate    # the held-out loss of a model that is there
-
-Matrices learn by torch's Muon, which needs far fewer tokens here than AdamW does; the rest by
-AdamW. The tokenizer is a byte-level BPE learned from the same text.
 """
 
 if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
@@ -52,19 +49,16 @@ def train_tokenizer(documents, vocab_size, out):
         special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))])
     config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=END_OF_TEXT,
                   eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-    files = {"tokenizer.json": tokenizer.to_str(),
-             "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     with saving(f"{out}: a tokenizer cannot be written there", "make room, or take another --out"):
         out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text)
+        (out / "tokenizer.json").write_text(tokenizer.to_str())
+        (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def loss_of(model, ids):
     """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
-    attention = contextlib.nullcontext()
-    if ids.device.type == "cpu":
-        attention = sdpa_kernel(SDPBackend.MATH)  # flash takes longer
+    on_cpu = ids.device.type == "cpu"  # where flash attention takes longer
+    attention = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
     with torch.autocast(ids.device.type, torch.bfloat16), attention:
         logits = model.lm_head(model(ids[:, :-1]))
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
@@ -72,8 +66,7 @@ def loss_of(model, ids):
 
 @torch.no_grad()
 def evaluate(model, data, ids):
-    """Prints a model's loss on all held-out text, its tokens `ids`, in windows of the context that
-    do not overlap."""
+    """Prints the loss on all held-out tokens, in windows of the context that do not overlap."""
     T = min(model.config.block_size, len(ids) - 1)
     windows = (ids[i:i + T + 1].astype(int) for i in range(0, len(ids) - T, T))
     losses = [loss_of(model, to_device(window[None], model.device)).item() for window in windows]
@@ -87,7 +80,7 @@ def evaluate(model, data, ids):
 def train(model, tokens, args):
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers = (
+    optimizers = (  # Muon needs far fewer tokens here than AdamW does
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     loss_fn = torch.compile(loss_of) if args.compile else loss_of
@@ -119,7 +112,7 @@ def main(args):
     if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
         raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
                          f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
-    device = pick_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:
         model = checkpoint.load(out, torch.float32, device, quantize=args.quantize, packed=False)
@@ -135,10 +128,8 @@ def main(args):
           f"{human(len(heldout.ids))} held out", flush=True)
     try:
         train(model, tokens, args)
-    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
+    finally:  # after Ctrl-C and SIGTERM too
         save(model, out)
-        raise
-    save(model, out)
     evaluate(model, args.data, heldout.ids)
     print(f"\nnext:  python train_heads.py --model {out}")
 

@@ -16,11 +16,8 @@ def saving(what, advice):
     """Around writing files: where they cannot be written, raises InputError with the reason."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise these
-        cause = error
-        while cause and not isinstance(cause, OSError):  # torch hides it
-            cause = cause.__context__
-        reason = (cause and cause.strerror) or str(error).split("\n")[0]
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
@@ -41,8 +38,7 @@ def load_file(path, keys, mmap=False):
             raise ValueError(f"it should have {', '.join(keys)}")
     except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: not a file of this version ({reason}); start anew in another "
-                         "--out") from None
+        raise InputError(f"{path}: damaged, or not of this version ({reason})") from None
     return value
 
 

@@ -1,7 +1,4 @@
-"""Files of text and of conversations into documents, in a training and a held-out split.
-
-The built-in corpus is the source of Python's standard library: no command needs a download.
-"""
+"""Files of text and of conversations into documents, in a training and a held-out split."""
 
 import contextlib
 import glob
@@ -10,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import sysconfig
 import zlib
 from pathlib import Path
@@ -23,7 +19,7 @@ LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", *LINES)
 SPLITS = ("train", "heldout")
-# folders of the library that hold other packages, or tables (encodings, pydoc's topics)
+# folders of the library that hold other packages, or tables
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
 
@@ -40,20 +36,14 @@ class Record(NamedTuple):
 
 
 def builtin_corpus(split):
-    """The .py files of Python's standard library that are in a split, a sorted list of Path."""
+    """The files of Python's standard library that are in a split: no command needs a download."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    is_code = lambda path: not any(part in NO_CODE or part.endswith("data") for part in path.parts)
     files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
              and split_of(file.relative_to(root).as_posix()) == split]
     if not files:
         raise InputError(f"{root}: expected code for the split {split!r}; name files of text")
     return files
-
-
-def is_code(path):
-    """Whether a file of the library, by its path inside it, is code: not a table, nor data."""
-    # _sysconfigdata describes a machine: it differs between two builds of one version
-    return not (NO_CODE & set(path.parts) or path.stem.startswith("_sysconfigdata")
-                or any(re.search(r"(?<!meta)data\d*$", folder) for folder in path.parts[:-1]))
 
 
 def find_files(path):
@@ -84,8 +74,7 @@ def read_records(paths, template=None):
                 empty = False
                 yield record
         if empty:
-            raise InputError(f"{path}: expected text in UTF-8 that is not empty, in files such as "
-                             f"{' '.join(TEXT_SUFFIXES)}; name another")
+            raise InputError(f"{path}: expected text in UTF-8 that is not empty; name another")
 
 
 def read_file(file, template=None):
@@ -100,24 +89,22 @@ def read_file(file, template=None):
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield parse_line(line, template)
-    except (EOFError, InputError, OSError, RecursionError, ValueError, zlib.error) as error:
-        raise InputError(f'{file}: expected an object with "text", "prompt" and "completion", or '
-                         f'"messages" on each line, but line {number}: {error}; '
-                         "correct it") from None
+    except (AttributeError, EOFError, InputError, OSError, RecursionError, ValueError,
+            zlib.error) as error:
+        raise InputError(f'{file}: line {number}: expected an object with "text", "prompt" and '
+                         f'"completion", or "messages", but: {error}; correct it') from None
 
 
 def parse_line(line, template):
     """The Record of a line of JSON with "text", else "prompt" and "completion", else "messages"."""
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError("it is no object")
-    text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
+    get = json.loads(line).get
+    text, prompt, completion = map(get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        record = Record(chat_parts(value.get("messages"), template), "chat")
+        record = Record(chat_parts(get("messages"), template), "chat")
     if not all(isinstance(part, str) for part, _ in record.parts):
         raise ValueError(f"its {record.kind} is not a string")
     return record
@@ -126,8 +113,8 @@ def parse_line(line, template):
 def chat_parts(messages, template):
     """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
     what the conversation with an assistant's turn has beyond the prompt for it."""
-    is_message = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str)
-                                                       for key in ("role", "content"))
+    is_text = lambda value: isinstance(value, str)
+    is_message = lambda m: is_text(m.get("role")) and is_text(m.get("content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
         raise ValueError('it has no text, nor "messages" that are objects with role and content')
     if template is None:
@@ -153,11 +140,9 @@ def split_of(text):
 
 
 def split_records(paths, splits, template=None):
-    """Yields (split, Record) for the documents of `splits`, some of SPLITS. paths None is the
-    built-in corpus. InputError as in `read_records`, and for a split that stays empty.
-
-    A longer text is first cut into pieces of PIECE characters, so that one file fills both splits;
-    neighbouring pieces of a split stay one document."""
+    """Yields (split, Record) for the documents of some of SPLITS; paths None is the built-in
+    corpus. InputError as in `read_records`, and for a split without any. Texts are first cut into
+    pieces, so that one file fills both splits; neighbouring pieces of a split are one document."""
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):

@@ -30,13 +30,6 @@ class Tokens(NamedTuple):
     loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
     starts: np.ndarray     # int64, ascending: the offset of each document's first token
 
-    def tensors(self):
-        return list(map(torch.from_numpy, self))
-
-    @classmethod
-    def of(cls, tensors):
-        return cls(*(tensor.numpy() for tensor in tensors))
-
 
 def pack(documents):
     """(ids, loss_mask) pairs as Tokens."""
@@ -46,12 +39,10 @@ def pack(documents):
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, as arrays.
-
-    A text, and a prompt with its completion, gets the tokenizer's prefix before it and end_of_text
-    after it, which is also the prefix of the next where they are one token; a chat template writes
-    both itself. Special tokens are recognised except in plain texts. Prompt and answer are encoded
-    separately, as in decoding."""
+    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it and
+    end_of_text after it, which is also the next one's prefix where they are one token; a chat
+    template writes both itself. Special tokens are recognised except in plain texts. Prompt and
+    answer are encoded separately, as in decoding."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -97,22 +88,21 @@ def tokens_key(paths, encoding, template=None):
 
 
 def store_tokens(file, key, paths, encoding, template=None, log=print):
-    """Writes both splits' tokens, of this `tokens_key`, into a file, unless it holds them already
-    -> what `open_tokens` gives."""
+    """The `open_tokens` of this `tokens_key`; they are made unless the file holds them."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
     tokens, kinds = encode_splits(paths, SPLITS, encoding, template, log)
-    stored = dict(key=key, kinds=kinds) | {split: tokens[split].tensors() for split in SPLITS}
-    save_file(file, stored, "make room, or choose another --out")
+    arrays = {split: list(map(torch.from_numpy, tokens[split])) for split in SPLITS}
+    save_file(file, dict(key=key, kinds=kinds) | arrays, "make room, or choose another --out")
     return open_tokens(file)
 
 
 def open_tokens(file):
     """A token file as a dict: its key, kinds, and the splits' Tokens, mapped into memory."""
     stored = load_file(file, ("key", "kinds", *SPLITS), mmap=True)
-    return stored | {split: Tokens.of(stored[split]) for split in SPLITS}
+    return stored | {split: Tokens(*(x.numpy() for x in stored[split])) for split in SPLITS}
 
 
 def set_draft_vocabulary(heads, ids, n, log=print):
@@ -120,9 +110,7 @@ def set_draft_vocabulary(heads, ids, n, log=print):
     lowest first; 0: among all. n None: as many as cover COVERAGE of the array, rounded up to a
     multiple of VOCABULARY_STEP, but all of them unless that is under half."""
     vocab_size = heads.model.config.vocab_size
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(ids), 2**24):  # bincount copies its input to int64
-        counts += np.bincount(ids[start:start + 2**24], minlength=vocab_size)
+    counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
     if n is None:
         covered = counts[order].cumsum() / counts.sum()
@@ -163,12 +151,10 @@ def to_device(array, device):
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
-    """n prompts, lists of ids, from random documents: the same for the same seed.
-
-    From a text: `length` ids from a random offset, with at least one more after them. From a
-    completion or a conversation: what precedes an answer, its last max_len ids (default: 4 *
-    length). A document gives a second prompt only after all that can have given one. Where all
-    texts are too short, `length` is halved."""
+    """n prompts, lists of ids, from random documents: the same for the same seed. From a text:
+    `length` ids from a random offset, with at least one more after them. From a completion or a
+    conversation: what precedes an answer, its last max_len ids (default: 4 * length). A document
+    gives a second one only after all gave one. Where texts are too short, `length` is halved."""
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))

@@ -1,5 +1,4 @@
-"""How good draft heads are: head accuracy, tokens per step, and which nodes of a tree they get
-accepted, from which tools/policy.py expects how many tokens a step finds."""
+"""How good draft heads are: head accuracy, tokens per step, which nodes of trees are accepted."""
 
 import torch
 
@@ -40,11 +39,8 @@ def head_accuracy(heads, heldout, batch_size, block_size, batches=16):
 @torch.inference_mode()
 def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
     """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
-    n - 1 of [[share] * 63] * K.
-
-    Counted over the steps of decoding the prompts with trees of 64 nodes and 8 beams. A smaller
-    tree with as many beams is the front of a larger one, and fewer beams find nearly as much. So
-    one table serves all sizes."""
+    n - 1 of [[share] * 63] * K. Counted with trees of 64 nodes and 8 beams: a smaller tree is the
+    front of a larger one, and fewer beams find nearly as much, so one table serves all sizes."""
     engine = prepare(model, prompts, max_new_tokens, heads, batch_size=batch_size, graph=False,
                      policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), temperature=temperature)
     hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
@@ -57,7 +53,7 @@ def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size
 
 
 def measure(heads, heldout, batch_size, block_size, log=print):
-    """The measurements that go into heads.json, as a dict. log: called with a line before each."""
+    """The measurements for heads.json, as a dict. log: called with a line before each."""
     log("measuring 1 of 4: head accuracy")
     top = head_accuracy(heads, heldout, batch_size, block_size)
     given = heldout_prompts(heldout, heads.model)
@@ -73,8 +69,7 @@ def measure(heads, heldout, batch_size, block_size, log=print):
 
 
 def record(heads, out, tokenizer, measured, weights=False):
-    """Prints what was measured of saved heads, and writes it into their heads.json. weights: writes
-    these too."""
+    """Prints what was measured and adds it to the heads' heads.json; weights: saves these too."""
     print("held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS))
     for i, row in enumerate(zip(*measured["top_accuracy"].values()), start=1):
         print(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))

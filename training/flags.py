@@ -35,8 +35,7 @@ def parse_heads(argv=None):
     if args.resume and not args.evaluate:
         args = parse_resumed(parser, argv, out)
     elif not args.evaluate and (Path(out) / STATE_FILE).exists():
-        parser.error(f"{out} holds a run already; --resume goes on with it, another --out starts a "
-                     "new one")
+        parser.error(f"{out} holds a run already; --resume goes on with it, or take another --out")
     if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
         parser.error(f"--draft-vocabulary takes auto, 0 for all, or at least {MIN_VOCABULARY}")
     args.out = out
@@ -57,8 +56,7 @@ def parse_resumed(parser, argv, out):
     differ = [f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
               if vars(args)[name] != saved[name]]
     if differ:
-        parser.error(f"{out} holds a run with {'; '.join(differ)}: leave these flags out, or "
-                     "choose another --out")
+        parser.error(f"{out} holds a run with {'; '.join(differ)}, which --resume cannot change")
     return args
 
 
@@ -70,10 +68,8 @@ def parse_base(argv=None):
     for name, lowest in LOWEST.items():
         add_number(parser, f"--{name.replace('_', '-')}", lowest, 2**20, default=argparse.SUPPRESS)
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    parser.add_argument("--compile", action="store_true",
-                        help="torch.compile the loss; needs a C++ compiler on a CPU")
-    parser.add_argument("--evaluate", action="store_true",
-                        help="measure the model in --out on held-out text")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the model in --out")
     add_quantize_flag(parser)
     args = parser.parse_args(argv)
     if args.quantize and not args.evaluate:
@@ -88,8 +84,7 @@ def heads_parser():
     add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
     add_head_flags(parser)
     parser.add_argument("--out", help="default: out/ and the preset's name")
-    parser.add_argument("--resume", action="store_true",
-                        help="continue the run in --out, with its flags")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill",
                         help="train towards the model's next-token distribution or the text")
     add_number(parser, "--self-distill", 0, 10**7, metavar="N",
@@ -104,9 +99,8 @@ def heads_parser():
 
 
 def add_data_flag(parser):
-    parser.add_argument("--data", nargs="+", metavar="PATH",
-                        help="files of text or .jsonl, folders, patterns; default: Python's "
-                             "standard library")
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, "
+                        "folders, patterns; default: Python's standard library")
 
 
 def add_run_flags(parser, steps, batch_size, block_size, lr):
@@ -136,7 +130,6 @@ def add_head_flags(parser):
     parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
                         **switch("all heads but the first share their weights"))
     add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
-               help="let the heads draft only among the N most frequent tokens of the data; 0: "
-                    "all; auto: as many as cover 97%% of the data, or all where that is half of "
-                    "them or more; default: auto, or with --resume or --evaluate what the heads "
-                    "in --out have")
+               help="let heads draft among the N most frequent tokens of the data; 0: all; auto: "
+                    "as many as cover 97%% of the data, or all where that is half; default: auto, "
+                    "or with --resume or --evaluate what the heads in --out have")

@@ -1,9 +1,8 @@
 """The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
 
-K heads over N tokens and a vocabulary of V make K * N * V logits, and as many in their gradient:
-with K = 5, N = 4096 and V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient
-of its input is known as soon as the logits are. The forward pass computes both chunk by chunk and
-keeps [N, C] alone.
+K heads over N tokens make K * N * V logits, and as many in their gradient: with K = 5, N = 4096 and
+V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient of its input is known as
+soon as the logits are. The forward pass computes both chunk by chunk and keeps [N, C] alone.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
 t + 1 + i. Losses are sums, not means: several processes add theirs up.
@@ -44,17 +43,14 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
 
 
 def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
-    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each.
+    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
+    guess_mask. A hit is a guess whose top-1 is the model's greedy token.
 
-    outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
-    model's states. tokens: int64 [B, T + K + 1]. guess_mask: see `guess_masks`. objective:
-    "distill", against the model's next-token distribution, or "data", against the tokens. A hit is
-    a guess in guess_mask whose top-1 is the model's greedy token. dtype: of products, default the
-    LM head's; not by autocast, whose norms are in float32 on CUDA.
-
-    Sums are float32, differentiable with respect to the outputs. At most CHUNK logits (or those of
-    one position) exist at a time, and with probabilities, gradient and copies six times as many
-    numbers."""
+    outputs: K tensors [B, T, C], the heads' inputs to the LM head, by which sums can be
+    differentiated. hidden [B, T + K, C]: the model's states. tokens: int64 [B, T + K + 1].
+    objective: "distill", against the model's next-token distribution, or "data", against the
+    tokens. dtype: of products. At most CHUNK logits (or those of one position) exist at a time, and
+    with probabilities, gradient and copies six times as many numbers."""
     dtype = dtype or model.head.weight.dtype
     teacher = model.norm(hidden).detach().to(dtype)
     states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
@@ -131,9 +127,8 @@ def cross_entropy_(logits, target, is_token):
 @torch.no_grad()
 def top_hits(heads, outputs, hidden, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equally
-    likely tokens the lower id comes first. Logits are float32, as in decoding. Other arguments as
-    in `head_losses`."""
+    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equals the
+    lower id comes first. Logits are float32, as in decoding."""
     model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size

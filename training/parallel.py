@@ -22,9 +22,8 @@ def too_large(args):
 
 
 def shard(model, mesh):
-    """Leaves each process its part of the blocks' weights (FSDP2); embedding, norm and LM head stay
-    whole. The model comes in the host's memory and goes to the device block by block, so the device
-    need never hold all of it."""
+    """Leaves each process its part of the blocks' weights (FSDP2); the rest stays whole. The model
+    goes from the host to the device block by block, so the device need never hold all of it."""
     from torch.distributed.fsdp import fully_shard
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -50,7 +49,7 @@ def load_for_training(args, group):
     if args.shard_base:
         loading.device = "cpu"
         turns = group.one_by_one()
-        # here, where no process waits for another: it may make a group, which all make together
+        # before they take turns: it may make a group, which all make together
         mesh = init_device_mesh(device, (group.size,))
     with turns:
         model, encoding = load_model(loading, packed=False)

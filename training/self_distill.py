@@ -1,7 +1,8 @@
 """Text that the model itself writes, for heads to train on, since decoding is on such text."""
 
-import time
 from pathlib import Path
+
+import torch
 
 from generate import generate
 from model import InputError
@@ -17,7 +18,7 @@ def own_text(args, model, stored, stop):
     """The Tokens of what the model writes after --self-distill prompts from the training text,
     greedily after one half of them, at temperature 1 after the other; None for no prompts. A file
     in --out keeps them for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
-    kinds, corpus = stored["kinds"], stored["train"]
+    kinds = stored["kinds"]
     if args.self_distill is None:
         mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
         args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
@@ -27,9 +28,9 @@ def own_text(args, model, stored, stop):
         raise InputError("a sharded model does not decode; take --self-distill 0")
     file = Path(args.out) / "self_distill.pt"
     if args.resume:
-        return Tokens.of(load_file(file, ["tokens"])["tokens"])
+        return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
     length = min(args.window, model.config.block_size // 2)
-    given = prompts(corpus, args.self_distill, max(args.block_size // 4, 1), args.seed,
+    given = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
@@ -37,14 +38,14 @@ def own_text(args, model, stored, stop):
     documents = []
     for temperature in (0, 1):
         some = given[temperature::2] or given
-        began = time.monotonic()
         out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
                        tree_size=TREE_SIZE, batch_size=BATCH, stop=stop)
         print(f"the model wrote {out.emitted} tokens after {len(some)} prompts at temperature "
-              f"{temperature} in {time.monotonic() - began:.0f} s", flush=True)
+              f"{temperature} in {out.seconds:.0f} s", flush=True)
         for prompt, text in zip(some, out.tokens):
             in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
             documents.append(([*prompt, *text], in_loss))
     tokens = pack(documents)
-    save_file(file, dict(tokens=tokens.tensors()), "make room and start it again")
+    arrays = list(map(torch.from_numpy, tokens))
+    save_file(file, dict(tokens=arrays), "make room and start it again")
     return tokens
