@@ -189,14 +189,12 @@ class CloverHeads(nn.Module):
         self.register_buffer("vocabulary", ids)
 
     def set_vocabulary(self, tokens):
-        """Drafts among these token ids [n] only, most frequent first; an empty list: among all.
-        Raises InputError for ids that the model does not have."""
+        """Drafts among these token ids [n] only, most frequent first; an empty list: among all."""
         V = self.model.config.vocab_size
         tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
-            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
-        if len(tokens.unique()) < len(tokens):
-            raise InputError("a draft vocabulary names a token id twice")
+        known = tokens.unique()
+        if len(known) < len(tokens) or ((known < 0) | (known >= V)).any():
+            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice")
         self.config = replace(self.config, vocabulary=len(tokens))
         self.vocabulary = tokens.int() if len(tokens) else None
 
@@ -223,10 +221,10 @@ class CloverHeads(nn.Module):
         """One over the root mean square of the LM head's weights, from the first use on."""
         base = self.model
         V, C = base.config.vocab_size, base.config.n_embd
-        parts = torch.arange(V, device=base.device).split(4096)  # in float32 all would be large
-        squares = [base.head.embedding(part).float().pow(2).sum(dtype=torch.float64)
-                   for part in parts]
-        return (V * C / sum(squares).item()) ** 0.5
+        parts = torch.arange(V, device=base.device).split(4096)  # all at once would take memory
+        rows = map(base.head.embedding, parts)
+        squares = sum(x.float().pow(2).sum(dtype=torch.float64) for x in rows)
+        return (V * C / squares.item()) ** 0.5
 
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""

@@ -1,7 +1,6 @@
-"""N processes, or ranks, that torchrun started. They hold one model together (tensor parallelism,
-arXiv 1909.08053, section 3), or train together. A rank that holds a model in part has whole
-attention heads with their cache, a part of the MLP and of the vocabulary. Rank 0 alone reads
-prompts, prints, and writes files.
+"""N processes, or ranks, that torchrun started. They train together, or hold one model together
+(tensor parallelism, arXiv 1909.08053, section 3): each has whole attention heads with their cache,
+a part of the MLP and of the vocabulary. Rank 0 alone reads prompts, prints, and writes files.
 
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
@@ -25,9 +24,14 @@ from model import Block, InputError, LMHead, free_memory, pick_device
 TIMEOUT = timedelta(hours=24)
 
 
+class SharedError(InputError):
+    """All ranks raise it, so rank 0 alone prints it."""
+    shared = True
+
+
 class Group:
-    """The N ranks, of which this process is `rank`, and number local_rank on its machine. Group()
-    is one process alone. The others need torch.distributed to be initialised, as `start` does."""
+    """The N ranks, of which this process is `rank`, and local_rank on its machine. Group() is one
+    process alone; the others need torch.distributed to be initialised, as `start` does."""
 
     def __init__(self, rank=0, size=1, local_rank=0):
         self.rank = rank
@@ -51,9 +55,8 @@ class Group:
         return tensor
 
     def sum(self, x, bias=None):
-        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks.
-        So all get the same bits, and a row's do not depend on the other rows, as those of an
-        all-reduce may."""
+        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks: a
+        row's bits do not depend on the other rows, as those of an all-reduce may."""
         return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
 
     def min(self, number):
@@ -81,14 +84,14 @@ class Group:
     # Errors that all ranks raise, so that none waits for another in vain
 
     def check_same(self, value, what):
-        """Raises InputError where the ranks' values differ. what: what the processes did then."""
+        """Raises InputError where values differ. what: such as "have read different files"."""
         if any(other != value for other in self.all_gather_objects(value)):
-            raise shared_error(f"the processes {what}; start all with the same torchrun command "
+            raise SharedError(f"the processes {what}; start all with the same torchrun command "
                                "and the same files")
 
     def raise_together(self, action):
-        """action() on every rank, in which no rank may wait for another. Where it raises InputError
-        on any of them, all raise the first one's."""
+        """action() on every rank, which waits for no other rank. Where one raises InputError, all
+        raise the first one's."""
         result = failed = None
         try:
             result = action()
@@ -96,7 +99,7 @@ class Group:
             failed = str(error)
         for rank, message in enumerate(self.all_gather_objects(failed)):
             if message is not None:
-                raise shared_error(f"rank {rank}: {message}" if rank else message)
+                raise SharedError(f"rank {rank}: {message}" if rank else message)
         return result
 
     def on_first(self, action):
@@ -117,8 +120,7 @@ class Group:
 
     @contextlib.contextmanager
     def one_by_one(self):
-        """Runs the body on one rank of each machine at a time: a machine's memory then holds one
-        whole model. All machines must have the same number of ranks."""
+        """Runs the body on one rank of each machine at a time. All must have as many ranks."""
         for _ in range(self.local_rank):
             self.barrier()
         yield
@@ -138,8 +140,8 @@ class Group:
         return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def shard_config(self, config):
-        """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
-        ranks hold each. Raises InputError where the ranks do not divide what they share."""
+        """The GPTConfig of a rank's part of a block. Several ranks hold each key/value head where
+        these are fewer. Raises InputError where the ranks do not divide what they share."""
         c, N = config, self.size
         divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
         if not divides or N > c.vocab_size:
@@ -212,13 +214,6 @@ class Group:
 def group_of(model):
     """The ranks that hold a model; Group() for one of this process alone."""
     return getattr(model, "group", Group())
-
-
-def shared_error(message):
-    """An InputError that all ranks raise, for rank 0 to print."""
-    error = InputError(message)
-    error.shared = True
-    return error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +345,7 @@ def start(args):
         return Group()
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device.startswith("cuda:"):
-        raise shared_error("with torchrun every process takes a GPU of its own; expected --device "
+        raise SharedError("with torchrun every process takes a GPU of its own; expected --device "
                            f"cuda, not {args.device}")
     if args.device == "cuda":
         args.device = f"cuda:{local_rank}"

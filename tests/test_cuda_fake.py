@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -208,7 +209,7 @@ def world():
                 (kernels, "sm_count", lambda _: 132), (kernels, "_seed_key", lambda seed: 7),
                 (kernels, "_shared_memory", lambda _: 233472),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
-                (models, "causal_lower_right", CausalBias),
+                (bias, "causal_lower_right", CausalBias),
                 (module, "read_accepted", read_accepted), (Decoder, "__init__", make)):
             stack.enter_context(patch.object(where, name, value, create=True))
         empty = torch.empty
