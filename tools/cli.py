@@ -98,18 +98,12 @@ def load_model(args, group=None, packed=True):
 
 
 def load_heads(path, model, encoding, of_original=False):
-    """`CloverHeads.from_pretrained`, which also takes heads trained on the weights before they were
-    quantised, and says so: by --quantize, or by whoever made the folder and --heads-of-original."""
-    quantised_folder = model.quantization and model.unrounded_hash == model.hash
-    if of_original and not quantised_folder:
-        raise InputError("--heads-of-original is for a folder that is quantised; leave it out")
-    if quantised_folder and Path(path).is_dir():
-        theirs = read_record(Path(path) / "heads.json")[1]["base"]["weights"]
-        if theirs != model.hash and not of_original:
-            raise InputError(f"{path}: these heads belong to other weights (theirs {theirs}, these "
-                             f"{model.hash}); if they were trained on this model before it was "
-                             "quantised, give --heads-of-original")
-        model.unrounded_hash = theirs
+    """`CloverHeads.from_pretrained`, which also takes heads trained on the weights before
+    --quantize rounded them, and says so; or, with of_original, before somebody made the folder."""
+    if of_original:
+        if not model.quantization or model.unrounded_hash != model.hash:
+            raise InputError("--heads-of-original is for a folder that is quantised; leave it out")
+        model.unrounded_hash = read_record(Path(path) / "heads.json")[1]["base"]["weights"]
     heads = CloverHeads.from_pretrained(path, model, encoding.hash)
     if heads.info["base"]["weights"] != model.hash:
         print(f"{path}: these heads were trained on the model before it was quantised "
@@ -208,16 +202,15 @@ class Session:
 def sampling_flags(args):
     """The flags that say how to sample. Those not given are as the folder says; a line on standard
     error says which."""
-    flags = {name: getattr(args, name) for name in SAMPLING}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)
     if given.get("temperature", defaults["temperature"]) == 0:
         filters = ", ".join(f"--{flag(name)}" for name in SAMPLING[1:] if given.get(name))
         if filters and "temperature" not in given:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
-    file = Path(args.model) / "generation_config.json"
     of_folder = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
+    file = Path(args.model) / "generation_config.json"
     try:
         Sampling(**of_folder)
     except InputError as error:
@@ -254,12 +247,12 @@ def read_file(path, chat):
         lines = decode_text(path.read_bytes(), path).splitlines()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    conversations = [read_line(f"{path}, line {number}", line, chat) if path.suffix == ".jsonl"
+                     else [dict(role="user", content=line)]
+                     for number, line in enumerate(lines, 1) if line.strip()]
+    if not conversations:
         raise InputError(f"{path}: holds no prompt")
-    if path.suffix != ".jsonl":
-        return [[dict(role="user", content=line)] for _, line in numbered]
-    return [read_line(f"{path}, line {number}", line, chat) for number, line in numbered]
+    return conversations
 
 
 def read_line(where, line, chat):

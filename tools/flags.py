@@ -167,18 +167,18 @@ def add_machine_flags(group):
 
 def check_draft_flags(parser, args):
     """What argparse cannot know: which of --draft, --heads, --beams, --tree-size exclude others."""
-    draft, size = args.draft, args.tree_size
-    if draft in ("heads+lookup", "heads") and args.heads == "none":
-        parser.error(f"--draft {draft} needs heads; leave out --heads none")
-    if draft in ("lookup", "none") and (args.beams is not None or args.heads not in (None, "none")):
-        parser.error(f"--heads and --beams are for heads, which --draft {draft} leaves out")
-    if args.heads_of_original and (draft in ("lookup", "none") or args.heads == "none"):
-        parser.error("--heads-of-original needs heads, which --draft or --heads leaves out")
-    least = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(draft, 1)
-    if draft and size is not None and size < least:
-        parser.error(f"--draft {draft} needs --tree-size {least} or more, not {size}")
-    if draft == "none" and size not in (None, 1):
-        parser.error(f"--tree-size {size} needs guesses; leave out --draft none")
+    without_heads = args.draft in ("lookup", "none") or args.heads == "none"
+    if without_heads and args.draft in ("heads+lookup", "heads"):
+        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
+    if without_heads and (args.beams is not None or args.heads not in (None, "none")
+                          or args.heads_of_original):
+        parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
+                     "--heads leaves out")
+    nodes = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(args.draft, 1)
+    if args.tree_size is not None and args.tree_size < nodes:
+        parser.error(f"--draft {args.draft} needs --tree-size {nodes} or more")
+    if args.draft == "none" and args.tree_size not in (None, 1):
+        parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
 
 
 def flag(name):
