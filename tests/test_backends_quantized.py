@@ -1,6 +1,5 @@
 """quantized.py: packed layers compute what dequantised ones do, and --quantize rounds to the nearest."""
 
-import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 import generate as module
-import train_heads
 from backends import cpu
 from backends.quantized import (
     INT8_ROWS,
@@ -20,7 +18,7 @@ from backends.quantized import (
     rounded_layouts,
 )
 from backends.tensor_parallel import Group
-from clover import PRESETS, CloverHeads, read_record
+from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model, write_tokenizer
 from generate import generate
 from hf import checkpoint
@@ -28,7 +26,6 @@ from model import InputError
 from test_hf_quantization import write_quantised
 from test_kernels import needs_triton, run_python
 from tools.flags import parse_generate
-from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 INT4 = lambda group: Layout("int4", group, torch.bfloat16, True)
@@ -121,16 +118,6 @@ def test_the_head_is_an_lm_head():
     position = torch.zeros(130, dtype=torch.int64)
     assert torch.equal(head.sample(hidden, 0.0, 0, position, position), logits.argmax(-1))
     assert torch.equal(head.embedding(torch.tensor([[3, 9]])), dense[[3, 9]][None])
-
-
-def test_memory_is_checked_for_what_is_packed(folder, packs, monkeypatch):
-    """Catches a 70B model in 4 bits that is refused for its size in bfloat16."""
-    sizes = []
-    monkeypatch.setattr(checkpoint, "check_memory", lambda what, size, *_: sizes.append(size))
-    packed, dense = (checkpoint.load(folder, torch.float32, "cpu", quantize="int4", packed=x) for x in (True, False))
-    assert sizes == [sum(x.nbytes for x in (*m.parameters(), *m.buffers())) - m.rotations.nbytes
-                     for m in (packed, dense)]
-    assert sizes[0] < 0.4 * sizes[1]
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq-8", "fp8", "int4", "int8"])
@@ -241,29 +228,3 @@ def test_heads_of_the_original_need_a_flag(tmp_path, capsys):
         run(ROOT / "demo", "--heads-of-original")
     run(ROOT / "demo", "--quantize", "int8")
     assert "trained on the model before it was quantised (int8)" in capsys.readouterr().err
-
-
-def test_heads_are_trained_on_a_quantised_base(request, tmp_path, capsys):
-    """Catches heads that are recorded as of the unrounded weights, and a --resume that forgets the rounding."""
-    base = request.getfixturevalue("checkpoint")
-    lines = "".join(f"{{\"text\": \"line {i} of a text, {i * i}\"}}\n" * 20 for i in range(200))
-    (tmp_path / "text.jsonl").write_text(lines)
-    flags = ["--model", str(base), "--data", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "out"),
-             "--block-size", "16", "--batch-size", "2", "--device", "cpu"]
-    train_heads.main(parse_heads([*flags, "--steps", "1", "--quantize", "int8"]))
-    rounded = checkpoint.load(base, torch.float32, "cpu", quantize="int8")
-    assert read_record(tmp_path / "out" / "heads.json")[1]["base"]["weights"] == rounded.hash
-    assert parse_heads([*flags, "--resume"]).quantize == "int8"
-    capsys.readouterr()
-    run(base, "--quantize", "int8", "--heads", str(tmp_path / "out"))
-    assert "before it was quantised" not in capsys.readouterr().err
-
-
-def test_measuring_never_records_a_rounding_as_the_heads_own(tmp_path):
-    """Catches demo/clover's record, written anew with the rounded weights' hash."""
-    shutil.copytree(ROOT / "demo" / "clover", tmp_path / "heads")
-    before = (tmp_path / "heads" / "heads.json").read_bytes()
-    with pytest.raises(InputError, match="before it was rounded; measure them without --quantize"):
-        train_heads.main(parse_heads(["--model", str(ROOT / "demo"), "--out", str(tmp_path / "heads"), "--evaluate",
-                                      "--quantize", "int8", "--device", "cpu"]))
-    assert (tmp_path / "heads" / "heads.json").read_bytes() == before

@@ -13,6 +13,8 @@ from generate import capture
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 def chain(n):
     """Ancestors of n nodes that follow each other."""
@@ -22,8 +24,7 @@ def chain(n):
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence, four ways
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_steps_and_trees_agree(shape, device):
     """Catches a position, a cache row or a mask that is off in one of the ways to feed tokens."""
@@ -46,7 +47,7 @@ def test_prefill_steps_and_trees_agree(shape, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_in_bfloat16_comes_near_float32(shape):
     """Catches flash attention's causal mask aligned to the wrong end, in the chunks after the first."""
@@ -91,23 +92,16 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
     assert torch.equal(getattr(model.float(), name), want)
 
 
-def test_a_folder_can_be_looked_at(checkpoint, tmp_path):
-    """The command line, in processes of its own."""
-    command = [sys.executable, "model.py"]
-    look = lambda *args: subprocess.run([*command, *map(str, args)], cwd=ROOT, capture_output=True, text=True)
-    said = look(checkpoint)
-    assert said.returncode == 0
-    assert "llama (LlamaForCausalLM)" in said.stdout and "context       128 tokens" in said.stdout
+def test_a_folder_can_be_looked_at(checkpoint):
+    """The command line, in a process of its own."""
+    said = subprocess.run([sys.executable, "model.py", str(checkpoint)], cwd=ROOT, capture_output=True, text=True)
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
-    assert f"parameters    {parameters / 1e3:.1f} k: " in said.stdout and "0.5 KiB per token in float32" in said.stdout
-    assert "tokenizer     258 tokens\n" in said.stdout and said.stdout.endswith("generate.py   has all that it needs\n")
-    said = look(tmp_path / "nowhere")
-    assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
+    assert said.returncode == 0 and f"parameters    {parameters / 1e3:.1f} k: " in said.stdout, said.stderr
 
 
 @pytest.mark.parametrize("number, unit, said", [
-    (0, "", "0"), (999, "", "999"), (9_311_488, "", "9.3 M"), (7e9, "", "7 B"), (128_256, "", "128 k"),
-    (1_500_000_000, "B", "1.5 GB"), (18_637_008, "B", "18.6 MB"), (999_600, "B", "1 MB"), (99_960, "", "100 k")])
+    (0, "", "0"), (9_311_488, "", "9.3 M"), (7e9, "", "7 B"), (128_256, "", "128 k"), (1_500_000_000, "B", "1.5 GB"),
+    (999_600, "B", "1 MB"), (99_960, "", "100 k")])
 def test_numbers_are_as_people_write_them(number, unit, said):
     assert models.human(number, unit) == said
 
@@ -126,24 +120,10 @@ def test_a_fresh_model_has_weights_and_sizes_that_fit():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_free_memory_is_a_number():
-    assert 2**20 < models.free_memory("cpu") < 2**50
-
-
-def test_what_a_live_graph_reserves_is_not_free(monkeypatch):
-    """Catches memory counted as free that only a captured CUDA graph can use, and what torch keeps for itself not."""
-    driver, kept, pool, freed = 100, 40, 30, []  # bytes free at the driver, in torch's cache, in a graph's pool
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(kept))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver + sum(freed), 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 + kept + pool)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
-    assert models.free_memory("cuda") == driver + kept
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_memory_of_a_graph_is_free_again_without_it():
-    """The same on a device: a graph that needs 1 GiB while it runs."""
+    """Catches memory counted as free that only a captured CUDA graph can use: here 1 GiB."""
     x = torch.ones(2**28, device="cuda")
     before = models.free_memory("cuda")
     body = lambda: (2 * x).sum()
