@@ -7,8 +7,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import jinja2.sandbox
 
 from hf import expect
 from hf.families import text_config
@@ -86,23 +85,20 @@ def find_template(folder):
         named = [entry.get("template") for entry in source
                  if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0] if named else source
-    expect(isinstance(source, str | None),
-           f"{file}: expected a chat_template that is a text, or a list with one named default, "
-           f"not a {type(source).__name__}; correct the file")
+    expect(isinstance(source, str | None), f"{file}: expected a chat_template that is a text, or a "
+           f"list with one named default, not a {type(source).__name__}; correct the file")
     return file, source
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt, as transformers' apply_chat_template does.
-
-    The prompt's ids are `encoding.encode(text, allowed_special="all")`, without `encoding.prefix`:
-    a template writes its own BOS token."""
+    """Turns messages into the text of a prompt, as transformers' apply_chat_template does. Its ids
+    are `encoding.encode(text, allowed_special="all")`: a template writes its own BOS token."""
 
     def __init__(self, file, source, tokens):
         self.file = file
         self.source = source
         self.tokens = tokens
-        environment = ImmutableSandboxedEnvironment(
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
         environment.globals["raise_exception"] = raise_exception

@@ -30,8 +30,7 @@ from model import GPT, InputError, atomic_write, check_memory, free_memory, huma
 LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
-# Tensors that follow from the config: old folders' rotary tables and GPT-2's causal masks.
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
 
 
 class StoredTensor(NamedTuple):
@@ -56,8 +55,7 @@ def weight_files(path):
                 expect(Path(name).name == name and (index.parent / name).is_file(),
                        f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
             return [index.parent / name for name in names]
-    raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or an index of "
-                     "their shards; fetch the checkpoint's weights")
+    raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
 def open_weights(file):
@@ -109,8 +107,7 @@ def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
     config, tensors = open_folder(path)
     n = len(tensors)  # checked before anything is built for each layer
-    expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but only {n} tensors; fetch the "
-           "checkpoint again")
+    expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but {n} tensors; fetch it again")
     with torch.device("meta"):
         model = GPT(config)
     return model, match_tensors(path, model, tensors)
@@ -140,14 +137,12 @@ def match_tensors(path, model, tensors):
                f"{tensor.file}: {part} should be floats of shape {shape} by config.json, but is "
                f"{tensor.dtype} of {tensor.shape}; fetch the checkpoint again")
         matches.append((tensor, name, start))
-    expect(not expected, f"{path}: the checkpoint lacks {', '.join([*expected][:3])}, which its "
-           "config.json has")
+    expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; fetch it again")
     return matches
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
-
     device: default CUDA where there is a GPU. group: the ranks that hold the model together: only
     this rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised
     weights stay packed where kernels run, unless `packed` is False."""
@@ -187,12 +182,10 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
 
 def read_weights(model, matches, shapes, group, layouts, quantize):
     """Fills a model, or this rank's part of it, from the files -> [hash of the whole model, that of
-    the folder's values before rounding]. Takes the memory of about one tensor.
-
-    shapes: {name: shape} of the whole parameters. layouts: {name: `Layout`} of those that are
-    quantised. The hash is of the values in the files, dequantised, before any cast."""
+    the folder's values before rounding]: of dequantised values, before any cast. Takes the memory
+    of about one tensor. shapes: {name: shape} of the whole parameters."""
     parameters = dict(model.named_parameters())
-    samples, unrounded = defaultdict(dict), defaultdict(dict)  # {name: {first row: values}}
+    samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
     for tensor, name, start in show_files(matches):
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         if name not in layouts:
@@ -214,15 +207,14 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
-        samples[name][start] = value.flatten()[first::stride].clone()
-        unrounded[name][start] = given.flatten()[first::stride].clone()
+        samples[name][start] = [x.flatten()[first::stride].clone() for x in (value, given)]
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(F.normalize(rows.float(), dim=-1))
     hashes = []
-    for found in (samples, unrounded):
-        joined = {name: (shapes[name], torch.cat([values for _, values in sorted(parts.items())]))
-                  for name, parts in found.items()}
+    for i in range(2):
+        joined = {name: (shapes[name], torch.cat([parts[row][i] for row in sorted(parts)]))
+                  for name, parts in samples.items()}
         tied = {"head.weight": joined["embed.weight"]} if model.config.tied else {}
         hashes.append(samples_hash(joined | tied))
     return hashes
@@ -261,8 +253,7 @@ def save(model, path, dtype=None):
     tensors = {}
     for name, value in model.named_parameters():
         tensors |= families.split_weight(name, value.detach().to("cpu", dtype), model.config)
-    write = partial(save_file, tensors, metadata={"format": "pt"})
-    atomic_write(path / "model.safetensors", write)
+    atomic_write(path / "model.safetensors", partial(save_file, tensors, metadata={"format": "pt"}))
     text = json.dumps(raw, indent=2) + "\n"
     atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
 
@@ -282,18 +273,17 @@ def describe(path):
                 c.unrotated and f"none in {len(c.unrotated)} of {c.n_layer} layers"]
     windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
                for size in sorted({*c.windows} - {0})]
-    qk_norm = {None: "", "head": "; of each query and key head",
-               "all": "; of all queries, of all keys"}[c.qk_norm]
+    norms = [f"{c.norm_at.replace('both', 'before and after')} attention and MLP",
+             c.qk_norm and f"of queries and keys ({c.qk_norm})"]
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
         "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        "vocabulary": f"{c.vocab_size:,}, LM head " + (
-            "tied to the embeddings" if c.tied else "of its own"),
+        "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
         "context": f"{c.block_size:,} tokens",
         "positions": f"by {', '.join(filter(None, rotation))}",
         "windows": ", ".join(windows) or "none",
-        "norms": f"{c.norm_at.replace('both', 'before and after')} attention and MLP{qk_norm}",
+        "norms": "; ".join(filter(None, norms)),
         "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
         "weights": f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, "
                    f"{gb(sum(file.stat().st_size for file in files))}",
@@ -322,8 +312,7 @@ def describe_texts(path, vocab_size):
         if stops := read(chat.stop_tokens, path, encoding):
             ends = f"{names(stops)} or "
         if encoding.max_token_value >= vocab_size:
-            lacks.append(f"a tokenizer of the model's own: this one has ids up to "
-                         f"{encoding.max_token_value}, the model {vocab_size} embeddings")
+            lacks.append(f"a tokenizer of {vocab_size} ids, not up to {encoding.max_token_value}")
     template = read(chat.load_chat_template, path)
     sampling = read(chat.sampling_defaults, path) or {}
     sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())

@@ -1,7 +1,4 @@
-"""Families of models: what a folder's config.json means, and what its tensors are called.
-
-A further family is a further entry of FAMILIES.
-"""
+"""Families of models, FAMILIES: what a folder's config.json means, what its tensors are called."""
 
 import itertools
 import math
@@ -66,17 +63,15 @@ BIAS_KEYS = GLM_KEYS | dict(proj_bias="attention_bias")  # one key for all four 
 MLP_BIAS_KEYS = BIAS_KEYS | dict(mlp_bias="mlp_bias")
 GEMMA_KEYS = BIAS_KEYS | dict(activation="hidden_activation")
 GPT2_KEYS = dict(
-    vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
-    norm_eps="layer_norm_epsilon", activation="activation_function", tied="tie_word_embeddings",
-    block_size="n_positions")
+    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
+    n_embd="n_embd", norm_eps="layer_norm_epsilon", activation="activation_function",
+    tied="tie_word_embeddings")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-MAX_LAYERS = 10**5
 UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what such a model has
     "gpt_oss": "attention sinks; take Qwen 3",
-    "gemma2 attn_logit_softcapping": "soft-capped scores; take Gemma 3",
-    "final_logit_softcapping": "soft-capped logits; take Gemma 3",
+    "gemma2 attn_logit_softcapping final_logit_softcapping": "soft-capping; take Gemma 3",
     "use_bidirectional_attention": "attention to later tokens; take Gemma 3",
     "gemma3n gemma4": "embeddings by layer; take Gemma 3",
     "kv_lora_rank": "latent attention (MLA); take Qwen 3 or Llama 3",
@@ -97,10 +92,8 @@ class Family(NamedTuple):
     write: Callable = lambda config: {}  # the inverse of read
     window: int | None = None       # tokens that windows hold by default, 0: none; None: never any
     window_switch: bool = False     # only if use_sliding_window is true
-    window_layers: Callable | None = None  # (config.json, L) -> [whether a layer has a window],
-    #                                 where layer_types is missing; None: all, whatever it says
-    window_theta: float | None = None  # theta of their own, unscaled rotation, 0: of the others;
-    #                                 None: they have the others' rotation
+    window_layers: Callable | None = None  # (config.json, L) -> [has a window], by default; all
+    window_theta: float | None = None  # of their own, unscaled rotation; 0: theta; None: not own
     prefix: str = "model."          # of all tensors but the LM head's
     theta: float = 10000.0          # rope_theta by default
     rotary: float | None = None     # partial_rotary_factor by default; None: always 1
@@ -121,11 +114,6 @@ def read_smollm3(raw):
     return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
 
 
-def read_gemma3(raw):
-    scalar = value_of(raw, "query_pre_attn_scalar", float, 256.0)
-    return dict(attn_scale=scalar ** -0.5, embed_scale=raw["hidden_size"] ** 0.5)
-
-
 def read_baichuan(raw):
     """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM
     head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
@@ -141,15 +129,15 @@ def write_baichuan(config):
     return dict(model_max_length=config.block_size) | rope | head
 
 
-QWEN_WINDOWS = dict(
-    window=4096, window_switch=True,
-    window_layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
+QWEN = dict(window=4096, window_switch=True, window_layers=lambda raw, L: [
+    i >= raw.get("max_window_layers", 28) for i in range(L)])
+OLMO = dict(names=OLMO_NAMES, keys=BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"))
+GLM = dict(keys=GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5, neighbours=True)
 FAMILIES = {  # by model_type
     "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
     "mistral": Family("MistralForCausalLM", window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), **QWEN_WINDOWS),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), **QWEN_WINDOWS),
+    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), **QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), **QWEN),
     "phi3": Family(
         "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=0,
         write=lambda config: dict(original_max_position_embeddings=config.block_size)),
@@ -158,26 +146,23 @@ FAMILIES = {  # by model_type
         window=4096, window_switch=True, window_layers=unrotated_layers, read=read_smollm3,
         write=lambda config: dict(
             no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after")),
+    "olmo2": Family("Olmo2ForCausalLM", **OLMO),
     "olmo3": Family(
-        "Olmo3ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"),
-        theta=500000.0, window=4096, window_theta=0,
+        "Olmo3ForCausalLM", **OLMO, theta=500000.0, window=4096, window_theta=0,
         window_layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)]),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, fixed=dict(qk_norm="head", norm_at="both"),
         defaults=dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
                       norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True),
-        read=read_gemma3, norm_offset=1.0, theta=1e6, window=4096, window_theta=10000.0,
+        norm_offset=1.0, theta=1e6, window=4096, window_theta=10000.0,
         window_layers=lambda raw, L: [
             (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)],
+        read=lambda raw: dict(
+            attn_scale=value_of(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
+            embed_scale=raw["hidden_size"] ** 0.5),
         write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2))),
-    "glm": Family(
-        "GlmForCausalLM", GLM_NAMES, GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5,
-        neighbours=True),
-    "glm4": Family(
-        "Glm4ForCausalLM", GLM4_NAMES, GLM_KEYS, fixed=dict(norm_at="both"),
-        defaults=dict(qkv_bias=True), rotary=0.5, neighbours=True),
+    "glm": Family("GlmForCausalLM", GLM_NAMES, **GLM),
+    "glm4": Family("Glm4ForCausalLM", GLM4_NAMES, fixed=dict(norm_at="both"), **GLM),
     "baichuan": Family(
         "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS,
         read=read_baichuan, write=write_baichuan),
@@ -192,11 +177,8 @@ FAMILIES = {  # by model_type
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json. A key that is null counts as missing.
-
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default: a bool, a str, or an int or float above 0."""
+    """raw[key], or the default where it is null: a bool, a str, or an int or float above 0."""
     value = default if raw.get(key) is None else raw[key]
     expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
     if kind in (int, float):  # the product of any two sizes fits an int64
@@ -220,10 +202,9 @@ def read_config(path):
     raw = text_config(read_json(file))
     try:
         return parse_config(raw)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{file}: a value has the wrong type ({error})") from None
+        what = "" if isinstance(error, InputError) else "a value has the wrong type: "
+        raise InputError(f"{file}: {what}{error}") from None
 
 
 def text_config(raw):
@@ -245,7 +226,7 @@ def parse_config(raw):
            f"a quantised checkpoint of {name} is not supported; take the plain one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
-    check(keys["n_layer"], raw.get(keys["n_layer"]), 1, MAX_LAYERS, whole=True)
+    check(keys["n_layer"], raw.get(keys["n_layer"]), 1, 10**5, whole=True)
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
     head_size = value_of(raw, keys["n_embd"], int) // n_head
     types = {field.name: field.type for field in fields(GPTConfig)}
@@ -256,9 +237,8 @@ def parse_config(raw):
     found["activation"] = ACTIVATIONS[one_of(keys["activation"], found["activation"], ACTIVATIONS)]
     config = GPTConfig(family=name, **found | family.fixed | family.read(raw))
     D = config.head_size
-    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256,
-           "the number of heads must be a multiple of that of key/value heads, and the head size "
-           f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
+    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256, f"expected a "
+           f"multiple of {config.n_kv_head} heads of even size, 16 to 256, not {n_head} of {D}")
     expect(not config.tied or not config.unit_head, "tied embeddings cannot be normalised rows")
     config.windows = read_windows(raw, family, config.n_layer)
     rope = read_rope(raw, family, config) if config.positions == "rope" else {}
@@ -369,11 +349,8 @@ def hf_config(config, dtype):
     return raw | family.write(config)
 
 
-# --------------------------------------------------------------------------------------------------
-# Names: one of our parameters may be stacked from several tensors of the checkpoint, its parts
-
 def stored_parts(name, rows, config):
-    """The parts of a parameter of that many rows: [(name without prefix, first row, rows)]."""
+    """The tensors that a parameter is stacked from: [(name without prefix, first row, rows)]."""
     stem, _, kind = name.rpartition(".")
     number = re.search(r"\d+|$", stem).group()
     keys = [f"{key}.{kind}".replace(".N.", f".{number}.")

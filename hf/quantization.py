@@ -1,10 +1,5 @@
-"""Quantised Hugging Face folders: AWQ (AutoAWQ's GEMM), GPTQ (AutoGPTQ, GPTQModel), FP8 (of
-transformers' FineGrainedFP8Config).
-
-`read_scheme` reads config.json's quantization_config. `combine` makes one QuantizedTensor of the
-tensors that hold a layer's weight: the rest of the reader takes it for a plain tensor. How
-activations are quantised is ignored: they never are here.
-"""
+"""Quantised Hugging Face folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config). How
+activations are quantised is ignored: they never are here."""
 
 import math
 from collections import defaultdict
@@ -24,8 +19,7 @@ PARTS = {  # tensors of a quantised layer: the values, the scales, others
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "fp8": ("weight", "weight_scale_inv")}
-# of activations and caches, which are not quantised here
-IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"
+IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is not quantised here
 
 
 class Scheme(NamedTuple):

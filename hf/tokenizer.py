@@ -28,10 +28,8 @@ LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,
 
 
 class Encoding:
-    """The tokenizer that a tokenizer.json (spec, read from file) describes.
-
-    special_tokens: {text: id} of all added tokens. ids: those of all tokens. prefix: the ids before
-    a prompt. hash: 16 hex digits of what the ids depend on."""
+    """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits of what the ids depend on."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys((*STRIPS, "special"), False)
@@ -54,7 +52,18 @@ class Encoding:
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens have one id, or the ids {self.prefix} before a text have none")
         self.always = {token["content"] for token in added if not token["special"]}
-        self.bpe, hashed = _through_tiktoken(spec, self.special_tokens, self.package.model)
+        pattern = _pattern(spec)
+        ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
+        if ranks is None:
+            self.bpe = None
+            keys = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+            hashed = (json.dumps([spec.get(key) for key in keys], sort_keys=True),)
+        else:
+            self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks,
+                                         special_tokens=self.special_tokens)
+            hashed = sorted(ranks.items()), pattern
+        hashed += (sorted(self.special_tokens.items()),)
+        hashed += ("NFC",) * bool(self.bpe and spec["normalizer"])
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
@@ -90,10 +99,9 @@ def encode_prompt(encoding, text):
 
 def end_of_text(encoding):
     """The id that separates documents: the first of SEPARATORS that the encoding has."""
-    for text in SEPARATORS:
-        if text in encoding.special_tokens:
-            return encoding.special_tokens[text]
-    raise InputError(f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    found = [text for text in SEPARATORS if text in encoding.special_tokens]
+    expect(found, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    return encoding.special_tokens[found[0]]
 
 
 class TextStream:
@@ -145,12 +153,20 @@ class TextStream:
 
 
 def load_encoding(path):
-    """The Encoding of a Hugging Face folder."""
+    """The Encoding of a Hugging Face folder. No code of the folder is run."""
     file = Path(path) / "tokenizer.json"
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
-        spec = read_json(file) if file.exists() or not older else convert(file.parent, older[0])
-        return Encoding(file, spec)
+        if file.exists() or not older:
+            return Encoding(file, read_json(file))
+        import transformers
+        reader = transformers.AutoTokenizer
+        if older[0] == "tokenizer.model":  # whatever its class, such as Baichuan's
+            for package in ("sentencepiece", "google.protobuf"):
+                importlib.import_module(package)
+            reader = transformers.PreTrainedTokenizerFast
+        tokenizer = reader.from_pretrained(file.parent, trust_remote_code=False)
+        return Encoding(file, json.loads(tokenizer.backend_tokenizer.to_str()))
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except ImportError as error:
@@ -161,34 +177,10 @@ def load_encoding(path):
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
 
-def convert(folder, older):
-    """What transformers makes of a folder's older files. It runs no code of the folder."""
-    import transformers
-    reader = transformers.AutoTokenizer
-    if older == "tokenizer.model":  # whatever its class, such as Baichuan's
-        for package in ("sentencepiece", "google.protobuf"):
-            importlib.import_module(package)
-        reader = transformers.PreTrainedTokenizerFast
-    tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
-    return json.loads(tokenizer.backend_tokenizer.to_str())
-
-
-def _through_tiktoken(spec, special, model):
-    """(tiktoken.Encoding or None, what the ids depend on)."""
-    pattern = _pattern(spec["pre_tokenizer"])
-    ranks = _ranks(spec, special, model) if pattern and "merges" in spec["model"] else None
-    if ranks is None:
-        keys = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-        parts = json.dumps([spec.get(key) for key in keys], sort_keys=True)
-        return None, (parts, sorted(special.items()))
-    bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    normalized = ("NFC",) if spec["normalizer"] else ()
-    return bpe, (sorted(ranks.items()), pattern, sorted(special.items()), *normalized)
-
-
-def _pattern(pre_tokenizer):
-    """tiktoken's pattern for a tokenizer.json's pre_tokenizer, or None."""
+def _pattern(spec):
+    """tiktoken's pattern for the pre_tokenizer of a BPE, or None."""
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
     if steps == [byte_level]:

@@ -424,7 +424,7 @@ UNSUPPORTED = {  # model_type: (what its config.json says, what the message says
     "deepseek_v3": (dict(kv_lora_rank=8, n_routed_experts=4), "kv_lora_rank is not supported: latent attention (MLA)"),
     "qwen3_next": (dict(num_experts=4), "qwen3_next is not supported: recurrent layers"),
     "gemma4_text": ({}, "gemma4 is not supported: embeddings by layer"),
-    "gemma3_text": (dict(final_logit_softcapping=30.0), "soft-capped logits"),
+    "gemma3_text": (dict(final_logit_softcapping=30.0), "soft-capping; take Gemma 3"),
     "mamba": ({}, f"model_type 'mamba' is not supported; supported: {', '.join(FAMILIES)}"),
 }
 BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, what the message says)
@@ -438,8 +438,8 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
     "rope of a context of one": (rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 8,
                                       original_max_position_embeddings=1),
-                                 "a value has the wrong type (float division by zero)"),
-    "layers without tensors": (dict(num_hidden_layers=99_999), "99999 layers, but only 20 tensors"),
+                                 "a value has the wrong type: float division by zero"),
+    "layers without tensors": (dict(num_hidden_layers=99_999), "99999 layers, but 20 tensors"),
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
@@ -448,7 +448,7 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
     "other shape": (dict(intermediate_size=95), "should be floats of shape (64, 95)"),
-    "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lacks norm.weight"),
+    "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "'model-2.safetensors' is no file beside it"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "no file"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
@@ -475,10 +475,10 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
 
 DESCRIBED = {
     "gemma3": ("by rope, base 1e+06, with a window 10000", "28 tokens in 6 of 7 layers",
-               "before and after attention and MLP; of each query and key head"),
+               "before and after attention and MLP; of queries and keys (head)"),
     "phi4-mini": ("by rope, longrope, 12 of a head's 16 dimensions", "none", "before attention and MLP"),
     "smollm3": ("by rope, none in 1 of 5 layers", "none", "before attention and MLP"),
-    "olmo2": ("by rope", "none", "after attention and MLP; of all queries, of all keys"),
+    "olmo2": ("by rope", "none", "after attention and MLP; of queries and keys (all)"),
 }
 
 
