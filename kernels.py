@@ -268,15 +268,15 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     nothing give zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window: a
     node sees this many positions, its own too; 0: all. float64 caches are for the reference alone.
     """
-    B, T, Hq, D = _sizes("q", q, 4, *FLOATS)
-    _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, q.dtype, torch.float64)
-    _check(T <= 64 and T <= S and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0, "T <= 64, T <= "
-           "S, 16 <= D <= 256, Hq a multiple of Hkv, window >= 0", q, k_cache, window)
-    _check_tensor("k_cache", k_cache, (B, Hkv, S, D), q, k_cache.dtype)
+    B, T, Hq, D = _sizes("q", q, 4, FLOATS)
+    _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
+    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
+           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
+    _check_tensor("k_cache", k_cache, (B, Hkv, S, D), q, (k_cache.dtype,))
     _check_tensor("v_cache", v_cache, (B, Hkv, S, D), k_cache)
-    _check_tensor("lengths", lengths, (B,), q, torch.int32)
-    _check_tensor("ancestors", ancestors, (B, T), q, torch.int64)
-    _check_tensor("slopes", slopes, (Hq,), q, torch.float32)
+    _check_tensor("lengths", lengths, (B,), q, INT32)
+    _check_tensor("ancestors", ancestors, (B, T), q, INT64)
+    _check_tensor("slopes", slopes, (Hq,), q, FLOAT32)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
@@ -583,14 +583,12 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). The weight is read once per
-    128 hidden states.
-
-    vocab_ids: only these rows of the weight count, in the normalisation too; of equals the one
-    listed first wins (FR-Spec, arXiv 2502.14856). scales: of the rows of an int8 weight.
-    """
+    128 hidden states. vocab_ids: only these rows of the weight count, in the normalisation too; of
+    equals the one listed first wins (FR-Spec, arXiv 2502.14856). scales: of the rows of an int8
+    weight."""
     _check_head(hidden, weight, scales)
     V = len(weight if vocab_ids is None else vocab_ids)
-    _check_tensor("vocab_ids", vocab_ids, (V,), hidden, torch.int32)
+    _check_tensor("vocab_ids", vocab_ids, (V,), hidden, INT32)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, scales)
@@ -614,8 +612,8 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
     rows. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
-    _check_tensor("sequence", sequence, (len(hidden),), hidden, *INTS)
-    _check_tensor("position", position, (len(hidden),), hidden, *INTS)
+    _check_tensor("sequence", sequence, (len(hidden),), hidden, INTS)
+    _check_tensor("position", position, (len(hidden),), hidden, INTS)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
@@ -682,12 +680,12 @@ def _commit_path_kernel(
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all
     layers at once. path: rising node ids, the root (0) first; entries from count on are ignored."""
-    L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, *REALS)
-    _, P = _sizes("path", path, 2, *INTS)
+    L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
+    _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
-    _check_tensor("lengths", lengths, (B,), kv, torch.int32)
-    _check_tensor("path", path, (B, P), kv, *INTS)
-    _check_tensor("count", count, (B,), kv, *INTS)
+    _check_tensor("lengths", lengths, (B,), kv, INT32)
+    _check_tensor("path", path, (B, P), kv, INTS)
+    _check_tensor("count", count, (B,), kv, INTS)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
     BLOCK_P = triton.next_power_of_2(P)
@@ -1001,14 +999,14 @@ def _linear_quantized_kernel(
 def linear_quantized(x, packed, scales, zeros, kind, bias=None):
     """x [M, C] times a `QuantizedWeight` [N, C], plus bias [N] -> [M, N] in x's dtype. A row's bits
     do not depend on the rows beside it. More rows: `dequantize`, and a product."""
-    M, C = _sizes("x", x, 2, *FLOATS)
-    G, N = _sizes("scales", scales, 2, *FLOATS)
+    M, C = _sizes("x", x, 2, FLOATS)
+    G, N = _sizes("scales", scales, 2, FLOATS)
     _check(M <= 128 and kind in ("int4", "int8", "e4m3"), "M <= 128, int4, int8 or e4m3", x, kind)
     _check(G == 1 or C in (32 * G, 64 * G, 128 * G), "C / G of 32, 64 or 128", x, scales)
     words = (C + 127) // 128 * (16 if kind == "int4" else 32)
-    _check_tensor("packed", packed, (N, words), x, torch.int32)
-    _check_tensor("scales", scales, (G, N), x, *FLOATS)
-    _check_tensor("zeros", zeros, (G, N), x, torch.int8)
+    _check_tensor("packed", packed, (N, words), x, INT32)
+    _check_tensor("scales", scales, (G, N), x, FLOATS)
+    _check_tensor("zeros", zeros, (G, N), x, INT8)
     _check_tensor("bias", bias, (N,), x)
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
@@ -1071,10 +1069,10 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
 def sum_parts(parts, bias=None, dtype=None):
     """The sums of N parts, such as the ranks' or the splits', plus a bias for each run of C numbers
     -> [n] in a dtype, default that of the parts. The order is fixed."""
-    N, n = _sizes("parts", parts, 2, *REALS)
+    N, n = _sizes("parts", parts, 2, REALS)
     C = 1 if bias is None else len(bias)
     _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
-    _check_tensor("bias", bias, (C,), parts, parts.dtype, *FLOATS)
+    _check_tensor("bias", bias, (C,), parts, (parts.dtype, *FLOATS))
     if not runs_triton(parts, bias):
         return sum_parts_reference(parts, bias, dtype)
     parts, bias = map(_contiguous, (parts, bias))
@@ -1142,8 +1140,8 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     C = x.shape[-1]
     _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
     _check_tensor("delta", delta, x.shape, x)
-    _check_tensor("weight", weight, (C,), x, x.dtype, torch.float32)
-    _check_tensor("bias", bias, (C,), x, x.dtype, torch.float32)
+    _check_tensor("weight", weight, (C,), x, (x.dtype, torch.float32))
+    _check_tensor("bias", bias, (C,), x, (x.dtype, torch.float32))
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
@@ -1238,21 +1236,19 @@ def _rope_cache_kernel(
 
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
-    queries [B, T, Hq, D], a view of qkv.
-
-    qkv: H = Hq + 2 Hkv query, key and value heads, in this order; its queries are overwritten.
-    rope: as in `rotate`; None for no rotation. kv: one layer of a cache; float64 beside another
-    dtype is for the reference alone. lengths: token t of sequence b goes to its row lengths[b] + t.
-    q_weight, k_weight: RMSNorm of each query and key head before the rotation.
-    """
-    B, T, H, D = _sizes("qkv", qkv, 4, *REALS)
-    _, _, Hkv, S, _ = _sizes("kv", kv, 5, qkv.dtype, torch.float64)
+    queries [B, T, Hq, D], a view of qkv. qkv: H = Hq + 2 Hkv query, key and value heads, in this
+    order; its queries are overwritten. rope: as in `rotate`; None for no rotation. kv: one layer of
+    a cache; float64 beside another dtype is for the reference alone. lengths: token t of sequence b
+    goes to its row lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before
+    the rotation."""
+    B, T, H, D = _sizes("qkv", qkv, 4, REALS)
+    _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
            "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
     _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
-    _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, kv.dtype)
+    _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, (kv.dtype,))
     _check_tensor("rope", rope, (B, T, 2, D), qkv)
-    _check_tensor("lengths", lengths, (B,), qkv, *INTS)
+    _check_tensor("lengths", lengths, (B,), qkv, INTS)
     _check_tensor("q_weight", q_weight, (D,), qkv)
     _check_tensor("k_weight", k_weight, (D,), qkv)
     if not runs_triton(kv, qkv):
@@ -1466,11 +1462,11 @@ def select_candidates(logprobs, tokens, candidates, depth):
     [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. depth: 0
     for proposals below the root. The beams are the root at depth 0, then the first W candidates of
     the depth before; w is their number, or 1 where all propose the same."""
-    B, w, W = _sizes("logprobs", logprobs, 3, torch.float32)
+    B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check_tensor("tokens", tokens, (B, w, W), logprobs, torch.int64)
+    _check_tensor("tokens", tokens, (B, w, W), logprobs, INT64)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
@@ -1553,7 +1549,7 @@ def best_tree(root, candidates, tree_size):
     """The likeliest tree of T nodes -> tokens, parents, depths and ancestors, each int64 [B, T].
     Node 0 is the root, then the likeliest first, parents before children; ancestors are bitmasks as
     in `tree_attention`. Spare nodes, for which there is no candidate, are 0 in all four."""
-    B, = _sizes("root", root, 1, torch.int64)
+    B, = _sizes("root", root, 1, INT64)
     K, n = _check_candidates(candidates, B, root)
     _check(2 <= tree_size <= 64, "2 <= tree_size <= 64", tree_size)
     if not runs_triton(candidates.joint):
@@ -1635,7 +1631,7 @@ def ngram_lookup(history, lengths, n):
     """The n tokens that the text itself suggests next (prompt lookup decoding, as in transformers)
     -> int64 [B, n]; -1 for all n where the newest token did not occur before. history: token ids.
     lengths: the index of each sequence's newest token, 0..S - 1."""
-    B, S = _sizes("history", history, 2, torch.int32)
+    B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     _check_tensor("lengths", lengths, (B,), history)
     if not runs_triton(history):
@@ -1718,11 +1714,11 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
     depths, ancestors), int64 [B, T + n]: the tree's nodes as they were, then the chain's that are
     not among them; spare nodes are 0 in all four. The trees are those of `best_tree`, or roots
     alone. chain: the tokens after the root, or -1 in all n columns."""
-    B, T = _sizes("tokens", tokens, 2, torch.int64)
+    B, T = _sizes("tokens", tokens, 2, INT64)
     _check_tensor("parents", parents, (B, T), tokens)
     _check_tensor("depths", depths, (B, T), tokens)
     _check_tensor("ancestors", ancestors, (B, T), tokens)
-    _, n = _sizes("chain", chain, 2, torch.int64)
+    _, n = _sizes("chain", chain, 2, INT64)
     _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
     _check_tensor("chain", chain, (B, n), tokens)
     if not runs_triton(tokens):
@@ -1802,13 +1798,13 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     the index of the last. The trees are those of `best_tree`. target: the model's own next token at
     each node. active: 1, or 0 for an idle sequence, whose number and index are 0. A path is cut
     after P nodes; a shorter one is filled up with zeros, its targets with the root's."""
-    B, T = _sizes("tokens", tokens, 2, torch.int64)
+    B, T = _sizes("tokens", tokens, 2, INT64)
     _check_tensor("parents", parents, (B, T), tokens)
     _check_tensor("depths", depths, (B, T), tokens)
     _check_tensor("ancestors", ancestors, (B, T), tokens)
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
     _check_tensor("target", target, (B, T), tokens)
-    _check_tensor("active", active, (B,), tokens, torch.int32)
+    _check_tensor("active", active, (B,), tokens, INT32)
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
     out = tokens.new_empty(B, 2 * max_path + 2)
@@ -1972,12 +1968,12 @@ def _filtered_sample_kernel(
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
     temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`."""
-    M, V = _sizes("logits", logits, 2, torch.float32, torch.float64)
+    M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
     _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
            "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
            temperature, top_k, top_p, min_p)
-    _check_tensor("sequence", sequence, (M,), logits, *INTS)
-    _check_tensor("position", position, (M,), logits, *INTS)
+    _check_tensor("sequence", sequence, (M,), logits, INTS)
+    _check_tensor("position", position, (M,), logits, INTS)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
@@ -2055,6 +2051,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 REALS = *FLOATS, torch.float64
 INTS = torch.int32, torch.int64
+FLOAT32, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
 
 
 def _check(condition, expected, *got):
@@ -2064,7 +2061,7 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-def _sizes(name, x, rank, *dtypes):
+def _sizes(name, x, rank, dtypes):
     """The shape of a tensor of this rank and one of these dtypes that is not empty."""
     if x.dim() != rank or x.dtype not in dtypes or x.numel() == 0:
         kinds = " or ".join(map(str, dtypes))
@@ -2072,29 +2069,28 @@ def _sizes(name, x, rank, *dtypes):
     return x.shape
 
 
-def _check_tensor(name, x, shape, like, *dtypes):
+def _check_tensor(name, x, shape, like, dtypes=None):
     """x has the device of `like` and one of the dtypes, or that of `like`; or is None."""
     if x is None:
         return
-    dtypes = dtypes or (like.dtype,)
-    if x.shape != shape or x.dtype not in dtypes or x.device != like.device:
-        kinds = " or ".join(map(str, dtypes))
+    same_dtype = x.dtype in dtypes if dtypes else x.dtype == like.dtype
+    if x.shape != shape or not same_dtype or x.device != like.device:
+        kinds = " or ".join(map(str, dtypes or (like.dtype,)))
         _check(False, f"{name} {list(shape)} of {kinds} on {like.device}", x)
 
 
 def _check_head(hidden, weight, scales):
     """hidden [M, C] and an LM head [V, C], of int8 where it has scales."""
-    _, C = _sizes("hidden", hidden, 2, *FLOATS)
-    V = len(weight)
-    _check_tensor("weight", weight, (V, C), hidden, hidden.dtype if scales is None else torch.int8)
-    _check_tensor("scales", scales, (V,), hidden, torch.float32)
+    _, C = _sizes("hidden", hidden, 2, FLOATS)
+    _check_tensor("weight", weight, (len(weight), C), hidden, None if scales is None else INT8)
+    _check_tensor("scales", scales, (len(weight),), hidden, FLOAT32)
 
 
 def _check_candidates(candidates, B, like):
     """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
-    _, K, n = _sizes("candidates", candidates.joint, 3, torch.float32)
-    for x, dtype in zip(candidates, (torch.float32, torch.int64, torch.int64)):
-        _check_tensor("candidates", x, (B, K, n), like, dtype)
+    _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
+    for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
+        _check_tensor("candidates", x, (B, K, n), like, dtypes)
         _check(x.is_contiguous(), "contiguous candidates", x.stride())
     _check(K * n < 2048, "K * n < 2048", K, n)
     return K, n
