@@ -19,21 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
-from model import (
-    Block,
-    InputError,
-    Norm,
-    alibi_slopes,
-    atomic_write,
-    check,
-    read_json,
-    run_blocks,
-    token_positions,
-)
+from model import Block, InputError, Norm, atomic_write, check, read_json, token_positions
 
-MAX_BEAMS = 32  # which project_topk gives at most
-MAX_DRAFT = 32  # heads, and augmenting layers: far more than help, and few enough to build
-MAX_AUGMENT = 64
+MAX_BEAMS = 32    # the most that project_topk gives
+MAX_DRAFT = 32    # heads: far more than help, and few enough to build
+MAX_AUGMENT = 64  # augmenting layers, likewise
 
 
 @dataclass
@@ -67,10 +57,17 @@ def preset(name, **switches):
 # --------------------------------------------------------------------------------------------------
 # Modules. z is a state [..., C]; e is the embedding of a token, its row of the LM head, [..., C].
 
+def zero_linear(n_in, n_out):
+    linear = nn.Linear(n_in, n_out)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
 class AttentionDecoder(nn.Module):
     """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e),
     per attention head. With a single key a softmax would always be 1, hence the cosine. Wv starts
-    near 0, so that z hardly changes at first, Wq and Wk near the identity, as in the paper."""
+    near 0, Wq and Wk near the identity, as in the paper: z hardly changes at first."""
 
     def __init__(self, config):
         super().__init__()
@@ -98,37 +95,30 @@ class Concat(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config.norm, config.n_embd, config.norm_eps)
-        self.linear = nn.Linear(2 * config.n_embd, config.n_embd)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = zero_linear(2 * config.n_embd, config.n_embd)
 
     def forward(self, z, e):
         return z + self.linear(torch.cat((self.norm(z), e), dim=-1))
 
 
 class ResBlock(nn.Module):
-    """z + SiLU(W z + b), the identity at the start (Medusa, arXiv 2401.10774, section 2.1.1)."""
+    """z + SiLU(W z + b), which starts as z (Medusa, arXiv 2401.10774, section 2.1.1)."""
 
     def __init__(self, config):
         super().__init__()
-        self.linear = nn.Linear(config.n_embd, config.n_embd)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = zero_linear(config.n_embd, config.n_embd)
 
     def forward(self, z, e):
         return z + F.silu(self.linear(z))
 
 
 class Projector(nn.Module):
-    """W [z, e] + b, started as z (Clover-2, arXiv 2408.00264)."""
+    """W [z, e] + b, which starts as z (Clover-2, arXiv 2408.00264)."""
 
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
-        self.linear = nn.Linear(2 * C, C)
-        with torch.no_grad():
-            self.linear.weight.copy_(torch.cat((torch.eye(C), torch.zeros(C, C)), dim=1))
-            self.linear.bias.zero_()
+        self.linear = zero_linear(2 * config.n_embd, config.n_embd)
+        nn.init.eye_(self.linear.weight[:, :config.n_embd])
 
     def forward(self, z, e):
         return self.linear(torch.cat((z, e), dim=-1))
@@ -173,11 +163,10 @@ def root_tree(root):
 
 
 class CloverHeads(nn.Module):
-    """K draft heads on a frozen model, a `GPT` whose weights are not part of this module's own.
+    """K draft heads on a frozen model, a `GPT` whose weights are not among this module's.
 
-    States and embeddings are scaled to a root mean square of 1 before the heads read them.
-    Otherwise a token's embedding would be lost beside the hidden states of a model where these are
-    large. The norm before the LM head undoes the scale."""
+    States and embeddings are scaled to a root mean square of 1 before the heads read them: beside
+    large hidden states an embedding would be lost. The norm before the LM head undoes the scale."""
 
     def __init__(self, config, model):
         super().__init__()
@@ -200,21 +189,18 @@ class CloverHeads(nn.Module):
         self.register_buffer("vocabulary", ids)
 
     def set_vocabulary(self, tokens):
-        """Drafts among these token ids [n] only, most frequent first; an empty list: among all.
-        Raises InputError for ids that the model does not have."""
+        """Drafts among these token ids [n] only, most frequent first; an empty list: among all."""
         V = self.model.config.vocab_size
         tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
-            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}")
-        if len(tokens.unique()) < len(tokens):
-            raise InputError("a draft vocabulary names a token id twice")
+        known = tokens.unique()
+        if len(known) < len(tokens) or ((known < 0) | (known >= V)).any():
+            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice")
         self.config = replace(self.config, vocabulary=len(tokens))
         self.vocabulary = tokens.int() if len(tokens) else None
 
     @property
     def reads_tokens(self):
-        """Whether a guess depends on the token before it. Medusa's do not: its heads run once for
-        all beams."""
+        """Whether a guess depends on the token before it. Medusa's do not: one run for all."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
     @property
@@ -233,21 +219,20 @@ class CloverHeads(nn.Module):
     @cached_property
     def embedding_scale(self):
         """One over the root mean square of the LM head's weights, from the first use on."""
-        base = self.model.config
-        return (base.vocab_size * base.n_embd / self.model.head.sum_of_squares().item()) ** 0.5
-
-    @cached_property
-    def slopes(self):
-        """ALiBi's, of the augmenting blocks."""
-        base = self.model.config
-        if base.positions == "alibi":
-            return alibi_slopes(base.n_head).to(self.model.device)
+        base = self.model
+        V, C = base.config.vocab_size, base.config.n_embd
+        parts = torch.arange(V, device=base.device).split(4096)  # all at once would take memory
+        rows = map(base.head.embedding, parts)
+        squares = sum(x.float().pow(2).sum(dtype=torch.float64) for x in rows)
+        return (V * C / squares.item()) ** 0.5
 
     def embedding(self, tokens):
-        """tokens [...] -> their rows of the LM head [..., C], scaled by one factor for all
-        tokens."""
+        """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""
         base = self.model
-        rows = base.embed(tokens) if base.config.tied else base.head.embedding(tokens)
+        if base.config.tied:
+            rows = base.embed(tokens)
+        else:
+            rows = base.head.embedding(tokens).to(base.dtype)
         return rows * self.embedding_scale
 
     def new_cache(self, batch, capacity):
@@ -255,22 +240,18 @@ class CloverHeads(nn.Module):
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
-                documents=None, lengths=None):
+                documents=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
         [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
-        1. lengths: int32 [B], the rows of the cache before the tokens', default cache.lengths. The
-        rest as in `GPT.forward`."""
+        1. The rest as in `GPT.forward`."""
         if positions is None:
             positions = token_positions(hidden, documents)
         if self.mix_in is not None:
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
-            if lengths is None and cache is not None:
-                lengths = cache.lengths
-            context = self.model.attention_context(positions, lengths, ancestors, end, documents,
-                                                   self.slopes)
-            hidden, residual = run_blocks(self.augment_blocks, hidden, context, cache)
+            hidden, residual = self.model.run_blocks(self.augment_blocks, hidden, positions, cache,
+                                                     ancestors, end, documents)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]
@@ -294,10 +275,10 @@ class CloverHeads(nn.Module):
         likeliest first.
 
         At each depth the W beams of highest joint log-probability propose their W best tokens, and
-        of all proposals the best tree_size - 1 are kept (arXiv 2406.16858, section 4). A child's
-        joint probability is never above its parent's and ties go to the shallower node. So what is
-        kept is a tree, parents come before children, and a smaller tree is the front of a larger
-        one with as many beams. Nothing is read back to the host."""
+        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4). A child's joint
+        probability is never above its parent's, and ties go to the shallower node. So parents are
+        kept and come first, and a smaller tree is the front of a larger one with as many beams.
+        Nothing is read back to the host."""
         if tree_size == 1:
             return root_tree(root)
         B, C = state.shape
@@ -324,7 +305,7 @@ class CloverHeads(nn.Module):
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
         """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the
-        base model's identity and `info` (training, accuracy)."""
+        base model's hash and `info` (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, value in self.state_dict().items():
@@ -334,22 +315,22 @@ class CloverHeads(nn.Module):
         self.save_record(path, tokenizer, **info)
 
     def save_record(self, path, tokenizer="", **info):
-        """Writes heads.json alone, beside weights that are there."""
+        """Writes heads.json alone, beside the weights."""
         base = dict(weights=model_hash(self.model), tokenizer=tokenizer)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
-        """Reads a heads folder, in the model's dtype and on its device. Raises InputError when the
-        folder is missing or broken, and when the heads were trained on another model or with
-        another tokenizer, where one is given."""
+        """Reads a heads folder, in the model's dtype and on its device. Raises InputError for a
+        folder that is missing or broken, and for heads of another model or another tokenizer."""
         path = Path(path)
         if not path.is_dir():
             raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py "
                              "writes them")
         config, record = read_record(path / "heads.json")
-        theirs, ours = record["base"], model_hash(model)
+        theirs = record["base"]
+        ours = model_hash(model)
         if theirs["weights"] not in (ours, getattr(model, "unrounded_hash", ours)):
             raise InputError(f"{path}: these heads belong to another model (theirs "
                              f"{theirs['weights']}, this one {ours}); train heads for this one "
@@ -357,13 +338,9 @@ class CloverHeads(nn.Module):
         if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
             raise InputError(f"{path}: these heads were trained with another tokenizer; use the "
                              "model folder's own")
-        if config.vocabulary > model.config.vocab_size:
-            raise InputError(f"{path}: its draft vocabulary of {config.vocabulary} is larger than "
-                             f"the model's of {model.config.vocab_size}; train heads for this "
-                             "model with train_heads.py")
-        with torch.device("meta"):  # no memory and no random numbers, which would be overwritten
-            heads = cls(config, model)
         try:
+            with torch.device("meta"):  # no memory, no random numbers: both would be overwritten
+                heads = cls(config, model)
             heads.load_state_dict(load_file(path / "heads.safetensors"), assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -375,7 +352,7 @@ class CloverHeads(nn.Module):
 
 
 def check_beams(heads, beams):
-    """Raises InputError for a W out of range; names the draft vocabulary where that sets it."""
+    """Raises InputError for a W out of range; names the draft vocabulary where that limits it."""
     most = heads.max_beams if heads else MAX_BEAMS
     limited = heads and heads.config.vocabulary == most
     name = f"beams for a draft vocabulary of {most} token ids" if limited else "beams"
@@ -386,38 +363,33 @@ def read_record(path):
     """heads.json -> (its CloverConfig, the whole record). Raises InputError unless every key is
     there with its type."""
     record = read_json(path)
-    base, config = record.get("base"), record.get("config")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    if not (isinstance(config, dict)
-            and {name: type(value) for name, value in config.items()} == types
-            and isinstance(base, dict) and {"weights", "tokenizer"} <= set(base)
-            and 1 <= config["n_draft"] <= MAX_DRAFT and 0 <= config["augment_layers"] <= MAX_AUGMENT
-            and config["vocabulary"] >= 0 and config["mix"] in (*MIXERS, "none")
-            and config["projector"] in PROJECTORS):
+    try:
+        config = CloverConfig(**record["config"])
+        valid = ({name: type(value) for name, value in record["config"].items()} == types
+                 and {"weights", "tokenizer"} <= set(record["base"])
+                 and 1 <= config.n_draft <= MAX_DRAFT and 0 <= config.augment_layers <= MAX_AUGMENT
+                 and config.vocabulary >= 0 and config.mix in (*MIXERS, "none")
+                 and config.projector in PROJECTORS and is_acceptance(record.get("acceptance", {})))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
         raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py "
                          "writes")
-    if not is_acceptance(record.get("acceptance", {})):
-        raise InputError(f"{path}: its acceptance is not a table of shares by temperature, depth "
-                         "and node; train_heads.py --evaluate writes it anew")
-    return CloverConfig(**config), record
+    return config, record
 
 
 def is_acceptance(tables):
-    """Whether this is {temperature: [[share]]}, as `tools.tune.acceptance` counts it."""
-    try:
-        shares = [share for table in tables.values() for row in table for share in row]
-        return all(map(math.isfinite, map(float, tables))) and all(0 <= x <= 1 for x in shares)
-    except (AttributeError, TypeError, ValueError):
-        return False
+    """Whether tables are {temperature: [[share of a node, by depth and node]]}."""
+    shares = [share for table in tables.values() for row in table for share in row]
+    return all(math.isfinite(float(t)) for t in tables) and all(0 <= x <= 1 for x in shares)
 
 
 # --------------------------------------------------------------------------------------------------
-# Heads know the model they were trained on, by a hash over one in every numel // 64 of a
-# parameter's values
+# Heads know their model by a hash over one in every numel // 64 of a parameter's values
 
 def model_hash(model):
-    """16 hex digits for a model: of its checkpoint folder where it came from one, else of its
-    weights."""
+    """16 hex digits for a model: of its checkpoint folder if it has one, else of its weights."""
     return model.hash or state_hash(model.state_dict())
 
 

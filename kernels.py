@@ -16,10 +16,10 @@
 
 The first five move the bytes of a step, the others save launches between them. Each has its formula
 and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
-same signature. The function checks ranks, sizes, dtypes and devices (ValueError), never values. It
-runs the kernel for CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the
-import; elsewhere, and where a gradient is wanted, the reference. Kernels stay inside their tensors
-whatever these hold, and take any strides. This file needs torch and, where it exists, triton.
+same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but no values:
+lengths and ids must be in range. It runs the kernel for CUDA tensors, and for CPU tensors if
+TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
+reference. Strides are free. This file needs torch and, where it exists, triton.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -60,16 +60,15 @@ NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 # ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score; tree
 # node j has the position lengths[b] + its depth, the number of its ancestors. What is equal for all
 # s cancels in the softmax, so the kernel adds slopes[h] * (position(s) - lengths[b]). A window
-# hides all s with position(i) - position(s) >= window; reading begins with the first row that a
-# root sees.
+# hides all s with position(i) - position(s) >= window; reading begins where a root's window does.
 #
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; with a window
 # min(length, window - 1) for length. Each element meets T * G query rows, so 2 * T * G FLOPs: at T
 # = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
 # being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache
 # is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split writes
-# and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so many query
-# rows need long splits (`_splits`).
+# and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so with many
+# query rows splits are long (`_splits`).
 #
 # The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
 # Their size depends on each sequence's length, so a short text is cut alike in a large cache and in
@@ -265,10 +264,9 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
 
     Node j's keys and values are at cache row lengths[b] + j already; rows that no node sees may
-    hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. A node that
-    sees nothing gives zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window:
-    a node sees this many positions, its own and those before it; 0: all. float64 caches are for the
-    reference alone.
+    hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. Nodes that see
+    nothing give zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window: a
+    node sees this many positions, its own too; 0: all. float64 caches are for the reference alone.
     """
     B, T, Hq, D = _sizes("q", q, 4, *FLOATS)
     _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, q.dtype, torch.float64)
@@ -284,11 +282,9 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
     G = Hq // Hkv
     if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
-        k_cache = k_cache.contiguous()
-        v_cache = v_cache.contiguous()
+        k_cache, v_cache = map(_contiguous, (k_cache, v_cache))
     lengths, ancestors, slopes = map(_contiguous, (lengths, ancestors, slopes))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
-
     window = window if window < S else 0
     aligned = _aligned(q, k_cache, v_cache)
     blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
@@ -410,7 +406,7 @@ def _xor_shift(x, bits):
 
 
 def _splitmix64_torch(x):
-    """On int64, where >> copies the sign bit; the copies are masked off."""
+    """On int64: masks remove the copies of the sign bit that >> makes."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -552,8 +548,8 @@ def _merge_lists_kernel(
 
 
 def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
-    """Launches both kernels -> (logprobs float32 [M, k] or None, tokens int64 [M, k]). noise: for
-    samples, k = 1: (temperature, seed_key, sequence, position, first_token)."""
+    """Launches both kernels -> (logprobs [M, k], tokens [M, k]). noise: for samples, with k = 1 and
+    no logprobs: (temperature, seed_key, sequence, position, first_token)."""
     M, C = hidden.shape
     vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
     V = len(weight if vocab_ids is None else vocab_ids)
@@ -586,11 +582,11 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
 
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
-    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]).
+    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). The weight is read once per
+    128 hidden states.
 
-    The weight is read once per 128 hidden states. vocab_ids: only these rows of the weight count,
-    in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv 2502.14856).
-    scales: of the rows of a weight of int8.
+    vocab_ids: only these rows of the weight count, in the normalisation too; of equals the one
+    listed first wins (FR-Spec, arXiv 2502.14856). scales: of the rows of an int8 weight.
     """
     _check_head(hidden, weight, scales)
     V = len(weight if vocab_ids is None else vocab_ids)
@@ -612,12 +608,10 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins.
-
-    seed: int of at most 64 bits. sequence, position: the token's sequence and its position there.
-    first_token: where the weight is a part of a larger one, the token id of its first row; the
-    noise depends on token ids, not on rows. scales: of the rows of a weight of int8.
-    """
+    at temperature 0, else a sample. Of equals the lowest wins. seed: int of at most 64 bits.
+    sequence, position: the token's sequence and its position there. first_token: where the weight
+    is a part of a larger one, the token id of its first row; the noise depends on token ids, not on
+    rows. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
     _check_tensor("sequence", sequence, (len(hidden),), hidden, *INTS)
@@ -637,8 +631,7 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
 
 
 def float_logits(hidden, weight, vocab_ids=None, scales=None):
-    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties. scales:
-    of the rows of a weight of int8."""
+    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties."""
     weight = weight if vocab_ids is None else weight[vocab_ids]
     if scales is not None:
         scales = scales if vocab_ids is None else scales[vocab_ids]
@@ -688,8 +681,7 @@ def _commit_path_kernel(
 
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, for all
-    layers at once. path: node ids in rising order, the root (0) first; entries from count on are
-    ignored."""
+    layers at once. path: rising node ids, the root (0) first; entries from count on are ignored."""
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, *REALS)
     _, P = _sizes("path", path, 2, *INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
@@ -742,7 +734,7 @@ def sm_count(device):
 
 @lru_cache
 def _capability(device):
-    """The first number of a GPU's compute capability; Hopper's, 9, where there is no GPU."""
+    """The first number of a GPU's compute capability, 9 for Hopper, and where there is no GPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -787,10 +779,9 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three
     such pairs in flight, and up to 64 query rows of D = 128 leave room for two programs per
     multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores and needs small
-    tiles; so do loads of single elements. 128 query rows fit only with the commonest head sizes.
-    The ALiBi bias and a window take registers: a tile of many scores gets half the keys and one
-    more stage, or half the query rows; with a window a large tile of results gets twice the warps,
-    a small one more registers.
+    tiles; so do loads of single elements. 128 query rows fit only with the commonest head sizes. A
+    bias or a window needs registers: a tile of many scores gets half the keys and one more stage,
+    or half the query rows; with a window a large tile gets more warps.
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
@@ -820,9 +811,9 @@ def _programs_per_sm(blocks, itemsize, device):
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """The number of splits of a cache of S rows, none under min_split, for this many tiles of query
     rows, where `at_once` programs run at a time: of those from `fewest` on, the one with the least
-    waves * rows for a full cache. rows: of a split, 2 * BLOCK_Q for its partial sums, and min_split
-    for the program's start. waves: how often the programs fill the GPU; latency counts a partial
-    wave as a whole one, bandwidth as a part: hence the mean."""
+    waves * rows for a full cache. rows: of a split, plus 2 * BLOCK_Q for its partial sums and
+    min_split for its start. waves: how often the programs fill the GPU, a partial wave as a whole
+    one for latency, as a part for bandwidth: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
@@ -830,13 +821,10 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
 
 
 def _project_blocks(M, dtype, aligned, gathered):
-    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are.
-
-    A tile of weights is 16 kB, and each program keeps two or three in flight; gathered rows wait
-    for their indices, so they get one stage more. Above 64 rows arithmetic counts: twice as many
-    rows meet a tile of half the weights. Exact float32 and loads of single elements need smaller
-    tiles.
-    """
+    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
+    tile of weights is 16 kB, and each program keeps two or three in flight; gathered rows wait for
+    their indices, so they get one stage more. Above 64 rows arithmetic counts: twice as many rows
+    meet a tile of half the weights. Exact float32 and single elements need smaller tiles."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
@@ -852,11 +840,9 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 def _quantized_blocks(M, dtype, group, capability):
     """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
-    step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight.
-
-    Hopper takes the planes of a step as one operand. Other GPUs would move them through shared
-    memory, so there a plane is an operand, as it is for groups of fewer channels than a step.
-    """
+    step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight. Hopper
+    takes the planes of a step as one operand. Other GPUs would move them through shared memory, so
+    there a plane is an operand, as it is for groups of fewer channels than a step."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     if dtype == torch.float32:
         return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, JOINED=False, num_warps=8, maxnreg=128)
@@ -889,12 +875,12 @@ def _constant(value, device):
 #
 # Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros are a 20th of 4
 # bits in groups of 128. Weights are unpacked in registers, from which Hopper's wide instructions
-# take the first operand. So weights come first whatever M is, and sums have one order. Outputs that
-# are too few to fill a GPU are computed in splits over C, whose number does not depend on M.
+# read the first operand. So weights come first whatever M is, and sums have one order. Outputs too
+# few to fill a GPU are computed in splits over C, whose number does not depend on M.
 #
-# A row is stored in steps of 128 channels, padded. A step is 16 words of 8 times 4 bits, or 32 of 4
-# times 8. Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the
-# step; with 8 bits likewise. So each plane meets consecutive channels, and no weight is moved.
+# A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
+# Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
+# with 8 bits likewise. So each plane meets consecutive channels, and no weight is moved.
 
 
 class QuantizedWeight(NamedTuple):
@@ -1084,8 +1070,7 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
 
 def sum_parts(parts, bias=None, dtype=None):
     """The sums of N parts, such as the ranks' or the splits', plus a bias for each run of C numbers
-    -> [n] in a dtype, default that of the parts. The order is fixed, so a number does not depend on
-    others."""
+    -> [n] in a dtype, default that of the parts. The order is fixed."""
     N, n = _sizes("parts", parts, 2, *REALS)
     C = 1 if bias is None else len(bias)
     _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
@@ -1153,9 +1138,7 @@ def _add_norm_kernel(
 
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """A residual connection and the norm after it -> (norm of x + delta, x + delta), each [..., C].
-
-    delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm.
-    """
+    delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm."""
     C = x.shape[-1]
     _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
     _check_tensor("delta", delta, x.shape, x)
@@ -1199,8 +1182,8 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its token's angles, with a gradient. rope [B, T, 2, D]
-    of x's dtype: cos and sin, sin with a minus in the first half."""
+    """Rotates each head of x [B, T, H, D] by its token's angles. rope [B, T, 2, D]: cos and sin,
+    sin with a minus in the first half."""
     cos, sin = rope.split(1, dim=2)  # (B, T, 1, D)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -1258,15 +1241,14 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     queries [B, T, Hq, D], a view of qkv.
 
     qkv: H = Hq + 2 Hkv query, key and value heads, in this order; its queries are overwritten.
-    rope: as `rotate` takes it, None for no rotation. kv: one layer of a cache; float64 beside
-    another dtype is for the reference alone. lengths: token t of sequence b goes to its row
-    lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before the rotation, with
-    `eps`.
+    rope: as in `rotate`; None for no rotation. kv: one layer of a cache; float64 beside another
+    dtype is for the reference alone. lengths: token t of sequence b goes to its row lengths[b] + t.
+    q_weight, k_weight: RMSNorm of each query and key head before the rotation.
     """
     B, T, H, D = _sizes("qkv", qkv, 4, *REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, qkv.dtype, torch.float64)
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
-           "H > 2 Hkv, T <= S, and an even D for a rotation", qkv, kv)
+           "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
     _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
     _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, kv.dtype)
     _check_tensor("rope", rope, (B, T, 2, D), qkv)
@@ -1379,8 +1361,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 
 def cosine_mix(z, q, kv, n_head):
-    """Mixes a token into a state, in each of n_head parts of the C channels: z + cos(q, k) * v, kv
-    = [k, v]."""
+    """z + cos(q, k) * v in each of n_head parts of the C channels -> [..., C]; kv = [k, v]."""
     C = z.shape[-1]
     D = C // max(n_head, 1)
     _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
@@ -1412,11 +1393,11 @@ def cosine_mix_reference(z, q, kv, n_head):
 #
 # Of equals the shallower comes first, then the lower token, then the child of the better beam. A
 # child's joint log-probability is never above its parent's, so what is kept is closed under
-# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree,
-# nor are its children: n <= T - 1 is enough.
+# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree: n
+# <= T - 1 is enough.
 #
-# An entry's place is the number of entries before it. All N^2 pairs are compared at once (4,096 at
-# T = 16 and K = 4); a search for one after the other would wait n times.
+# An entry's place is the number of entries before it, all N^2 pairs compared at once (N = 64:
+# 4,096).
 
 
 class Candidates(NamedTuple):
@@ -1481,12 +1462,10 @@ def _select_candidates_kernel(
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
-    """Fills [:, depth] of the `Candidates` with the best proposals of this depth.
-
-    logprobs, tokens [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN
-    as -inf. depth: 0 for proposals below the root. The beams are the root at depth 0, then the
-    first W candidates of the depth before; w is their number, or 1 where all propose the same.
-    """
+    """Fills [:, depth] of the `Candidates` with the best proposals of this depth. logprobs, tokens
+    [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. depth: 0
+    for proposals below the root. The beams are the root at depth 0, then the first W candidates of
+    the depth before; w is their number, or 1 where all propose the same."""
     B, w, W = _sizes("logprobs", logprobs, 3, torch.float32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
@@ -1820,12 +1799,9 @@ def _accept_path_kernel(
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     """The accepted nodes of token trees, and the tokens that they emit -> int64 [B, 2 P + 2], P =
     max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
-    the index of the last.
-
-    The trees are those of `best_tree`. target: the model's own next token at each node. active: 1,
-    or 0 for an idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter
-    one is filled up with zeros, its targets with the root's.
-    """
+    the index of the last. The trees are those of `best_tree`. target: the model's own next token at
+    each node. active: 1, or 0 for an idle sequence, whose number and index are 0. A path is cut
+    after P nodes; a shorter one is filled up with zeros, its targets with the root's."""
     B, T = _sizes("tokens", tokens, 2, torch.int64)
     _check_tensor("parents", parents, (B, T), tokens)
     _check_tensor("depths", depths, (B, T), tokens)
@@ -1835,11 +1811,10 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
     _check_tensor("active", active, (B,), tokens, torch.int32)
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
-    P = max_path
-    out = tokens.new_empty(B, 2 * P + 2)
+    out = tokens.new_empty(B, 2 * max_path + 2)
     inputs = map(_contiguous, (tokens, parents, depths, ancestors, target, active))
-    _launch(_accept_path_kernel, (B,), *inputs, out, T, P,
-            BLOCK_T=triton.next_power_of_2(max(T, P)), num_warps=1)
+    _launch(_accept_path_kernel, (B,), *inputs, out, T, max_path,
+            BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
@@ -1872,7 +1847,7 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 # tokens from the bound on, some hundreds, and one program per row searches that list for the
 # nucleus's cut, as an integer that orders as the logits do, four bits a turn: the highest of 16
 # candidates with enough mass from it on. The list is in no fixed order, but masses are sums of
-# integers, which do not depend on it.
+# integers, so they do not depend on it.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1996,8 +1971,7 @@ def _filtered_sample_kernel(
 
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
-    temperature) among the tokens that `filter_logits` keeps; the noise is `project_sample`'s. top_k
-    = 0, top_p = 1 and min_p = 0 keep all."""
+    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`."""
     M, V = _sizes("logits", logits, 2, torch.float32, torch.float64)
     _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
            "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
@@ -2040,8 +2014,7 @@ def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, se
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
     """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
-    [M, V], -inf for excluded tokens -> columns, int64 [M]. first_token: of column 0, as noise
-    follows token ids."""
+    [M, V] -> columns, int64 [M]. first_token: the token id of column 0, on which noise depends."""
     if temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
@@ -2049,8 +2022,7 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
 
 
 def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p, [M, 1]: the likeliest tokens of that
-    mass and all that tie with the last have at least this logit."""
+    """The least logit of each row's nucleus of mass top_p, with all that tie with it -> [M, 1]"""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
     for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
@@ -2066,8 +2038,7 @@ def nucleus_cut(logits, top_p):
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
     nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
-    probability (arXiv 2407.01082). The likeliest token stays, and so do tokens that tie with the
-    last one kept."""
+    probability (arXiv 2407.01082). The likeliest stays, and what ties with the last one kept."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
@@ -2079,8 +2050,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks of ranks, sizes, dtypes and devices, each of which raises ValueError. A step on a CPU makes
-# some hundred of them, so messages are built only where one fails.
+# Checks. Each raises ValueError; its message is built only then: a step calls some hundred of them.
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 REALS = *FLOATS, torch.float64
@@ -2089,12 +2059,9 @@ INTS = torch.int32, torch.int64
 
 def _check(condition, expected, *got):
     if not condition:
-        got = ", ".join(map(_describe, got))
-        raise ValueError(f"expected {expected}, got {got}".replace("torch.", ""))
-
-
-def _describe(x):
-    return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
+        got = [f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
+               for x in got]
+        raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
 def _sizes(name, x, rank, *dtypes):
@@ -2125,11 +2092,9 @@ def _check_head(hidden, weight, scales):
 
 def _check_candidates(candidates, B, like):
     """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
-    joint, *others = candidates
-    _, K, n = _sizes("joint", joint, 3, torch.float32)
-    _check_tensor("joint", joint, (B, K, n), like, torch.float32)
-    for x in others:
-        _check_tensor("tokens and parents", x, (B, K, n), like, torch.int64)
-    _check(K * n < 2048 and all(x.is_contiguous() for x in candidates),
-           "fewer than 2048 candidates a sequence, contiguous", *candidates)
+    _, K, n = _sizes("candidates", candidates.joint, 3, torch.float32)
+    for x, dtype in zip(candidates, (torch.float32, torch.int64, torch.int64)):
+        _check_tensor("candidates", x, (B, K, n), like, dtype)
+        _check(x.is_contiguous(), "contiguous candidates", x.stride())
+    _check(K * n < 2048, "K * n < 2048", K, n)
     return K, n

@@ -2,7 +2,7 @@
 
     python model.py FOLDER        says what a Hugging Face checkpoint folder holds
 
-It is one process and plain layers. Backends replace its layers from outside: see backends/.
+It is one process and plain layers, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
@@ -43,9 +43,7 @@ CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 class InputError(ValueError):
-    """Bad input that the user can fix. The message is one line: what was expected, what came, what
-    to do."""
-    shared = False  # whether all processes that run together raise it: then one prints it
+    """Bad input that the user can fix. Its line: what was expected, what came, what to do."""
 
 
 @dataclass
@@ -102,8 +100,8 @@ class KVCache:
 
 @dataclass(eq=False)
 class AttentionContext:
-    """What the layers of one forward pass share: where its T tokens are, and what each of them
-    sees. `GPT.attention_context` makes it."""
+    """What the layers of a forward pass share: where its T tokens are, and what each of them sees.
+    `GPT.attention_context` makes it."""
     rows: torch.Tensor | None = None       # int [B, T]: where the tokens are among keys and values
     end: int | None = None                 # the rows of keys and values that count
     start: int = 0                         # no token is in a row before it
@@ -154,25 +152,19 @@ class AttentionContext:
             return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
-        T, Hq = q.shape[1:3]
-        G = Hq // k.shape[1]
+        G = q.shape[2] // k.shape[1]
         causal = self.is_causal(window)
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
         mask = None if causal else self.mask(window, q.dtype)
-        if causal and T < self.end:
-            mask = causal_lower_right(T, self.end)
+        if causal and q.shape[1] < self.end:
+            from torch.nn.attention import bias  # takes a second to import
+            mask = bias.causal_lower_right(q.shape[1], self.end)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=Hq != k.shape[1])
+            enable_gqa=q.shape[2] != k.shape[1])
         return y.transpose(1, 2)  # (B, T, Hq, D)
-
-
-def causal_lower_right(rows, columns):
-    """The mask of the last tokens of a text, which flash attention takes."""
-    from torch.nn.attention import bias  # takes a second to import
-    return bias.causal_lower_right(rows, columns)
 
 
 def token_positions(tokens, documents=None):
@@ -208,15 +200,14 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        """x [..., C] -> [..., C]"""
         return self.add_and_norm(x, None)[0]
 
     def add_and_norm(self, hidden, residual):
         """(the norm of hidden + residual, that sum), each [..., C]; residual None: hidden alone."""
         if residual is None:
             return add_norm(hidden, None, self.weight, self.bias, self.eps)
-        hidden = hidden.to(residual.dtype)  # autocast changes it
-        return add_norm(residual, hidden, self.weight, self.bias, self.eps)
+        delta = hidden.to(residual.dtype)  # autocast changes it
+        return add_norm(residual, delta, self.weight, self.bias, self.eps)
 
 
 class NoNorm(nn.Identity):
@@ -229,8 +220,8 @@ class NoNorm(nn.Identity):
 
 def rope_frequencies(config):
     """(radians per token for each pair of rotated dimensions, a factor for cos and sin): RoPE
-    (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071, section 3),
-    LongRoPE (2402.13753), or as in Llama 3.1."""
+    (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071), LongRoPE
+    (2402.13753), or as in Llama 3.1."""
     D = config.rotary_size or config.head_size
     scaling = config.rope_scaling or dict(rope_type="default")
     plain = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
@@ -239,25 +230,20 @@ def rope_frequencies(config):
             return plain / scaling["factor"], 1.0
         case "longrope":
             return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
-        case "llama3":
-            return llama3_frequencies(plain, scaling), 1.0
+        case "llama3":  # stretches long waves, keeps short ones, and blends the two in between
+            turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            stretch = torch.tensor(1 / scaling["factor"])
+            return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
         case "yarn":
             frequencies = yarn_frequencies(plain, scaling, D, config.rope_theta)
             return frequencies, scaling["attention_factor"]
     return plain, 1.0
 
 
-def llama3_frequencies(plain, scaling):
-    """Stretches long waves, keeps short ones, and blends the two in between."""
-    context = scaling["original_max_position_embeddings"]
-    turns = context * plain / (2 * math.pi)  # within the original context
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * torch.lerp(torch.tensor(1 / scaling["factor"]), torch.tensor(1.0), keep)
-
-
 def yarn_frequencies(plain, scaling, D, theta):
-    """The same idea, blended over dimensions (arXiv 2309.00071, section 3)."""
+    """As for Llama 3, but blended over dimensions (arXiv 2309.00071, section 3)."""
     context = scaling["original_max_position_embeddings"]
     dim = lambda turns: D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
     low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
@@ -298,8 +284,7 @@ class Attention(nn.Module):
             self.k_norm = Norm("rms", n_key * c.head_size, c.norm_eps)
 
     def forward(self, x, context, kv=None):
-        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to which keys and
-        values are written."""
+        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to write to."""
         return self.proj(self.core(self.qkv(x), context, kv))
 
     def core(self, qkv, context, kv=None):
@@ -343,7 +328,6 @@ class MLP(nn.Module):
         self.down = nn.Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x):
-        """x [B, T, C] -> [B, T, C]"""
         x = self.up(x)
         activation = self.config.activation
         x = glu(x, activation) if self.config.gated else ACTIVATIONS[activation](x)
@@ -373,26 +357,16 @@ class Block(nn.Module):
         return self.mlp_post_norm(self.mlp(hidden)), residual
 
 
-def run_blocks(blocks, hidden, context, cache=None):
-    """hidden [B, T, C] -> (hidden, residual) as `Block` gives them."""
-    residual = None
-    with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
-        for layer, block in enumerate(blocks):
-            kv = None if cache is None else cache.kv[layer]
-            hidden, residual = block(hidden, residual, context, kv)
-    return hidden, residual
-
-
 class LMHead(nn.Linear):
     """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final
     norm."""
 
     def topk(self, hidden, k, vocab_ids=None):
-        """`kernels.project_topk` with this weight -> logprobs float32, tokens int64 [M, k]."""
+        """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
         return project_topk(hidden, self.weight, k, vocab_ids)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
-        """`kernels.project_sample` with this weight -> tokens int64 [M]."""
+        """As `kernels.project_sample` -> tokens int64 [M]."""
         return project_sample(hidden, self.weight, temperature, seed, sequence, position,
                               first_token=first_token)
 
@@ -404,25 +378,20 @@ class LMHead(nn.Linear):
         """The rows of token ids [...] -> [..., C]."""
         return F.embedding(tokens, self.weight)
 
-    def sum_of_squares(self):
-        """Of all weights, a float64 scalar."""
-        parts = self.weight.split(4096)  # a few rows: in float32 all would take twice the memory
-        return sum(part.float().pow(2).sum(dtype=torch.float64) for part in parts)
-
 
 # --------------------------------------------------------------------------------------------------
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer with random weights; `from_pretrained` reads a checkpoint's. Its
-    hidden state is the last block's output, before the final norm. hash: 16 hex digits of the
-    checkpoint folder it came from, else None."""
+    """A decoder-only transformer with random weights; `from_pretrained` reads a checkpoint's. hash:
+    16 hex digits of the checkpoint folder it came from, else None."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.hash = None
         self.context_type = AttentionContext  # a backend may put its own here
+        self.query_heads = slice(None)        # those that the blocks hold of the model's
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -435,15 +404,14 @@ class GPT(nn.Module):
             self.init_weights()
 
     def tie_and_place(self):
-        """Sets what is derived rather than stored, on the weights' device: the tied head, the
-        tables of positions, the embeddings' scale in the weights' dtype."""
+        """Sets what is derived, not stored: the tied head, tables of positions, a scale."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
         if self.embed.weight.is_meta:
             return  # there the tables would take half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
-        own = replace(c, rope_theta=c.window_theta, rope_scaling=None)
+        own = replace(c, rope_theta=c.window_theta, rope_scaling=None)  # of layers with a window
         slopes = alibi_slopes(c.n_head).to(self.device)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         buffer = partial(self.register_buffer, persistent=False)
@@ -459,13 +427,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator=None):
-        """GPT-2's start: normal(0, 0.02), with the projections back into the residual stream
-        smaller by sqrt(2 L)."""
+        """GPT-2's start: normal(0, 0.02), projections into the stream smaller by sqrt(2 L)."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
+                shrink = math.sqrt(2 * self.config.n_layer)
                 into_stream = name.endswith(("proj.weight", "down.weight"))
-                shrink = math.sqrt(2 * self.config.n_layer) if into_stream else 1
-                p.normal_(0, 0.02 / shrink, generator=generator)
+                p.normal_(0, 0.02 / shrink if into_stream else 0.02, generator=generator)
             elif name.endswith("bias"):
                 p.zero_()
         return self
@@ -479,12 +446,10 @@ class GPT(nn.Module):
         return self.embed.weight.dtype
 
     def free_memory(self):
-        """Bytes that can still be allocated on the model's device, as far as it tells."""
         return free_memory(self.device)
 
     def new_cache(self, batch, capacity, blocks=None):
-        """A `KVCache` for some blocks, default the model's. Raises InputError where the memory has
-        no room for it."""
+        """A `KVCache` for blocks, default the model's; InputError where memory has no room."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
@@ -500,30 +465,40 @@ class GPT(nn.Module):
         """The dtype of a cache of n numbers; a backend may have its own."""
         return self.dtype
 
-    def attention_context(self, positions, lengths=None, ancestors=None, end=None, documents=None,
-                          slopes=None):
-        """The `AttentionContext` of tree nodes, where ancestors are given, of tokens that continue
-        a sequence at consecutive cache rows, where lengths are, else of a pass without a cache.
-        lengths: a cache's; the rest as in `forward`."""
+    def attention_context(self, positions, cache, ancestors, end, documents, query_heads):
+        """The `AttentionContext` of a pass without a cache, of tokens that continue a sequence at
+        consecutive cache rows, or, with ancestors, of tree nodes."""
         rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
+        slopes = None if self.slopes is None else self.slopes[query_heads]
         make = partial(self.context_type, rope=rope, slopes=slopes)
         B, T = positions.shape
-        if lengths is None:
+        if cache is None:
             rows = torch.arange(T, device=positions.device)[None]
             return make(rows, T, documents=documents)
         if ancestors is not None:
-            return make(lengths=lengths, ancestors=ancestors)
+            return make(lengths=cache.lengths, ancestors=ancestors)
         end = int(positions.max()) + 1 if end is None else end
         start = end - T if B == 1 else 0  # of more than one, a GPU would have to be waited for
         return make(positions, end, start, positions[:, 0])
 
-    def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """tokens int64 [B, T] -> hidden [B, T, C], the last block's output.
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
+                   documents=None, query_heads=slice(None)):
+        """hidden [B, T, C] through blocks, the model's or others -> (hidden, residual) as `Block`
+        gives them. query_heads: those that the blocks hold; the rest as in `forward`."""
+        context = self.attention_context(positions, cache, ancestors, end, documents, query_heads)
+        residual = None
+        with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
+            for layer, block in enumerate(blocks):
+                kv = None if cache is None else cache.kv[layer]
+                hidden, residual = block(hidden, residual, context, kv)
+        return hidden, residual
 
-        Without a cache this is a plain causal pass, as in training, over documents as in
-        `AttentionContext.causal`. With one, it writes the tokens' keys and values there, and leaves
-        `lengths` alone. positions int64 [B, T]; ancestors: of tree nodes. end: one past the last
-        position, which saves reading it from a GPU."""
+    def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
+        """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
+
+        Without a cache this is a plain causal pass, as in training, in which documents (int64
+        [B, T], numbered) do not see one another. With one, keys and values go there, and its
+        `lengths` stay. ancestors: of tree nodes. end: one past the last of the positions."""
         hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
@@ -540,9 +515,8 @@ class GPT(nn.Module):
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        lengths = None if cache is None else cache.lengths
-        context = self.attention_context(positions, lengths, ancestors, end, documents, self.slopes)
-        return run_blocks(self.blocks, hidden, context, cache)
+        return self.run_blocks(self.blocks, hidden, positions, cache, ancestors, end, documents,
+                               query_heads=self.query_heads)
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""
@@ -576,8 +550,7 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def needs_folders(otherwise=""):
-    """Around an import from folders beside this file: names the one that is missing. otherwise:
-    what else the user can do."""
+    """Around imports from folders: names a missing one. otherwise: what else the user can do."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -610,8 +583,7 @@ def read_json(path):
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a Hugging Face checkpoint folder with "
-                         "it") from None
+        raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as json ({error})") from None
     if not isinstance(value, dict):

@@ -1,14 +1,12 @@
-"""A model on a CPU: products from packed weights at the memory's speed, and bfloat16 whose bits
-never differ.
+"""A model on a CPU: products from packed weights at the memory's speed, and exact bfloat16.
 
 `apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
 names; a layer whose weight has changed, or that needs a gradient, computes as before.
 
-oneDNN multiplies a weight in its own blocked layout two to three times as fast as from rows, for
-one token and for many, and adds a residual or an activation for nothing. In bfloat16 a text must
-not depend on what is decoded beside it. So products always have MIN_ROWS rows or more, below which
-oneDNN adds in another order; attention adds in float64, whose rounding to bfloat16 hides the order;
-and tokens whose logits nearly tie are scored again in float64."""
+oneDNN multiplies a weight in its own blocked layout two to three times as fast as from rows, and
+adds a residual or an activation for nothing. In bfloat16 a text must not depend on what is decoded
+beside it: products have MIN_ROWS rows or more, below which oneDNN adds in another order; attention
+adds in float64, whose rounding hides the order; near ties are scored again in float64."""
 
 import math
 from dataclasses import dataclass
@@ -32,9 +30,8 @@ MIN_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors tak
 
 
 def apply(model, heads=None):
-    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. It may be called again: after
-    weights have changed, or for a model that has left the CPU, whose layers become what they
-    were."""
+    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. To be called again where weights
+    have changed, or the model has left the CPU: its layers then become what they were."""
     if model.device.type != "cpu" or runs_triton(model.embed.weight):
         plain = {packed: layer for layer, packed in PACKED.items()}
         for module in filter(None, (model, heads)):
@@ -44,7 +41,7 @@ def apply(model, heads=None):
         return
     warn_of_emulation(model.dtype)
     pack(model, model)
-    warn_of_row_order(model)
+    same_bits(model, ())
     if heads is not None:
         pack(heads, model, min_rows=1)  # guesses may depend on what is decoded beside them
     if model.blocks and isinstance(model.blocks[-1], PackedBlock):
@@ -86,8 +83,7 @@ def pack(module, model, min_rows=MIN_ROWS):
     """Makes the layers of a module packed ones, where memory has room for twice what their copies
     take."""
     linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    missing = [layer.weight for layer in linears
-               if layer.weight.is_cpu and getattr(layer, "packed_weight", None) is None]
+    missing = [layer.weight for layer in linears if getattr(layer, "packed_weight", None) is None]
     if 2 * sum(w.nbytes for w in missing) > model.free_memory():
         if any(packs(w.dtype) and not w.requires_grad for w in missing):
             warn("the memory has no room for packed copies of the weights, so decoding is slower, "
@@ -96,7 +92,7 @@ def pack(module, model, min_rows=MIN_ROWS):
         return
     replace_classes(module, PACKED)
     for layer in linears:
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, PackedLinear):  # a fork may have a subclass of its own
             layer.min_rows = min_rows
             layer.repack()
 
@@ -139,8 +135,8 @@ class PackedLinear(nn.Linear):
         return self.product(x)
 
     def product(self, x, activation=None, residual=None):
-        """x [..., in] -> [..., out]. Before the result is rounded, it goes through a key of
-        ACTIVATIONS, or a residual [..., out] is added."""
+        """x [..., in] -> [..., out]: a key of ACTIVATIONS, or a residual [..., out] to add, takes
+        part before the result is rounded."""
         packed = self.packed()
         if packed is None:
             out = F.linear(x, self.weight, self.bias)
@@ -157,8 +153,7 @@ class PackedLinear(nn.Linear):
 
 
 def packed_linear(x, packed, bias=None, activation=None, residual=None):
-    """x [..., in] times a packed weight, plus bias -> [..., out], with an activation or plus a
-    residual."""
+    """x [..., in] times a packed weight -> [..., out]."""
     if residual is not None:
         return ONEDNN_LINEAR.binary(x, residual, packed, bias, "add")
     return ONEDNN_LINEAR.default(x, packed, bias, *ONEDNN_NAMES[activation])
@@ -177,9 +172,8 @@ class PackedBlock(Block):
 
     def forward(self, hidden, residual, context, kv=None):
         attn, mlp = self.attn, self.mlp
-        linears = attn.qkv, attn.proj, mlp.up, mlp.down  # where some are of a group, all are slow
-        packed = all(isinstance(layer, PackedLinear) for layer in linears)
-        if kv is None or not packed or attn.proj.packed() is None:
+        of_group = not isinstance(attn.proj, PackedLinear)
+        if kv is None or of_group or attn.proj.packed() is None:
             return super().forward(hidden, residual, context, kv)
         stream = hidden if residual is None else residual + hidden
         B, T = context.shape
@@ -211,46 +205,34 @@ def pad_rows(x, n):
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether bits depend on the number of rows or of threads
+# Exact bfloat16
 
 def is_exact(model):
     """Whether two ways to decode give the same bits: bfloat16 from packed weights, in one
     process."""
-    head = model.head
-    return (model.dtype == torch.bfloat16 and isinstance(head, PackedLMHead) and head.is_current())
-
-
-def warn_of_row_order(model):
-    """A line on standard error where a text in bfloat16 could depend on what is decoded beside
-    it."""
-    for N, C in product_shapes(model) if is_exact(model) else ():
-        if not product_bits(N, C, torch.get_num_threads())[0]:
-            warn(f"this CPU's bfloat16 products of {C} by {N} depend on the number of rows; texts "
-                 "may differ where the model's best two tokens nearly tie")
+    packed = isinstance(model.head, PackedLMHead) and model.head.is_current()
+    return packed and model.dtype == torch.bfloat16
 
 
 def same_bits(model, counts):
     """Those numbers of threads by which a model's bfloat16 products have the bits that they have by
-    torch's own number, for any number of rows. All, for other dtypes."""
+    torch's own number. All, for other dtypes. Warns where bits depend on the number of rows."""
     if model.dtype != torch.bfloat16 or not packs(model.dtype):
         return counts
     usual = torch.get_num_threads()
-    shapes = product_shapes(model)
+    shapes = sorted({(min(layer.weight.shape[0], 4096), layer.weight.shape[1])  # as good as more
+                     for layer in model.modules() if isinstance(layer, nn.Linear)})
     bits = {n: [product_bits(*shape, n) for shape in shapes] for n in (usual, *counts)}
-    exact = lambda n: bits[n] == bits[usual] and all(same for same, _ in bits[n])
-    return [n for n in counts if n == usual or exact(n)]
-
-
-def product_shapes(model):
-    """[(N, C)] of a model's weights. The first 4,096 rows stand for all."""
-    return sorted({(min(layer.weight.shape[0], 4096), layer.weight.shape[1])
-                   for layer in model.modules() if isinstance(layer, nn.Linear)})
+    if None in bits[usual]:
+        warn("this CPU's bfloat16 products depend on the number of rows; texts may differ where "
+             "the model's best two tokens nearly tie")
+    return [n for n in counts if n == usual or bits[n] == bits[usual] and None not in bits[n]]
 
 
 @lru_cache
 def product_bits(N, C, threads):
-    """(whether the rows of bfloat16 products with packed weights [N, C] have the same bits for any
-    number of rows, a hash of these bits), with this number of threads."""
+    """A hash of the bits of bfloat16 products with packed weights [N, C], by this number of
+    threads. None where a row's bits depend on the number of rows."""
     random = lambda seed: torch.randn(256, C // 2, generator=torch.Generator().manual_seed(seed))
     x, w = random(0).bfloat16(), random(1).bfloat16()
     # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
@@ -259,14 +241,11 @@ def product_bits(N, C, threads):
     packed = torch.ops.mkldnn._reorder_linear_weight(w.repeat(-(-N // 256), 1)[:N], None)
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            together = packed_linear(x, packed)
-            same = all(torch.equal(packed_linear(x[:M], packed), together[:M])
-                       for M in (MIN_ROWS, 5, 16, 64))
-    finally:
-        torch.set_num_threads(usual)
-    return same, hash(together.view(torch.int16).numpy().tobytes())
+    with torch.inference_mode():
+        together, *parts = [packed_linear(x[:M], packed) for M in (256, MIN_ROWS, 5, 16, 64)]
+    torch.set_num_threads(usual)
+    same = all(torch.equal(part, together[:len(part)]) for part in parts)
+    return hash(together.view(torch.int16).numpy().tobytes()) if same else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,27 +366,18 @@ class CPUContext(AttentionContext):
             return super().attend(q, k, v, window, scale)
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
-        dtype = sum_dtype(q, k)
+        dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
         if self.ancestors is None:
             causal = self.is_causal(window) and q.shape[1] == self.end
             mask = None if causal else self.mask(window, dtype)
             return cached_attention(q, k, v, mask, causal, scale)
         mask, unseen = self.mask(window, dtype)
-        if unseen is not None:
-            k, v = without_unseen(k, v, self.start - rows.start, unseen)
+        # A masked score is -inf, yet 0 * NaN is NaN. Only rows after the shortest sequence can hold
+        # NaN; to test their sum costs far less than to clean them in each layer.
+        new = slice(self.start - rows.start, None)
+        if unseen is not None and not math.isfinite(k[:, :, new].sum() + v[:, :, new].sum()):
+            k, v = (x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
         return cached_attention(q, k, v, mask, False, scale)
-
-
-def without_unseen(k, v, first, unseen):
-    """k and v [B, Hkv, S, D] with zeros in the rows that no node sees, if any from row `first` on,
-    where the shortest sequence ends, holds NaN or infinity.
-
-    A masked score is -inf, yet 0 * NaN is NaN. Committed rows are finite, so only rows after the
-    shortest sequence can hold what must not reach the output. Testing their sum costs far less than
-    cleaning V in each layer."""
-    if math.isfinite(k[:, :, first:].sum() + v[:, :, first:].sum()):
-        return k, v
-    return tuple(x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
 
 
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=0, first=0):
@@ -427,7 +397,7 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=
         positions = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, n)
         distance = positions[:, None] - depth[:, :, None]  # (B, T, n)
     if window:
-        visible &= positions[:, None] > depth.clamp(min=0)[:, :, None] - window
+        visible &= distance > -window
     if slopes is None and visible.all():
         return None, None
     unseen = ~visible.any(1)
@@ -439,22 +409,17 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=
     return bias, unseen if unseen.any() else None
 
 
-def sum_dtype(q, k):
-    """The dtype in which attention over a cache adds."""
-    return torch.float64 if q.dtype.itemsize == 2 else k.dtype
-
-
 def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
     dtype. scale: of the scores, default D ** -0.5.
 
-    With q in half precision the sums are in float64, so that rounding hides in which order they
-    were taken: the same tokens are elsewhere in the cache of another tree, and one flipped bit in
-    one layer is enough to change a text. Caches in half precision are cast a head at a time."""
+    With q in half precision the sums are in float64, so that rounding hides their order: the same
+    tokens are elsewhere in the cache of another tree, and one flipped bit is enough to change a
+    text. Caches in half precision are cast a head at a time."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     G = Hq // Hkv
-    dtype = sum_dtype(q, k)
+    dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
     bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
     all_heads = bias is None or bias.shape[1] == 1
     if k.dtype != dtype:

@@ -1,9 +1,8 @@
 """Weights of 8 and 4 bits: layers that keep them packed, and how `--quantize` rounds them.
 
 `pack_layers` puts QuantizedLinear and QuantizedLMHead in the place of a model's layers, where
-kernels run. Elsewhere weights are dequantised as they are read, and layers stay what they are:
-torch's own products of 8 and 4 bits on a CPU lose where trees are, see docs/models.md. The folders
-that hold such weights are hf/quantization.py's."""
+kernels run. Elsewhere a folder's weights are dequantised as they are read, see docs/models.md.
+hf/quantization.py reads the folders that hold such weights."""
 
 from typing import NamedTuple
 
@@ -21,10 +20,10 @@ from kernels import (
 )
 from model import InputError
 
-GROUPS = 128, 64, 32   # channels that share a scale
-MAX_ROWS = 128         # of linear_quantized
-MAX_DEQUANTIZED = 4096 # rows at once, on the way to a dtype; they take five times its memory
-STEP = 128             # channels that are packed together
+GROUPS = 128, 64, 32  # channels that share a scale
+MAX_ROWS = 128        # of linear_quantized
+CHUNK = 4096          # rows that are rounded or dequantised at once, which takes memory
+STEP = 128            # channels that are packed together
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,39 +87,17 @@ def largest_group(size):
 # --------------------------------------------------------------------------------------------------
 # Layers
 
-class Scratch(nn.Module):
-    """The buffer of all layers, into which one after another is dequantised."""
-
-    def __init__(self, size, dtype):
-        super().__init__()
-        self.register_buffer("buffer", torch.empty(size, dtype=dtype), persistent=False)
-
-    def dequantize(self, weight, C, dtype):
-        """A QuantizedWeight [N, C] -> its values in the buffer, until the next layer's."""
-        N = len(weight.packed)
-        if dtype != self.buffer.dtype:
-            return dequantize(*weight, C, dtype)
-        out = self.buffer[:N * C].view(N, C)
-        packed, scales, zeros, kind = weight
-        for first in range(0, N, MAX_DEQUANTIZED):
-            rows = slice(first, first + MAX_DEQUANTIZED)
-            zero = None if zeros is None else zeros[:, rows]
-            dequantize(packed[rows], scales[:, rows], zero, kind, C, dtype, out[rows])
-        return out
-
-
 class PackedLayer(nn.Module):
     """A layer whose values are buffers that keep their dtypes."""
 
-    def __init__(self, scratch, **buffers):
+    def __init__(self, **buffers):
         super().__init__()
         for name, value in buffers.items():
             self.register_buffer(name, value)
-        self.scratch = scratch
 
     def _apply(self, fn, *args, **kwargs):
         """The buffers go to another device as bytes."""
-        dtypes = {name: x.dtype for name, x in self.named_buffers(recurse=False)}
+        dtypes = {name: x.dtype for name, x in self.named_buffers()}
         for name in dtypes:
             self._buffers[name] = self._buffers[name].view(torch.uint8)
         super()._apply(fn, *args, **kwargs)
@@ -133,47 +110,48 @@ class QuantizedLinear(PackedLayer):
     """nn.Linear whose weight stays packed, for inference. A product of at most MAX_ROWS rows reads
     the packed words; for more rows the weight is dequantised first."""
 
-    def __init__(self, weight, C, bias, scratch):
-        super().__init__(scratch, packed=weight.packed, scales=weight.scales, zeros=weight.zeros)
+    def __init__(self, weight, C, bias):
+        super().__init__(packed=weight.packed, scales=weight.scales, zeros=weight.zeros)
         self.kind = weight.kind
         self.in_features = C
         self.bias = bias
 
-    def quantized(self):
-        return QuantizedWeight(self.packed, self.scales, self.zeros, self.kind)
-
     def values(self, dtype=torch.float32):
         """The weight [N, C]."""
-        return dequantize(*self.quantized(), self.in_features, dtype)
+        C = self.in_features
+        out = self.scales.new_empty(len(self.packed), C, dtype=dtype)
+        for first in range(0, len(out), CHUNK):
+            rows = slice(first, first + CHUNK)
+            zeros = None if self.zeros is None else self.zeros[:, rows]
+            dequantize(self.packed[rows], self.scales[:, rows], zeros, self.kind, C, dtype,
+                       out[rows])
+        return out
 
     def forward(self, x):
         """x [..., C] -> [..., N]"""
         rows = x.reshape(-1, self.in_features)
-        if len(rows) <= MAX_ROWS:
-            return linear_quantized(rows, *self.quantized(), self.bias).view(*x.shape[:-1], -1)
-        if torch.is_grad_enabled() and x.requires_grad:  # which keeps the weight for its gradient
+        if len(rows) > MAX_ROWS:
             return F.linear(x, self.values(x.dtype), self.bias)
-        weight = self.scratch.dequantize(self.quantized(), self.in_features, x.dtype)
-        return F.linear(x, weight, self.bias)
+        out = linear_quantized(rows, self.packed, self.scales, self.zeros, self.kind, self.bias)
+        return out.view(*x.shape[:-1], -1)
 
     def slots(self, weight, cut):
         """[(a buffer with a row for each output, those of an `Unpacked` weight that go there, what
         this rank holds of them)]; cut: as `Group.shard_slices` gives it."""
-        dim, parts = cut or (0, None)
-        if dim == 1:  # of a weight that is stored in one piece
-            weight, cut = weight.columns(*parts), None
-        mine, stored = self.quantized(), weight.pack()
-        found = [(mine.packed, stored.packed, cut), (mine.scales.T, stored.scales.T, cut)]
+        if cut and cut[0] == 1:  # of a weight that is stored in one piece
+            weight, cut = weight.columns(*cut[1]), None
+        stored = weight.pack()
+        found = [(self.packed, stored.packed, cut), (self.scales.T, stored.scales.T, cut)]
         if stored.zeros is not None:
-            found.append((mine.zeros.T, stored.zeros.T, cut))
+            found.append((self.zeros.T, stored.zeros.T, cut))
         return found
 
 
 class QuantizedLMHead(PackedLayer):
     """`model.LMHead` of int8 rows, each with a scale. Methods as there."""
 
-    def __init__(self, N, C, scratch):
-        super().__init__(scratch, weight=torch.empty(N, C, dtype=torch.int8), scales=torch.empty(N))
+    def __init__(self, N, C):
+        super().__init__(weight=torch.empty(N, C, dtype=torch.int8), scales=torch.empty(N))
 
     def slots(self, weight, cut):
         """As `QuantizedLinear.slots`."""
@@ -187,54 +165,33 @@ class QuantizedLMHead(PackedLayer):
                               first_token=first_token, scales=self.scales)
 
     def logits(self, hidden):
-        parts = zip(*(x.split(4 * MAX_DEQUANTIZED) for x in (self.weight, self.scales)))
+        parts = zip(self.weight.split(4 * CHUNK), self.scales.split(4 * CHUNK))
         return torch.cat([float_logits(hidden, rows, scales=scales) for rows, scales in parts], -1)
 
     def forward(self, x):
         """x [..., C] -> logits [..., V]"""
         return self.logits(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
 
-    def rows(self, tokens):
+    def embedding(self, tokens):
         """The rows of token ids [...], float32 [..., C]."""
         return self.weight[tokens].float() * self.scales[tokens, None]
-
-    def embedding(self, tokens):
-        return self.rows(tokens).to(self.scratch.buffer.dtype)
-
-    def sum_of_squares(self):
-        ids = torch.arange(len(self.weight), device=self.weight.device)
-        parts = map(self.rows, ids.split(MAX_DEQUANTIZED))
-        return sum(rows.pow(2).sum(dtype=torch.float64) for rows in parts)
 
 
 def pack_layers(model, layouts):
     """Puts packed layers, without values yet, in the place of a model's linear layers. layouts:
     {name of the weight: its `Layout`}. Raises InputError where a rank's part of a layer would cut a
     group of channels."""
-    if not layouts:
-        return
-    linears = [name for name in layouts if name != "head.weight"]
-    largest = max((model.get_parameter(name).numel() for name in linears), default=0)
-    with torch.device(model.device):
-        scratch = Scratch(largest, model.dtype)
-        for name, layout in layouts.items():
-            stem = name.removesuffix(".weight")
-            linear = model.get_submodule(stem)
-            N, C = linear.weight.shape
-            if layout.group and C % layout.group:
-                raise InputError(f"a rank's {C} inputs of {name} cut a group of {layout.group}; "
-                                 "take another --nproc-per-node")
-            if stem == "head":
-                layer = QuantizedLMHead(N, C, scratch)
-            else:
-                layer = QuantizedLinear(layout.empty(N, C), C, linear.bias, scratch)
-            model.set_submodule(stem, layer)
-
-
-def packed_bytes(module):
-    """Bytes of the quantised weights of a module's layers."""
-    return sum(x.nbytes for layer in module.modules() if isinstance(layer, PackedLayer)
-               for x in layer.buffers(recurse=False))
+    for name, layout in layouts.items():
+        stem = name.removesuffix(".weight")
+        linear = model.get_submodule(stem)
+        N, C = linear.weight.shape
+        if layout.group and C % layout.group:
+            raise InputError(f"a rank's {C} inputs of {name} cut a group of {layout.group}; take "
+                             "another --nproc-per-node")
+        with torch.device(model.device):
+            layer = (QuantizedLMHead(N, C) if stem == "head"
+                     else QuantizedLinear(layout.empty(N, C), C, linear.bias))
+        model.set_submodule(stem, layer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,7 +200,7 @@ def packed_bytes(module):
 def round_weight(value, layout):
     """value float [N, C] -> `Unpacked`, rounded to the nearest: 8 bits from -127 to 127, or 4 bits
     between each group's own least and largest."""
-    q, scales, zeros = zip(*(round_rows(rows, layout) for rows in value.split(MAX_DEQUANTIZED)))
+    q, scales, zeros = zip(*(round_rows(rows, layout) for rows in value.split(CHUNK)))
     zeros = torch.cat(zeros, dim=1) if layout.has_zeros else None
     return Unpacked(torch.cat(q), torch.cat(scales, dim=1), zeros, layout.kind)
 

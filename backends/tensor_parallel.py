@@ -1,7 +1,6 @@
-"""N processes, or ranks, that torchrun started. They hold one model together (tensor parallelism,
-arXiv 1909.08053, section 3), or train together. A rank that holds a model in part has whole
-attention heads with their cache, a part of the MLP and of the vocabulary. Rank 0 alone reads
-prompts, prints, and writes files.
+"""N processes, or ranks, that torchrun started. They train together, or hold one model together
+(tensor parallelism, arXiv 1909.08053, section 3): each has whole attention heads with their cache,
+a part of the MLP and of the vocabulary. Rank 0 alone reads prompts, prints, and writes files.
 
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
@@ -18,7 +17,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from backends.quantized import QuantizedLMHead
 from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
@@ -26,9 +24,14 @@ from model import Block, InputError, LMHead, free_memory, pick_device
 TIMEOUT = timedelta(hours=24)
 
 
+class SharedError(InputError):
+    """All ranks raise it, so rank 0 alone prints it."""
+    shared = True
+
+
 class Group:
-    """The N ranks, of which this process is `rank`, and number local_rank on its machine. Group()
-    is one process alone. The others need torch.distributed to be initialised, as `start` does."""
+    """The N ranks, of which this process is `rank`, and local_rank on its machine. Group() is one
+    process alone; the others need torch.distributed to be initialised, as `start` does."""
 
     def __init__(self, rank=0, size=1, local_rank=0):
         self.rank = rank
@@ -52,9 +55,8 @@ class Group:
         return tensor
 
     def sum(self, x, bias=None):
-        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks.
-        So all get the same bits, and a row's do not depend on the other rows, as those of an
-        all-reduce may."""
+        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks: a
+        row's bits do not depend on the other rows, as those of an all-reduce may."""
         return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
 
     def min(self, number):
@@ -82,14 +84,14 @@ class Group:
     # Errors that all ranks raise, so that none waits for another in vain
 
     def check_same(self, value, what):
-        """Raises InputError where the ranks' values differ. what: what the processes did then."""
+        """Raises InputError where values differ. what: such as "have read different files"."""
         if any(other != value for other in self.all_gather_objects(value)):
-            raise shared_error(f"the processes {what}; start all with the same torchrun command "
+            raise SharedError(f"the processes {what}; start all with the same torchrun command "
                                "and the same files")
 
     def raise_together(self, action):
-        """action() on every rank, in which no rank may wait for another. Where it raises InputError
-        on any of them, all raise the first one's."""
+        """action() on every rank, which waits for no other rank. Where one raises InputError, all
+        raise the first one's."""
         result = failed = None
         try:
             result = action()
@@ -97,7 +99,7 @@ class Group:
             failed = str(error)
         for rank, message in enumerate(self.all_gather_objects(failed)):
             if message is not None:
-                raise shared_error(f"rank {rank}: {message}" if rank else message)
+                raise SharedError(f"rank {rank}: {message}" if rank else message)
         return result
 
     def on_first(self, action):
@@ -118,8 +120,7 @@ class Group:
 
     @contextlib.contextmanager
     def one_by_one(self):
-        """Runs the body on one rank of each machine at a time: a machine's memory then holds one
-        whole model. All machines must have the same number of ranks."""
+        """Runs the body on one rank of each machine at a time. All must have as many ranks."""
         for _ in range(self.local_rank):
             self.barrier()
         yield
@@ -139,8 +140,8 @@ class Group:
         return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def shard_config(self, config):
-        """The GPTConfig of a rank's part of a block. Of fewer key/value heads than ranks, several
-        ranks hold each. Raises InputError where the ranks do not divide what they share."""
+        """The GPTConfig of a rank's part of a block. Several ranks hold each key/value head where
+        these are fewer. Raises InputError where the ranks do not divide what they share."""
         c, N = config, self.size
         divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
         if not divides or N > c.vocab_size:
@@ -201,8 +202,7 @@ class Group:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
-        if model.slopes is not None:
-            model.slopes = model.slopes[self.rows(config.n_head)]
+        model.query_heads = self.rows(config.n_head)
         model.free_memory = lambda: self.min(free_memory(model.device))
 
         def refuse(path, dtype=None):
@@ -214,13 +214,6 @@ class Group:
 def group_of(model):
     """The ranks that hold a model; Group() for one of this process alone."""
     return getattr(model, "group", Group())
-
-
-def shared_error(message):
-    """An InputError that all ranks raise, for rank 0 to print."""
-    error = InputError(message)
-    error.shared = True
-    return error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,27 +263,23 @@ class VocabParallelHead(nn.Module):
 
     def row_logits(self, hidden, tokens):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
-        quantized = isinstance(self.local, QuantizedLMHead)
-        rows = self.local.rows(tokens) if quantized else self.local.weight[tokens]
-        return (hidden.double() * rows.double()).sum(dim=-1)
+        return (hidden.double() * self.local.embedding(tokens).double()).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
         rows = self.local_rows(vocab_ids)
         n = min(k, len(self.local.weight if rows is None else rows))
-        # k logits, k token ids, the log-sum-exp
-        lists = hidden.new_full((len(hidden), 2 * k + 1), -math.inf, dtype=torch.float64)
+        # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
+        lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
         if n:
             logprobs, tokens = self.local.topk(hidden, n, rows)
             lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
-            lists[:, :n] = logprobs + lse[:, None]
-            lists[:, k:k + n] = tokens + self.first
-            lists[:, -1] = lse
-        lists = self.group.all_gather(lists).transpose(0, 1)  # (M, N, 2 k + 1)
-        logits, tokens, lse = lists.split((k, k, 1), dim=2)
-        logits, columns = logits.flatten(1).sort(dim=-1, descending=True, stable=True)  # (M, N k)
-        tokens = tokens.flatten(1).gather(1, columns[:, :k]).long()
-        return (logits[:, :k] - lse.logsumexp(dim=1)).float(), tokens
+            lists[:, 0, :n] = logprobs + lse[:, None]
+            lists[:, 0, k] = lse
+            lists[:, 1, :n] = tokens + self.first
+        lists = self.group.all_gather(lists)  # (N, M, 2, k + 1)
+        logits, tokens = best_of_ranks(*lists[..., :k].unbind(2), k)
+        return (logits - lists[:, :, 0, k:].logsumexp(dim=0)).float(), tokens
 
     def local_rows(self, vocab_ids):
         """Those of vocab_ids that are this rank's, counted from `first`; None for all."""
@@ -308,10 +297,8 @@ class VocabParallelHead(nn.Module):
         score = self.row_logits(hidden, own) / (temperature or 1.0)
         if temperature:
             score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
-        gathered = self.group.all_gather(torch.stack((score, tokens.double())))  # (N, 2, M)
-        score, tokens = gathered.unbind(1)
-        best = score.argmax(dim=0, keepdim=True)  # the first rank's, of equals
-        return tokens.gather(0, best)[0].long()
+        both = self.group.all_gather(torch.stack((score, tokens.double())))[..., None]
+        return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
     def logits(self, hidden):
         """float32 [M, V]."""
@@ -335,9 +322,14 @@ class VocabParallelHead(nn.Module):
         rows = self.local.embedding(own.where(here, 0)) * here[..., None]
         return self.group.sum(rows)  # of which one is not 0
 
-    def sum_of_squares(self):
-        """As `LMHead.sum_of_squares`."""
-        return self.group.sum(self.local.sum_of_squares())
+
+def best_of_ranks(scores, tokens, k):
+    """The k best of all ranks' lists, each [N, M, n], best first, of equals the first rank's ->
+    scores, tokens int64 [M, k]."""
+    scores = scores.transpose(0, 1).flatten(1)  # (M, N n)
+    tokens = tokens.transpose(0, 1).flatten(1)
+    scores, columns = scores.sort(dim=-1, descending=True, stable=True)
+    return scores[:, :k], tokens.gather(1, columns[:, :k]).long()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -347,21 +339,15 @@ def start(args):
     """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
     its default and the number of this rank's GPU."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not (dist.is_available() and dist.is_torchelastic_launched()):
-        return Group()
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    size = int(os.environ["WORLD_SIZE"]) if launched else 1
     if size == 1:
         return Group()
+    local_rank = int(os.environ["LOCAL_RANK"])
     if args.device.startswith("cuda:"):
-        raise shared_error("with torchrun every process takes a GPU of its own; expected --device "
+        raise SharedError("with torchrun every process takes a GPU of its own; expected --device "
                            f"cuda, not {args.device}")
     if args.device == "cuda":
-        gpus = torch.cuda.device_count()
-        alone = gpus == 1 and local_rank == 0  # torchrun --virtual-local-rank shows one GPU to each
-        if gpus < local_size and not alone:
-            raise InputError(f"{local_size} processes on this machine need as many GPUs, but it "
-                             f"has {gpus}; take another --nproc-per-node")
         args.device = f"cuda:{local_rank}"
     device = pick_device(args.device)
     backend = dict(backend="gloo")
@@ -370,16 +356,11 @@ def start(args):
         # a barrier has to know its device
         backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
     dist.init_process_group(timeout=TIMEOUT, **backend)
-    group = Group(rank, size, local_rank)
+    group = Group(int(os.environ["RANK"]), size, local_rank)
     # NCCL takes its buffers before memory is counted
     group.all_gather(torch.zeros(2**18, device=device))
     group.check_same(sys.argv[1:], "were started with different flags")
     return group
-
-
-def is_rank_zero():
-    """Whether this process is the one that prints, also before the ranks have met."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def lost_rank(error):

@@ -53,9 +53,9 @@ def weight_files(path):
             expect(isinstance(names, dict) and names, f"{index}: expected a weight_map")
             names = sorted({str(name) for name in names.values()})
             for name in names:
-                expect(Path(name).name == name and index.with_name(name).is_file(),
+                expect(Path(name).name == name and (index.parent / name).is_file(),
                        f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
-            return [index.with_name(name) for name in names]
+            return [index.parent / name for name in names]
     raise InputError(f"{path}: no such file as model.safetensors, pytorch_model.bin or an index of "
                      "their shards; fetch the checkpoint's weights")
 
@@ -133,7 +133,7 @@ def match_tensors(path, model, tensors):
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # GPTQ's writers gave every layer a bias, of zeros
-        expect(part in expected, f"{tensor.file}: {part} is not of this model_type; a quantised "
+        expect(part in expected, f"{tensor.file}: config.json has no {part}; a quantised "
                "checkpoint needs its quantization_config")
         name, start, shape = expected.pop(part)
         expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),

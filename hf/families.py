@@ -86,16 +86,6 @@ UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what such
 }
 
 
-class Window(NamedTuple):
-    """Which layers of a family see the newest tokens alone. Where sliding_window is null, none."""
-    size: int | None = 4096         # tokens that they see, where sliding_window is missing
-    switch: bool = False            # only if use_sliding_window is true
-    layers: Callable | None = None  # (config.json, L) -> [whether a layer is one of them], where
-    #                                 layer_types is missing; None: all are, whatever it says
-    own_rope: bool = False          # their rotation is not scaled, and has a theta of its own
-    theta: float | None = None      # its default; None: the theta of the other layers
-
-
 class Family(NamedTuple):
     """How the folders of one model_type are written."""
     architecture: str
@@ -105,7 +95,12 @@ class Family(NamedTuple):
     defaults: dict = {}             # fields whose key may be missing
     read: Callable = lambda raw: {}      # config.json -> further fields
     write: Callable = lambda config: {}  # the inverse of read
-    window: Window | None = None    # None: all layers see all tokens
+    window: int | None = None       # tokens that windows hold by default, 0: none; None: never any
+    window_switch: bool = False     # only if use_sliding_window is true
+    window_layers: Callable | None = None  # (config.json, L) -> [whether a layer has a window],
+    #                                 where layer_types is missing; None: all, whatever it says
+    window_theta: float | None = None  # theta of their own, unscaled rotation, 0: of the others;
+    #                                 None: they have the others' rotation
     prefix: str = "model."          # of all tensors but the LM head's
     theta: float = 10000.0          # rope_theta by default
     rotary: float | None = None     # partial_rotary_factor by default; None: always 1
@@ -146,36 +141,36 @@ def write_baichuan(config):
     return dict(model_max_length=config.block_size) | rope | head
 
 
-QWEN_WINDOW = Window(
-    switch=True, layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
-OLMO3_WINDOW = Window(layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)], own_rope=True)
-GEMMA3_WINDOW = Window(
-    own_rope=True, theta=10000.0, layers=lambda raw, L: [
-        (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)])
+QWEN_WINDOWS = dict(
+    window=4096, window_switch=True,
+    window_layers=lambda raw, L: [i >= raw.get("max_window_layers", 28) for i in range(L)])
 FAMILIES = {  # by model_type
     "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
-    "mistral": Family("MistralForCausalLM", window=Window()),
-    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), window=QWEN_WINDOW),
+    "mistral": Family("MistralForCausalLM", window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), **QWEN_WINDOWS),
     "qwen3": Family(
-        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), window=QWEN_WINDOW),
+        "Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), **QWEN_WINDOWS),
     "phi3": Family(
-        "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=Window(size=None),
+        "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=0,
         write=lambda config: dict(original_max_position_embeddings=config.block_size)),
     "smollm3": Family(
         "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
-        window=Window(switch=True, layers=unrotated_layers), read=read_smollm3,
+        window=4096, window_switch=True, window_layers=unrotated_layers, read=read_smollm3,
         write=lambda config: dict(
             no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
     "olmo2": Family(
         "Olmo2ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after")),
     "olmo3": Family(
         "Olmo3ForCausalLM", OLMO_NAMES, BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"),
-        theta=500000.0, window=OLMO3_WINDOW),
+        theta=500000.0, window=4096, window_theta=0,
+        window_layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)]),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, fixed=dict(qk_norm="head", norm_at="both"),
         defaults=dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
                       norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True),
-        read=read_gemma3, norm_offset=1.0, theta=1e6, window=GEMMA3_WINDOW,
+        read=read_gemma3, norm_offset=1.0, theta=1e6, window=4096, window_theta=10000.0,
+        window_layers=lambda raw, L: [
+            (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)],
         write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2))),
     "glm": Family(
         "GlmForCausalLM", GLM_NAMES, GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5,
@@ -203,7 +198,7 @@ FAMILIES = {  # by model_type
 def value_of(raw, key, kind, default=None):
     """raw[key], or the default: a bool, a str, or an int or float above 0."""
     value = default if raw.get(key) is None else raw[key]
-    expect(kind is not bool or isinstance(value, bool), f"{key} must be true or false, not {value}")
+    expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
     if kind in (int, float):  # the product of any two sizes fits an int64
         check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
     return kind(value)
@@ -265,22 +260,22 @@ def parse_config(raw):
            "the number of heads must be a multiple of that of key/value heads, and the head size "
            f"even, from 16 to 256; found {config.n_head}, {config.n_kv_head}, {D}")
     expect(not config.tied or not config.unit_head, "tied embeddings cannot be normalised rows")
-    config.windows = read_windows(raw, family.window, config.n_layer)
+    config.windows = read_windows(raw, family, config.n_layer)
     rope = read_rope(raw, family, config) if config.positions == "rope" else {}
     return replace(config, **rope)
 
 
-def read_windows(raw, window, n_layer):
+def read_windows(raw, family, n_layer):
     """GPTConfig.windows of a config.json."""
-    if window is None or window.switch and not value_of(raw, "use_sliding_window", bool, False):
+    used = not family.window_switch or value_of(raw, "use_sliding_window", bool, False)
+    size = raw.get("sliding_window", family.window or None)
+    if family.window is None or size is None or not used:
         return ()
-    if raw.get("sliding_window", window.size) is None:
-        return ()
-    size = value_of(raw, "sliding_window", int, window.size)
+    size = value_of(raw, "sliding_window", int, family.window)
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
-    if window.layers is None:
+    if family.window_layers is None:
         return (size,) * n_layer
-    windowed = [x == LAYER_TYPES[1] for x in types or ()] or window.layers(raw, n_layer)
+    windowed = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
     return tuple(size * x for x in windowed) if any(windowed) else ()
 
 
@@ -301,9 +296,9 @@ def read_rope(raw, family, config):
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
     found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
                  rotary_size=R if R < D else None)
-    if config.windows and family.window.own_rope:
+    if config.windows and family.window_theta is not None:
         one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
-        own = value_of(raw, "rope_local_base_freq", float, family.window.theta or theta)
+        own = value_of(raw, "rope_local_base_freq", float, family.window_theta or theta)
         own = value_of(of_windows, "rope_theta", float, own)
         found["window_theta"] = own if own != theta or scaling else None
     return found
@@ -313,8 +308,7 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     """(GPTConfig.rope_scaling, longest sequence) by a config.json and its rope settings."""
     number = lambda key, default=None: value_of(settings, key, float, default)
     kind = settings.get("rope_type", settings.get("type")) or "default"
-    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
-    one_of("rope type", kind, ROPE_TYPES)
+    kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3's
     if kind in ("default", "dynamic"):  # which changes theta beyond the context, where texts end
         return None, context
     if kind == "linear":
@@ -356,22 +350,20 @@ def hf_config(config, dtype):
                mlp_bias=config.mlp_bias, pad_token_id=None)
     raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
-    window = family.window or Window()
     if config.positions == "rope":
+        part = (config.rotary_size or config.head_size) / config.head_size
         settings = dict(rope_theta=config.rope_theta)
-        if family.rotary:
-            D = config.head_size
-            settings["partial_rotary_factor"] = (config.rotary_size or D) / D
+        settings |= dict(partial_rotary_factor=part) if family.rotary else {}
         raw |= settings | dict(rope_scaling=config.rope_scaling)
         settings |= config.rope_scaling or dict(rope_type="default")
-        if window.own_rope:
+        if family.window_theta is not None:
             own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
             settings = dict(full_attention=settings, sliding_attention=own)
         raw["rope_parameters"] = settings
-    if family.window:
+    if family.window is not None:
         raw |= dict(sliding_window=max(config.windows, default=None),
                     use_sliding_window=bool(config.windows))
-    if window.layers:
+    if family.window_layers:
         windows = config.windows or (0,) * config.n_layer
         raw["layer_types"] = [LAYER_TYPES[size > 0] for size in windows]
     return raw | family.write(config)

@@ -179,14 +179,13 @@ def combine_layer(stem, parts, scheme):
     expected = dict(qweight=((first, second), int32), qzeros=((G, N // fields), int32),
                     scales=((G, N), floats), g_idx=((C,), int32),
                     weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
+    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
+    expect(not missing, f"lacks {' '.join(missing)}, which {scheme} has")
     without_ones = lambda sizes: [size for size in sizes if size != 1]
-    for name in PARTS[scheme.method]:
-        expect(name in parts or name == "g_idx", f"lacks {name}, which {scheme} has")
+    for name, part in parts.items():
         shape, dtypes = expected[name]
-        part = parts.get(name)
-        expect(part is None or (
-            without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes),
-            f"has a {name} that is not of shape {shape} and {' or '.join(map(str, dtypes))}")
+        expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
+               f"has {part.dtype} {part.shape} as {name}, where {scheme} has {dtypes[0]} {shape}")
     group = 0 if columns >= C else largest_group(math.gcd(C, columns))
     expect(group is not None,
            f"has {C} inputs in groups of {columns}; groups of 128, 64 or 32 are supported")

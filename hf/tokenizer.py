@@ -210,6 +210,9 @@ def _ranks(spec, special, model):
     merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
               for pair in spec["model"]["merges"]]
     ids = [ordinary.get(token, -1) for token in merged]
+    whole_pieces, model.ignore_merges = model.ignore_merges, False
+    parts = {len(model.tokenize(token)) for token in ordinary}  # of two, tiktoken would join
+    model.ignore_merges = whole_pieces
     # GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -220,5 +223,5 @@ def _ranks(spec, special, model):
                and len({token["normalized"] for token in added}) <= 1  # else there are two rounds
                and ids == sorted(ids) and min(ids, default=0) >= 0
                and symbols.keys() <= ordinary.keys() and set("".join(ordinary)) <= symbols.keys()
-               and all(len(model.tokenize(token)) == 1 for token in ordinary))
+               and (parts <= {1} or model.ignore_merges and not parts & {0, 2}))
     return {bytes(map(symbols.get, token)): i for token, i in ordinary.items()} if follows else None

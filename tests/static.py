@@ -32,9 +32,6 @@ from tools.cli import command
 from tools.flags import DEMO, Parser
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TARGETS = "cuda:80", "cuda:90"
-SHARED = 101376       # bytes per program on an RTX 30 or 40: they run the same tiles
-SHARED_HOPPER = 232448
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
@@ -168,8 +165,9 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
             x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
     if name in ("select_candidates", "best_tree"):
-        made["candidates"] = kernels.Candidates.empty(
-            torch.zeros(scope["B"], dtype=torch.int64, device=device), scope["K"], scope["n"])
+        root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
+        candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
+        made["candidates"] = kernels.Candidates(*(x.zero_() for x in candidates))
     return made
 
 
@@ -258,15 +256,9 @@ def named_constants(launch):
     return {getattr(kernels, launch[0]).arg_names[i]: value for i, value in launch[2]}
 
 
-def targets_of(launch):
-    """Those of TARGETS for which a signature is launched: Hopper alone joins the planes of a quantised step."""
-    joined = named_constants(launch).get("JOINED")
-    return TARGETS[1:] if joined else TARGETS
-
-
-def shared_limit(launch):
-    """Bytes of shared memory that a signature may need."""
-    return SHARED_HOPPER if targets_of(launch) == TARGETS[1:] else SHARED
+def hopper_alone(launch):
+    """Whether only Hopper launches a signature: it joins the planes of a quantised step."""
+    return bool(named_constants(launch).get("JOINED"))
 
 
 def compile_launch(target, launch):

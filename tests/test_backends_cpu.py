@@ -1,5 +1,5 @@
-"""What a CPU runs in place of the naive references: masks made once a step, attention with exact sums in bfloat16, and
-logits scored again where their rounding could decide."""
+"""backends/cpu.py: masks made once a step, attention with exact sums in bfloat16, logits scored again where their
+rounding could decide, packed weights."""
 
 import copy
 import math
@@ -18,6 +18,9 @@ from test_clover import random_heads
 from test_kernels import as_int64, random_forest, visible_rows
 from test_model import chain
 
+needs_bfloat16 = pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+needs_onednn = pytest.mark.skipif(not cpu.ONEDNN_LINEAR, reason="this torch has no oneDNN")
+
 
 def test_tree_mask_follows_the_bits():
     """Bug: the sign bit lost by a shift, or bits of nodes beyond T counted."""
@@ -31,51 +34,22 @@ def test_tree_mask_follows_the_bits():
     assert (deep == 0).nonzero().tolist() == [[0, 0, 63, 63]]
 
 
-def test_tree_mask_holds_the_alibi_bias():
-    """Bug: distances by rows, an unscaled or a missing head, or no bias where every node sees every row."""
-    lengths, slopes = torch.tensor([2], dtype=torch.int32), torch.tensor([0.5, 0.25])
-    tree = torch.tensor([[1, 3, 5, 11, 0]])  # the root, two children, a child of the first, unused
-    no = -math.inf
-    far = torch.tensor([[-2, -1, 0, no, no, no, no], [-3, -2, -1, 0, no, no, no], [-3, -2, -1, no, 0, no, no],
-                        [-4, -3, -2, -1, no, 0, no], [-1, 0, no, no, no, no, no]])
-    bias, _ = tree_mask(lengths, tree, 7, slopes)
-    assert bias.dtype == torch.float32 and torch.equal(bias, torch.stack([far / 2, far / 4])[None])
-    bias, unseen = tree_mask(lengths, tree[:, :1], 3, slopes)
-    assert unseen is None
-    assert torch.equal(bias[0, 1], torch.tensor([[-0.5, -0.25, 0.0]]))
-
-
-WRONG = {"half-slopes": (dict(slopes=torch.zeros(4).half()), "slopes"),
-         "slopes-elsewhere": (dict(slopes=torch.zeros(4, device="meta")), "slopes"),
-         "end-too-small": (dict(end=9), "lengths")}
-
-
-@pytest.mark.parametrize("changed, named", WRONG.values(), ids=WRONG.keys())
-def test_tree_mask_names_wrong_input(changed, named):
-    """Bug: a mask cut short, or slopes that do not fit, quietly give an answer."""
-    arguments = dict(lengths=torch.tensor([0, 7]).int(), ancestors=torch.zeros(2, 3).long(), end=10)
-    with pytest.raises(ValueError, match=rf"expected .*\b{named}\b.*, got "):
-        tree_mask(**arguments | changed)
-
-
-def tree_inputs(T, Hq, Hkv, dtype):
-    """q, caches, lengths and ancestors of two sequences; every node sees itself."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype)
-               for shape in ((2, T, Hq, 16), *[(2, Hkv, 40, 16)] * 2))
-    masks = [random_forest(T, (), generator) for _ in range(2)]
-    return q, k, v, torch.tensor([3, 40 - T], dtype=torch.int32), as_int64(masks)
-
-
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("T, Hq, Hkv", [(1, 2, 2), (5, 6, 2), (33, 3, 1)])
 @pytest.mark.parametrize("biased", [False, True], ids=["no-bias", "alibi"])
-def test_cached_attention_with_a_tree_mask_is_tree_attention(T, Hq, Hkv, dtype, atol, biased):
-    """Bug: a node sees another's branch, a head takes another's keys or slope, or a bias in the wrong dtype."""
-    q, k, v, lengths, ancestors = tree_inputs(T, Hq, Hkv, dtype)
+@pytest.mark.parametrize("window", [0, 6])
+def test_attention_of_a_tree_is_tree_attention(T, Hq, Hkv, dtype, atol, biased, window):
+    """Bug: a node sees another's branch or too far, a head takes another's keys or slope, NaN in rows that no node sees
+    comes through."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype)
+               for shape in ((2, T, Hq, 16), *[(2, Hkv, 40, 16)] * 2))
+    ancestors = as_int64([random_forest(T, (), generator) for _ in range(2)])  # every node sees itself
+    lengths = torch.tensor([3, 40 - T], dtype=torch.int32)
     slopes = 2.0 ** -torch.arange(1.0, Hq + 1) if biased else None
-    got = cached_attention(q, k, v, tree_mask(lengths, ancestors, 40, slopes)[0])
-    want = tree_attention_reference(q, k, v, lengths, ancestors, None, slopes)
+    k[0, :, 3 + T:] = v[0, :, 3 + T:] = math.nan
+    got = cpu.CPUContext(lengths=lengths, ancestors=ancestors, slopes=slopes).attend(q, k, v, window)
+    want = tree_attention_reference(q, k, v, lengths, ancestors, None, slopes, window)
     assert got.dtype == dtype and torch.allclose(got.float(), want.float(), atol=atol)
 
 
@@ -121,7 +95,7 @@ def test_rescored_argmax_undoes_the_rounding_of_the_logits(temperature):
     assert torch.equal(torch.cat(alone), got[:30])
 
 
-@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
+@needs_bfloat16
 @pytest.mark.parametrize("cache_dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, cache_dtype, monkeypatch):
@@ -164,7 +138,19 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, cache_dtyp
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed weights
 
-@pytest.mark.skipif(not cpu.ONEDNN_LINEAR, reason="this torch has no oneDNN")
+def scaled(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+
+
+def replaced(model):
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)
+
+
+@needs_onednn
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch):
     """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
@@ -183,62 +169,37 @@ def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch
             torch.testing.assert_close(got, model.lm_head(model(tokens)), atol=1e-4, rtol=1e-4)
             assert not used
     check(packed=False)
-    cpu.apply(model)
-    check(packed=True)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.01)
-    check(packed=False)
-    cpu.apply(model)
-    check(packed=True)
-    model = copy.deepcopy(model)
-    check(packed=False)
-    cpu.apply(model)
-    for layer in list(model.modules()):
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)
-    check(packed=False)
-    cpu.apply(model)
-    model.requires_grad_(True)
-    cpu.apply(model)
-    check(packed=False)
+    for change in (scaled, replaced, copy.deepcopy, lambda model: model.requires_grad_(True).requires_grad_(True)):
+        model.requires_grad_(False)
+        cpu.apply(model)
+        check(packed=True)
+        model = change(model) or model
+        if model.embed.weight.requires_grad:
+            cpu.apply(model)
+        check(packed=False)
     model.requires_grad_(False)
     cpu.apply(model)
     model.to(torch.float64)
     check(packed=False)
 
 
-@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
-def test_products_that_depend_on_the_number_of_rows_are_told_of(monkeypatch, capsys):
-    """Catches a check that sees no difference, or one where there is none."""
-    models.warn.cache_clear()
-    cpu.product_bits.cache_clear()
-    cpu.check_rows(96, 1001)
-    assert not capsys.readouterr().err
-
-    def reordered(x, packed, call=cpu.packed_linear):
-        return call(x, packed) if len(x) > 5 else call(x * 1.01, packed)
-    monkeypatch.setattr(cpu, "packed_linear", reordered)
-    cpu.product_bits.cache_clear()
-    cpu.check_rows(96, 1001)
-    assert "1001 by 96 depend on the number of rows" in capsys.readouterr().err
-    cpu.product_bits.cache_clear()
-
-
-@pytest.mark.skipif(not cpu.NATIVE_BFLOAT16, reason="this CPU has no instructions for bfloat16")
-def test_numbers_of_threads_that_change_bits_are_left_out(monkeypatch):
-    """Catches a text that depends on the number of threads, and a number of threads that is not put back."""
+@needs_bfloat16
+def test_bits_that_depend_on_rows_or_threads_are_found(monkeypatch, capsys):
+    """Catches a check that sees no difference, or one where there is none, and a number of threads that stays."""
     model, usual = toy_model().bfloat16(), torch.get_num_threads()
-    cpu.product_bits.cache_clear()
-    assert cpu.same_bits(model, [1, usual]) == [1, usual]
-    cpu.product_bits.cache_clear()
+    call = cpu.packed_linear
 
-    def reordered(x, packed, call=cpu.packed_linear):
-        return call(x, packed) * (1.01 if torch.get_num_threads() == 1 else 1)
-    monkeypatch.setattr(cpu, "packed_linear", reordered)
-    if usual > 1:
-        assert cpu.same_bits(model, [1, usual]) == [usual] and cpu.same_bits(model.float(), [1, usual]) == [1, usual]
-    assert torch.get_num_threads() == usual
+    def same_bits(product, counts=(usual, usual + 1)):
+        models.warn.cache_clear()
+        cpu.product_bits.cache_clear()
+        monkeypatch.setattr(cpu, "packed_linear", product)
+        return cpu.same_bits(model, counts), "depend on the number of rows" in capsys.readouterr().err
+    assert same_bits(call) == ([usual, usual + 1], False)
+    assert same_bits(lambda x, packed: call(x if len(x) > 5 else 1.01 * x, packed)) == ([usual], True)
+    by_threads = lambda x, packed: call(x, packed) * (1.01 if torch.get_num_threads() > usual else 1)
+    assert same_bits(by_threads) == ([usual], False) and torch.get_num_threads() == usual
+    model.float()
+    assert same_bits(by_threads) == ((usual, usual + 1), False)
     cpu.product_bits.cache_clear()
 
 
@@ -296,7 +257,7 @@ def test_packing_needs_room(monkeypatch, capsys):
     assert told.count("no room for packed copies") == bool(cpu.ONEDNN_LINEAR), told
 
 
-@pytest.mark.skipif(not cpu.ONEDNN_LINEAR, reason="this torch has no oneDNN")
+@needs_onednn
 @pytest.mark.parametrize("vocab_ids", [None, [90, 4, 17, 33, 60]])
 def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
     """Catches a packed part of the vocabulary that belongs to other ids or to an older weight."""

@@ -1,20 +1,28 @@
-"""backends/tensor_parallel.py: what several processes hold together says what one process says."""
+"""backends/tensor_parallel.py: what several processes hold together says what one process says, and they end together.
+Ranks are forks of this process, with torchrun's variables; the last test starts torchrun itself."""
 
 import json
+import multiprocessing
 import os
+import runpy
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backends.tensor_parallel import Group
+from backends.tensor_parallel import Group, start
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
-from model import InputError
+from model import GPT, InputError
+from tools.cli import command
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {
@@ -30,32 +38,47 @@ FAMILIES = {
                         embed_scale=8.0, attn_scale=0.25),
     "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False),
     "smollm3": dict(unrotated=(0,), windows=(9, 0))}
-WAYS = [dict(tree_size=1), dict(tree_size=1, temperature=0.8), dict(heads=True, tree_size=6, batch_size=3),
-        dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2),
-        dict(lookup=True, tree_size=5, temperature=0.7, top_k=20, top_p=0.9)]
-PROMPTS = random_prompts([5, 9, 2, 14, 30, 1])
-RANK = """
-import json, sys
-import torch, torch.distributed as dist
-sys.path[:0] = {path!r}
-import test_backends_tensor_parallel as test_group
-torch.set_num_threads(1)
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet{{size}}", rank=rank, world_size=size)
-print(json.dumps(test_group.texts(folder, test_group.Group(rank, size))))
-dist.destroy_process_group()
-"""
+WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2), dict(tree_size=1, temperature=0.8),
+        dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20)]
+PROMPTS = random_prompts([5, 2, 14, 1])
+
+
+def run_ranks(folder, action, size=2, given=""):
+    """Runs action(rank) in `size` processes, each with a standard input -> [(exit code, output, errors)]."""
+    folder.mkdir(exist_ok=True)
+    (folder / "in").write_text(given)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+
+    def run(rank):
+        os.environ.update(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(size),
+                          LOCAL_WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank))
+        for stream, file in enumerate(("in", f"out{rank}", f"err{rank}")):
+            os.dup2(os.open(folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC * (stream > 0)), stream)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+        action(rank)
+        sys.stdout.flush()
+    ranks = [multiprocessing.get_context("fork").Process(target=run, args=[rank]) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+        rank.join()
+    read = lambda name, i: (folder / f"{name}{i}").read_text()
+    return [(rank.exitcode, read("out", i), read("err", i)) for i, rank in enumerate(ranks)]
 
 
 def texts(folder, group):
-    """Decodes every family's model of a folder in every way -> {name: lists of tokens}."""
+    """Decodes every family's model of a folder in one way, the first in all -> {name: lists of tokens}."""
     found = {}
-    for name in FAMILIES:
+    for i, name in enumerate(FAMILIES):
         model = checkpoint.load(Path(folder) / name, torch.float32, "cpu", group)
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
-        for i, way in enumerate(WAYS):
+        for way in WAYS if i < 2 else WAYS[:1]:
             way = way | dict(heads=heads if "heads" in way else None)
-            found[f"{name} {i}"] = generate(model, PROMPTS, 20, **way).tokens
+            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 8, **way).tokens
     return found
 
 
@@ -73,41 +96,167 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_say_what_one_process_says(folder, size):
+def test_ranks_say_what_one_process_says(folder, size, tmp_path):
     """Catches a part of a fused matrix that another rank has too, a bias that is added twice, noise of another token,
     slopes of other heads, a draft vocabulary cut at the wrong id, ranks that take different tokens."""
-    code = RANK.format(path=[str(ROOT), str(ROOT / "tests")])
-    run = lambda rank: subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), str(folder)],
-                                        stdout=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS="1"))
-    done = [process.communicate()[0] for process in [run(rank) for rank in range(size)]]
-    want, (first, *others) = texts(folder, Group()), map(json.loads, done)
+    decode = lambda rank: print(json.dumps(texts(folder, start(SimpleNamespace(device="cpu")))))
+    said = run_ranks(tmp_path, decode, size)
+    want, (first, *others) = texts(folder, Group()), [json.loads(out) for _, out, _ in said]
     assert all(other == first for other in others)
     assert {name: first[name] == tokens for name, tokens in want.items()} == dict.fromkeys(want, True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_every_weight_once(folder, name, size):
+def test_ranks_hold_every_weight_once(folder, name):
     """Catches rows that no rank holds, or that two do without need."""
-    model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
-    config = model.config
-    for rank, part in enumerate(ranks):
-        with torch.device("meta"):
-            Group(rank, size).divide(part)
-    for parameter, whole in model.named_parameters():
-        whole = torch.arange(whole.numel()).view(whole.shape)
-        counts = torch.zeros(whole.numel())
+    for size in (2, 4):
+        model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
+        config = model.config
         for rank, part in enumerate(ranks):
-            part = torch.empty_like(part.get_parameter(parameter), dtype=torch.int64, device="cpu")
-            checkpoint.copy_shard(part, whole, 0, Group(rank, size).shard_slices(parameter, config))
-            counts[part.flatten()] += 1
-        kv_copies = max(size // config.n_kv_head, 1)
-        allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), float(size)}
-        allowed |= {float(size)} if parameter.endswith("bias") else set()
-        assert set(counts.tolist()) <= allowed and counts.min() >= 1, parameter
+            with torch.device("meta"):
+                Group(rank, size).divide(part)
+        for parameter, whole in model.named_parameters():
+            whole = torch.arange(whole.numel()).view(whole.shape)
+            counts = torch.zeros(whole.numel())
+            for rank, part in enumerate(ranks):
+                part = torch.empty_like(part.get_parameter(parameter), dtype=torch.int64, device="cpu")
+                checkpoint.copy_shard(part, whole, 0, Group(rank, size).shard_slices(parameter, config))
+                counts[part.flatten()] += 1
+            kv_copies = max(size // config.n_kv_head, 1)
+            allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), size}
+            allowed |= {float(size)} if parameter.endswith("bias") else set()
+            assert set(counts.tolist()) <= allowed and counts.min() >= 1, parameter
 
 
 @pytest.mark.parametrize("flags", [dict(n_head=3, n_kv_head=1), dict(n_inner=97), dict(n_head=6, n_kv_head=3)], ids=str)
 def test_sizes_that_ranks_do_not_divide_are_refused(flags):
     with pytest.raises(InputError, match="do not divide .* take another --nproc-per-node"):
         Group(0, 4 if "n_kv_head" not in flags else 2).shard_config(toy_model(**flags).config)
+
+
+def fail(message):
+    raise InputError(message)
+
+
+def told(action):
+    """What an action raises, and whether all ranks do."""
+    try:
+        return action()
+    except InputError as error:
+        return str(error), error.shared
+
+
+def calls(group):
+    """What each call of a Group gives, as json writes it."""
+    rank, numbers = group.rank, torch.arange(3.0) + group.rank
+    found = dict(
+        gathered=group.all_gather(numbers).tolist(), summed=group.sum(numbers, torch.ones(3)).tolist(),
+        reduced=group.all_reduce(numbers.clone()).tolist(), least=group.min(5 - rank), any=group.any(rank == 1),
+        none=group.any(False), broadcast=group.broadcast(dict(rank=rank)), objects=group.all_gather_objects([rank]),
+        first=group.on_first(lambda: f"of {rank}"), together=group.raise_together(lambda: rank),
+        first_fails=told(lambda: group.on_first(lambda: fail(f"no {rank}"))),
+        last_fails=told(lambda: group.raise_together(lambda: rank + 1 == group.size and fail("broken"))),
+        same=told(lambda: group.check_same("x", "differ")), differ=told(lambda: group.check_same(rank, "differ")))
+    with group.one_by_one():
+        group.print("once")
+        turns = Path(f"turns{group.size}")
+        turns.write_text(turns.read_text() + f"in {rank}, " if turns.exists() else f"in {rank}, ")
+        turns.write_text(turns.read_text() + f"out {rank}, ")
+    group.close()
+    return found | dict(turns=turns.read_text())
+
+
+def test_calls_of_a_group(tmp_path, monkeypatch):
+    """Catches ranks that get another value than the others, an error that one rank alone raises, two at a time."""
+    monkeypatch.chdir(tmp_path)
+    (_, first, _), (_, second, _) = run_ranks(
+        tmp_path, lambda rank: print(json.dumps(calls(start(SimpleNamespace(device="cpu"))))))
+    assert first.startswith("once\n") and "once" not in second
+    first, second, alone = json.loads(first.removeprefix("once\n")), json.loads(second), calls(Group())
+    differ = "the processes differ; start all with the same torchrun command and the same files"
+    both = dict(gathered=[[0, 1, 2], [1, 2, 3]], summed=[2, 4, 6], reduced=[1, 3, 5], least=4, any=True, none=False,
+                broadcast=dict(rank=0), objects=[[0], [1]], first="of 0", first_fails=["no 0", True],
+                last_fails=["rank 1: broken", True], same=None, differ=[differ, True],
+                turns="in 0, out 0, in 1, out 1, ")
+    assert first == both | dict(together=0) and second == both | dict(together=1)
+    assert alone == dict(gathered=[[0, 1, 2]], summed=[1, 2, 3], reduced=[0, 1, 2], least=5, any=False, none=False,
+                         broadcast=dict(rank=0), objects=[[0]], first="of 0", together=0, first_fails=("no 0", True),
+                         last_fails=("broken", True), same=None, differ=None, turns="in 0, out 0, ")
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint, tmp_path_factory):
+    """Where each rank has a `model` with heads of its own: a/ and b/ the same one, c/ one with other heads."""
+    root = tmp_path_factory.mktemp("ranks")
+    for name in "abc":
+        shutil.copytree(checkpoint, root / name / "model", ignore=shutil.ignore_patterns("clover"))
+        torch.manual_seed(0)
+        heads = CloverHeads(PRESETS["clover"], GPT.from_pretrained(root / name / "model", device="cpu"))
+        if name == "c":
+            heads.heads[0].requires_grad_(False).project.linear.weight += 1
+        heads.save_pretrained(root / name / "model" / "clover")
+    (root / "empty").mkdir()
+    return root
+
+
+def run_generate(tmp_path, folders, *flags, seeds=(0, 0), given=""):
+    """generate.py on a rank for each folder, in which it runs."""
+    def action(rank):
+        os.chdir(folders[rank])
+        sys.argv = ["generate.py", "--model", "model", "--device", "cpu", "--max-new-tokens", "12", *flags,
+                    "--seed", str(seeds[rank])]
+        runpy.run_path(str(ROOT / "generate.py"), run_name="__main__")
+    return run_ranks(tmp_path, action, len(folders), given)
+
+
+def test_ranks_print_what_one_process_prints(models, tmp_path):
+    """Catches two ranks that read standard input or print."""
+    flags = "--prompt", "-", "--prompt", "a b c", "--temperature", "0.8", "--json"
+    (code, out, errors), second = run_generate(tmp_path, [models / "a", models / "b"], *flags, given="once upon")
+    assert (code, second) == (0, (0, "", "")), errors
+    (_, alone, _), = run_generate(tmp_path, [models / "a"], *flags, given="once upon")
+    together, alone = json.loads(out), json.loads(alone)
+    assert together["tokens"] == alone["tokens"] and together["prompts"] == ["once upon", "a b c"]
+
+
+@pytest.mark.parametrize("other, seed, message", [
+    ("b", 1, "the processes were started with different flags; start all"),
+    ("c", 0, "the processes have read different files; start all"), ("empty", 0, "rank 1: model: no such folder")])
+def test_ranks_that_differ_are_refused(models, other, seed, message, tmp_path):
+    """Catches ranks that wait for each other, or draft different trees, and a line from each."""
+    first, second = run_generate(tmp_path, [models / "a", models / other], "--prompt", "a b c", seeds=(0, seed))
+    assert first[:2] == (2, "") and f"generate.py: {message}" in first[2], first
+    assert second == (2, "", "")
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path):
+    """Catches a rank that waits for one that is gone, and a traceback of what a library says about it."""
+    def main():
+        group = start(SimpleNamespace(device="cpu"))
+        if group.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.on_first(lambda: None)
+    (code, _, errors), second = run_ranks(tmp_path, lambda rank: command(main))
+    assert second[0] == -signal.SIGKILL
+    assert code == 2 and "another process has ended" in errors and "Traceback" not in errors
+
+
+def test_torchrun_tells_once_what_all_ranks_find(models):
+    """Catches a line from every rank, and variables that torchrun does not set."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(ROOT / "generate.py"), "--model", "nowhere", "--device", "cpu", "--prompt", "a"],
+                          cwd=models, capture_output=True, text=True, timeout=120,
+                          env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert done.stderr.count("generate.py: nowhere: ") == 1 and "rank 1:" not in done.stderr, done.stderr
+    assert "exitcode  : 2" in done.stderr and done.returncode
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(InputError, match="expected --device cuda, not cuda:0"):
+        start(SimpleNamespace(device="cuda:0"))
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="device 'cuda:1' is not available here"):
+            start(SimpleNamespace(device="cuda"))

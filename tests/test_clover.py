@@ -11,7 +11,7 @@ from backends import cpu
 from clover import PRESETS, CloverHeads, model_hash, preset
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
-from model import GPT, InputError, run_blocks
+from model import GPT, InputError
 
 
 def random_heads(model, name="clover", seed=0, **switches):
@@ -318,9 +318,8 @@ def test_the_augmenting_block_is_a_copy_of_the_last_layer(shape):
     model = toy_model(**SHAPES[shape])
     heads = CloverHeads(preset("clover"), model)
     x, positions = torch.randn(2, 30, 64), torch.arange(30).expand(2, 30)
-    last, own = (run_blocks(blocks, x, model.attention_context(positions))
-                 for blocks in (model.blocks[-1:], heads.augment_blocks))
+    last, own = (model.run_blocks(blocks, x, positions) for blocks in (model.blocks[-1:], heads.augment_blocks))
     assert torch.equal(last[0], own[0]) and torch.equal(last[1], own[1])
     heads.augment_blocks[0].attn.window += 1
-    changed = run_blocks(heads.augment_blocks, x, model.attention_context(positions))
+    changed = model.run_blocks(heads.augment_blocks, x, positions)
     assert not torch.equal(changed[0], own[0]) and last[0].isfinite().all()

@@ -1,9 +1,7 @@
-"""hf/chat.py: templates give transformers' text and ids, stop tokens are the folder's, endless ones are stopped."""
+"""hf/chat.py: templates give transformers' text and ids, stop tokens and sampling are the folder's."""
 
 import json
 import re
-import sys
-import time
 
 import pytest
 
@@ -31,10 +29,6 @@ def corpus():
     return [file.read_text()[:20_000] for file in builtin_corpus("heldout")[:4]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# stop tokens
-
-
 @pytest.mark.parametrize("files, expected", [
     ({}, [0]),
     ({"config.json": {"eos_token_id": 1}}, [1]),
@@ -46,7 +40,6 @@ def corpus():
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
      [0, 1]),
     ({"tokenizer_config.json": {"eos_token": {"content": EOT}, "chat_template": "x"}}, [0]),
-    ({"tokenizer_config.json": {"eos_token": "<unheard>", "chat_template": "x"}}, [0]),
 ])
 def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
     save(tmp_path, byte_level(corpus, BYTE_LEVEL, CHAT))
@@ -55,7 +48,7 @@ def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_
     assert chat.stop_tokens(tmp_path, encoding) == expected
 
 
-@pytest.mark.parametrize("ids", [700, -1, "0", True, 1.0, [0, None], [], 2**70])
+@pytest.mark.parametrize("ids", [700, -1, "0", True, [0, None], []])
 def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
     save(tmp_path, byte_level(corpus, BYTE_LEVEL))
     write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
@@ -94,43 +87,28 @@ CHATML = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 HEADERS = """{{- bos_token }}
-{%- set day = strftime_now("%d %b %Y") %}
+{%- set ns = namespace(count=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}
+    {%- set ns.system = messages[0]['content'] | trim %}
     {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
 {%- endif %}
 <|head|>system<|/head|>
 
-Today: {{ day }}
+Today: {{ strftime_now("%d %b %Y") }}
 {% if tools is not none %}
 Tools: {{ tools | tojson(indent=2) }}
 {% endif %}
-{{ system }}{{ eos_token }}
+{{ ns.system }}{{ eos_token }}{{ nothing }}{{ unk_token if unk_token is defined else 'no unk' }}
 {% for message in messages %}
     {% if message.content is not string %}
 {{ raise_exception('text only') }}
     {% endif %}
-<|head|>{{ message['role'] }}<|/head|>
-
-{{ message['content'] | trim }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}
-<|head|>assistant<|/head|>
-{% endif %}"""
-COUNTED = """
-{%- set ns = namespace(count=0, last='') %}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}{% continue %}{% endif %}
     {%- if ns.count >= 3 %}{% break %}{% endif %}
     {%- set ns.count = ns.count + 1 %}
-    {%- set ns.last = message.role %}
-    {{- {'n': ns.count, 'text': message.content, 'ümläut': '<&>'} | tojson }}{{ pad_token }}{{ nothing }}
+{{- {'n': ns.count, 'text': message.content | trim, 'ümläut': '<&>'} | tojson }}{{ pad_token }}
 {% endfor -%}
-last: {{ ns.last }}, {{ unk_token if unk_token is defined else 'no unk' }}, {{ image_token }}
 """
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "counted": COUNTED}
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS}
 TOKENS = {"bos_token": EOT, "eos_token": token("<|im_end|>"), "pad_token": EOT, "image_token": "<|im_start|>"}
 
 
@@ -146,16 +124,11 @@ CHATS = {
 }
 
 
-def chat_folder(folder, corpus, **config):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | TOKENS | config
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
-    return folder_of(folder, spec, config)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
     pytest.importorskip("transformers")
-    chat_folder(tmp_path, corpus, chat_template=TEMPLATES[name])
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
+    folder_of(tmp_path, spec, TOKENS | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name]})
     ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
     reference, tools = auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
     assert tokenizer.encode_prompt(encoding, "") == [0]
@@ -165,29 +138,17 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
             assert text == reference.apply_chat_template(messages, tokenize=False, **options)
             ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
             assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
-    if name == "headers":
-        assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
-    assert ours.render(CHATS["one"]) == ours.render(CHATS["one"], add_generation_prompt=True)
-
-
-def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(tmp_path):
-    config = json.dumps({"chat_template": HEADERS})
-    for file, content in (("chat_template.json", config), ("tokenizer_config.json", config),
-                          ("chat_template.jinja", HEADERS)):
-        ours = chat.load_chat_template(write(tmp_path, {file: content}))
-        refusal(lambda: ours.render([{"role": "user", "content": 7}]), tmp_path / file, "text only")
+        assert name != "headers" or re.search(r"Today: \d\d \w+ \d{4}\n", text)
 
 
 @pytest.mark.parametrize("source, reason", [
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ("{{ raise_exception('text only') }}", "text only"),
     ("{% set _ = messages.append(1) %}", "unsafe"),
-    ("{{ messages | map(attribute='x') | join.y }}", "join.y"),
-    ("{{ messages | map(attribute='x') }}{% for i in 7 %}{% endfor %}", "not iterable"),
     ("{{ nothing.at.all }}", "nothing"),
     ("{{ 1 / 0 }}", "zero"),
     ("{{ range(1000000000) | list }}", "Range"),
-    ("{{ 2 ** 3 }}", "**"),
-    ("{{ messages | tojson(indent='x', separators=7) }}", ""),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{% for %}", "line 1"),
     ("\n{{ raise_exception(1", "line 2"),
     ("{% generation %}", "line 1"),
@@ -196,47 +157,6 @@ def test_what_a_template_raises_is_one_line_with_the_file_and_its_words(tmp_path
 def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp_path):
     write(tmp_path, {"chat_template.jinja": source})
     refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
-
-
-ENDLESS = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "nested loops that count":
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ loop.index }}{% endfor %}{% endfor %}",
-    "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
-    "loops of costly steps": "{% for i in range(99999) %}{% set x = range(99999) | map('string') | list %}{% endfor %}",
-    "a macro that calls itself twice":
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
-    "a recursive loop":
-        "{% for i in range(9999) recursive %}{% if loop.depth < 99 %}{{ loop(range(9999)) }}{% endif %}{% endfor %}",
-    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "powers": "{{ 10 ** 10 ** 10 }}",
-    "long strings": "{{ 'x' * (10 ** 10) }}",
-    "products of products":
-        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "long texts": "{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
-    "lorem ipsum": "{{ lipsum(10000000) }}",
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_end_is_stopped(name, tmp_path, monkeypatch):
-    """Catches a folder that hangs the program or fills the memory."""
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
-    write(tmp_path, {"chat_template.jinja": ENDLESS[name]})
-    start, trace = time.perf_counter(), sys.gettrace()
-    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja")
-    assert time.perf_counter() - start < 3 and sys.gettrace() is trace
-
-
-def test_loops_see_their_length_and_neighbours(tmp_path):
-    """Catches a loop variable that the timing of loops changes."""
-    write(tmp_path, {"chat_template.jinja":
-        "{% for x in y %}{{ loop.index }}/{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.revindex }}"
-        "{{ loop.changed(x) }}{{ loop.last }} {% else %}none{% endfor %}{% for x in y recursive %}{{ x }}"
-        "{% if loop.depth < 2 %}({{ loop(y) }}){% endif %}{% endfor %}{{ '-' * 3 }}{{ 2 * 3 }}"})
-    ours = chat.load_chat_template(tmp_path)
-    assert ours.render([], y=["a", "b"]) == "1/2b2TrueFalse 2/2a1TrueTrue a(ab)b(ab)---6"
-    assert ours.render([], y=[]) == ours.render([]) == "none---6"
 
 
 def test_where_a_template_is_looked_for(tmp_path):
@@ -248,8 +168,6 @@ def test_where_a_template_is_looked_for(tmp_path):
     assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
     write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n"})
     assert chat.load_chat_template(tmp_path).render(one) == "file x"
-    write(tmp_path, {"chat_template.jinja": b"\xff"})
-    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "chat_template.jinja")
     (tmp_path / "chat_template.jinja").unlink()
     for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
         write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})

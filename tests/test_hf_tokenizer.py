@@ -1,13 +1,11 @@
 """hf/tokenizer.py: ids are those of the folder's own tokenizer, text comes back whole, broken files are refused."""
 
-import io
 import json
 import random
-import re
 import sys
 
 import pytest
-import tiktoken
+import tokenizers
 
 from hf import tokenizer
 from hf.tokenizer import (
@@ -21,7 +19,6 @@ from hf.tokenizer import (
 from model import InputError
 from training.corpus import builtin_corpus
 
-tokenizers = pytest.importorskip("tokenizers")
 EOT = "<|endoftext|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
@@ -30,12 +27,12 @@ BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range
 
 
 def tiny_spec():
-    """Written by hand: GPT-2's 256 byte tokens under GPT-2's ids, five merges, one special token after a gap."""
+    """Written by hand: GPT-2's 256 byte tokens under GPT-2's ids, five merges, one special token."""
     symbols = map(chr, [*BYTES[:188], *range(256, 256 + 68)])
     merges = ["h e", "l l", "he ll", "Ġ w", "Ġ Ġ"]
     vocab = {symbol: i for i, symbol in enumerate([*symbols, "he", "ll", "hell", "Ġw", "ĠĠ"])}
     return {
-        "added_tokens": [{"id": 300, "content": EOT, "special": True}],
+        "added_tokens": [{"id": 261, "content": EOT, "special": True}],
         "normalizer": None,
         "pre_tokenizer": BYTE_LEVEL,
         "decoder": BYTE_LEVEL,
@@ -63,10 +60,6 @@ def refusal(call, *names):
     return message
 
 
-def by_tiktoken(encoding):
-    return isinstance(getattr(encoding._decode, "__self__", None), tiktoken.Encoding)
-
-
 def streamed(encoding, *parts):
     stream = encoding.stream()
     return [stream.feed(part) for part in parts] + [stream.finish()]
@@ -82,17 +75,12 @@ def corpus():
     return tuple(file.read_text()[:20_000] for file in builtin_corpus("heldout")[:12])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A tokenizer.json written by hand
-
 def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
-    assert by_tiktoken(tiny)
+    assert tiny.bpe
     assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
     assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
-    assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 300]
-    assert 300 not in tiny.encode(EOT)
-    assert tiny.max_token_value == 300 and tiny.n_vocab == 301 and tokenizer.end_of_text(tiny) == 300
-    assert tiny.special_tokens == {EOT: 300}
+    assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 261] and 261 not in tiny.encode(EOT)
+    assert tiny.max_token_value == 261 and tiny.n_vocab == 262 and tokenizer.end_of_text(tiny) == 261
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
     assert tiny.decode([64, 299, -1, 2**40, 64]) == "aa"  # an id without a token gives nothing, as in transformers
     spec = tiny_spec()
@@ -102,17 +90,14 @@ def test_known_ids_of_the_handwritten_vocabulary(tiny, tmp_path):
 
 def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(tmp_path, tiny):
     """Catches a hash that moves with a run, a machine or an edit, which would orphan every saved set of heads."""
-    assert tiny.hash == "8ce07d26c422038c"
+    assert tiny.hash == "cfe67f0513554912"
     assert load_encoding("demo").hash == "cfd34feb29790f88"
     changed = [tiny_spec() for _ in range(3)]
-    changed[0]["model"]["vocab"]["ĠĠ"] = 261
+    changed[0]["model"]["merges"].pop()
     changed[1]["pre_tokenizer"] = split_form(LLAMA3_PATTERN)
-    changed[2]["added_tokens"][0]["id"] = 301
+    changed[2]["added_tokens"][0]["content"] = "</s>"
     assert len({load_encoding(save(tmp_path, spec)).hash for spec in [tiny_spec(), *changed]}) == 4
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# TextStream
 
 @pytest.mark.parametrize("text", ["hé日👍🏽\u200d!", "👩‍👩‍👧‍👦", "e\u0301\U0010ffff"])
 def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
@@ -120,7 +105,6 @@ def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
     for i in range(len(tokens) + 1):
         head, tail, rest = streamed(tiny, tokens[:i], tokens[i:])
         assert text.startswith(head) and head + tail == text and rest == ""
-    assert "".join(streamed(tiny, *[[token] for token in tokens])) == text
     assert streamed(tiny, tokens[:-1])[-1] in ("", "\ufffd")
 
 
@@ -129,16 +113,10 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
     for _ in range(300):
         raw = bytes(rng.choice(b"a\x80\xbf\xc3\xe2\x82\xf0\x9f\x91\xff") for _ in range(12))
         assert "".join(streamed(tiny, *[[BYTES.index(byte)] for byte in raw])) == raw.decode(errors="replace")
+    assert streamed(tiny, [64, 299, 64, -1, 2**40, 261]) == [f"aa{EOT}", ""]
 
 
-def test_a_stream_passes_over_ids_without_a_token_and_holds_nothing_else_back(tiny):
-    assert streamed(tiny, [64, 299, 64, -1, 2**40, 64]) == ["aaa", ""]
-    assert streamed(tiny, [64, 300, 64]) == [f"a{EOT}a", ""]
-    assert streamed(tiny, tiny.encode("aé")[:-1]) == ["a", "\ufffd"]
-
-
-@pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["one t", "wo three"],
-                                   ["on", "e tw", "o"]])
+@pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["on", "e tw", "o"]])
 def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
     """Catches a stop text that is shown in part, and text that is never let go."""
     whole = "".join(parts)
@@ -154,11 +132,12 @@ def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
 # ---------------------------------------------------------------------------------------------------------------------
 # Every kind of tokenizer.json, against the tokenizers package
 
-CODE = 'def f(a):\n\treturn a  # naïve\n\n\n    x = {"k": [1, 23, 456.789e-10]}\r\nfor (i = 0; i < 9; ++i) { s = "é"; }'
-MIXED = ("👩‍👩‍👧‍👦", "🇩🇪👍🏽", "e\u0301\u0327", "\u1100\u1161\u11a8", "日本語テキスト", "العربية", "हिन्दी ไทย")
-MIXED += ("don't WE'LL '", "½Ⅷ²", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300)
-BLOCKS = [(0, 128), (0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000, 0x20000),
-          (0x1F300, 0x1FAFF)]
+SNIPPETS = [
+    "👩‍👩‍👧‍👦", "🇩🇪👍🏽", "e\u0301\u0327", "\u1100\u1161\u11a8", "日本語テキスト", "العربية", "हिन्दी ไทย", "½Ⅷ²",
+    "don't WE'LL '", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300, "1234567 89.0e-10",
+    " \u00a0\u2003\u0085\u3000", " " * 70, "\n" * 8,
+    'def f(a):\n\treturn a  # naïve\n\n\n    x = {"k": [1]}\r\nfor (i = 0; i < 9; ++i) { s; }']
+BLOCKS = [(0, 128), (0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000, 0x20000), (0x1F300, 0x1FAFF)]
 
 
 def random_texts(count, seed=0, tokens=()):
@@ -166,32 +145,18 @@ def random_texts(count, seed=0, tokens=()):
     rng = random.Random(seed)
 
     def part():
-        kind = rng.randrange(8)
-        if kind < 2:
-            low, high = rng.choice(BLOCKS)
-            return "".join(chr(rng.randrange(low, high)) for _ in range(rng.randint(1, 12)))
-        if kind == 2:
-            return "".join(rng.choice(" \t\n\r\u00a0\u2003\u0085\u3000") for _ in range(rng.choice((1, 2, 5, 30))))
-        if kind == 3:
-            return rng.choice(" \n") * rng.choice((1, 3, 8, 70))
-        if kind == 4:
-            return str(rng.randrange(10 ** rng.randint(1, 12)))
-        if kind == 5:
-            start = rng.randrange(len(CODE))
-            return CODE[start:start + rng.randint(1, 40)]
-        return rng.choice([*MIXED, *tokens, *tokens])
+        low, high = rng.choice(BLOCKS)
+        letters = "".join(chr(rng.randrange(low, high)) for _ in range(rng.randint(1, 12)))
+        snippet = rng.choice([*SNIPPETS, *tokens, *tokens])
+        return rng.choice([letters, snippet, snippet[rng.randrange(len(snippet)):]])
 
     for _ in range(count):
         yield "".join(part() for _ in range(rng.randint(0, 6)))
 
 
-def sequence(*steps):
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
 def split_form(regex):
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return sequence(split, BYTE_LEVEL | {"use_regex": False})
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def added(index, content, **flags):
@@ -250,7 +215,7 @@ NFC = {"type": "NFC"}
 CHAT = [("<|im_start|>", {}), ("<tool_call>", {"special": False})]
 NESTED = [("<a>", {}), ("<a><b>", {}), ("<a><b>c", {"special": False}), ("b>c", {})]
 STRIPS = [("<mask>", {"lstrip": True}), ("<end>", {"rstrip": True}), ("word", {"single_word": True, "special": False})]
-DIGITS = sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
 BOS = template([(EOT, 0)])
 KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "gpt2": (lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL), True),
@@ -259,43 +224,35 @@ KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "llama3": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), model={"ignore_merges": True}, post_processor=BOS),
                True),
     "qwen": (lambda c: byte_level(c, split_form(QWEN_PATTERN), CHAT, normalizer=NFC), True),
-    "nested special tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED[:2]), True),
+    "nested special tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED[:2]), False),
     "nested tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED), False),
-    "normalized tokens": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), [("é!", {"normalized": True})],
-                                               normalizer=NFC), False),
     "tokens in two rounds": (lambda c: byte_level(c, BYTE_LEVEL, [("<a", {"normalized": True}), ("a>", {})]), False),
     "stripping tokens": (lambda c: byte_level(c, BYTE_LEVEL, STRIPS), False),
     "missing bytes": (lambda c: byte_level([x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL,
                                            alphabet=False), False),
     "smollm": (lambda c: byte_level(c, DIGITS, CHAT), False),
-    "line ends": (lambda c: byte_level(c, split_form(r"\s+$|^\s+|\S+")), False),
-    "roberta": (lambda c: byte_level(c, BYTE_LEVEL | {"add_prefix_space": True}), False),
     "llama2": (lambda c: pieces(c, PREPEND, None, True), False),
     "mistral": (lambda c: pieces(c, None, METASPACE, True), False),
     "gemma": (lambda c: pieces(c, SPACE, None, False), False),
 }
 
 
-FEW_AND_MANY = pytest.mark.parametrize("count", [120, pytest.param(100_000, marks=pytest.mark.slow)])
-
-
-@FEW_AND_MANY
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(name, count, corpus, tmp_path):
+def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(name, corpus, tmp_path):
     build, through_tiktoken = KINDS[name]
     spec = build(corpus)
     encoding = load_encoding(save(tmp_path, spec))
-    assert by_tiktoken(encoding) == through_tiktoken
+    assert bool(encoding.bpe) == through_tiktoken
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.max_token_value == max(whole.get_vocab().values())
-    for text in [*random_texts(count, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
+    for text in [*random_texts(120, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
         ids = encoding.encode(text, allowed_special="all")
         assert ids == whole.encode(text, add_special_tokens=False).ids, ascii(text)
         assert encode_prompt(encoding, text) == whole.encode(text).ids, ascii(text)
         decoded = encoding.decode(ids)
         assert decoded == whole.decode(ids, skip_special_tokens=False), ascii(text)
-        stream = "".join(streamed(encoding, ids))
+        stream = "".join(streamed(encoding, *[[token] for token in ids]))
         assert stream.endswith(decoded) and not stream.removesuffix(decoded).strip(" "), ascii(text)
         assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
 
@@ -309,45 +266,41 @@ def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_pa
     pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
     spec["model"]["merges"] = sorted((p for p in pairs if set(p) <= set(tokens)), key=lambda pair: vocab["".join(pair)])
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert by_tiktoken(encoding) and encoding.encode("hello") == [700]
+    assert encoding.bpe and encoding.encode("hello") == [700]
     for text in [*corpus[:5], *random_texts(300, 3), "hello", "hello hello, xhello helloo"]:
         assert encoding.encode(text) == package.encode(text).ids, text
 
 
-def reordered(spec):
-    spec["model"]["vocab"] |= {"he": 257, "ll": 256}
+MISLEADING = {
+    "order": lambda model: model["vocab"].update(he=257, ll=256),
+    "another way": lambda model: (model["merges"].__setitem__(slice(2, 3), ["he l", "hel l"]),
+                                  model["vocab"].update({"hel": 258, "hell": 259, "Ġw": 260, "ĠĠ": 261})),
+    "no way": lambda model: (model["merges"].remove("he ll"), model.update(ignore_merges=True)),
+}
 
 
-def misled(spec):
-    """"hell" by another merge, which the earlier ones never leave a chance."""
-    spec["model"]["merges"][2] = "hel l"
-    spec["model"]["merges"].insert(2, "he l")
-    spec["model"]["vocab"] |= {"hel": 258, "hell": 261}
-
-
-@pytest.mark.parametrize("change", [reordered, misled])
-def test_merges_that_tiktoken_would_not_follow_are_left_to_the_package(change, tmp_path):
+@pytest.mark.parametrize("case", MISLEADING)
+def test_merges_that_tiktoken_would_not_follow_are_left_to_the_package(case, tmp_path):
     spec = tiny_spec() | {"added_tokens": []}
-    change(spec)
+    MISLEADING[case](spec["model"])
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert not by_tiktoken(encoding)
+    assert not encoding.bpe
     for text in ("hello hell", "helll lle ellhe", "w  hehell"):
         assert encoding.encode(text) == package.encode(text).ids
 
 
-def test_endless_runs_do_not_crash_tiktoken(corpus, tmp_path):
+def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
+    """Catches a crash at an endless run, and a special token whose end composes with what follows it."""
     spec = KINDS["qwen"][0](corpus)
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert by_tiktoken(encoding)
-    text = "x" + EOT + "\n" * 1_050_000 + "x"
-    assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
-    assert encoding.encode("\ud800" + " " * 300_000)[-1] == package.encode(" " * 300_000).ids[-1]
+    assert encoding.bpe
+    for text in ("x" + EOT + "\n" * 1_050_000 + "x", f"{EOT}\u0338 e\u0301{EOT}"):
+        assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
 def test_hashes_of_all_kinds_differ_and_do_not_depend_on_the_files_layout(corpus, tmp_path):
-    specs = [KINDS[name][0](corpus) for name in ("gpt2", "qwen", "smollm", "mistral", "gemma")]
-    specs += [specs[1] | {"normalizer": None}, specs[3] | {"normalizer": NFC}]
-    specs += [specs[3] | {"added_tokens": specs[3]["added_tokens"][:2]}]
+    specs = [KINDS[name][0](corpus) for name in ("gpt2", "qwen", "smollm", "mistral")]
+    specs += [specs[1] | {"normalizer": None}, specs[3] | {"added_tokens": specs[3]["added_tokens"][:2]}]
     hashes = [load_encoding(save(tmp_path, spec)).hash for spec in specs]
     assert len(set(hashes)) == len(specs)
     for i in (1, 3):  # with indents, other keys first, and something before a prompt
@@ -356,32 +309,14 @@ def test_hashes_of_all_kinds_differ_and_do_not_depend_on_the_files_layout(corpus
         assert load_encoding(tmp_path).hash == hashes[i]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-def changed(where, value):
-    """A change to a spec: `where` is a path of keys; a value of None removes the key."""
-    def change(spec):
-        *path, last = where.split(".")
-        for key in path:
-            spec = spec[key]
-        spec.pop(last) if value is None else spec.__setitem__(last, value)
-
-    return change
-
-
-REFUSED = {
-    "dropout": changed("model.dropout", 0.1),
-    "Oniguruma": changed("pre_tokenizer", split_form("(a")),
-    "PostProcessorWrapper": changed("post_processor", {"type": "Magic"}),
-    "the ids [99999]": changed("post_processor", template([("<s>", 99999)])),
-    "no entry found": changed("post_processor", template([("<s>", 1)]) | {"special_tokens": {}}),
-    "the id 78": changed("added_tokens", [{"id": 78, "content": EOT}]),
-    "two tokens": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
+REFUSED = {  # reason: what a tiny spec is changed by
+    "dropout": lambda spec: spec["model"].update(dropout=0.1),
+    "Oniguruma": lambda spec: spec.update(pre_tokenizer=split_form("(a")),
+    "the ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
+    "should have the id 261": lambda spec: spec["added_tokens"][0].update(id=78),
+    "two tokens have one id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
-    "KeyError: 'model'": changed("model", None),
-    "fetch it again": changed("model.vocab", None),
-    "; fetch it": changed("model.merges", None),
+    "Model missing": lambda spec: spec.pop("model"),
     "expected u32": lambda spec: spec["model"]["vocab"].update(a=-1),
 }
 
@@ -393,34 +328,18 @@ def test_a_broken_tokenizer_is_refused_by_name(reason, tmp_path):
     refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
 
 
-def test_files_that_are_missing_or_no_tokenizer_are_refused(tmp_path):
-    refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
-    refusal(lambda: load_encoding(tmp_path / "nowhere"), tmp_path / "nowhere")
-    write(tmp_path, {"qwen.tiktoken": "YQ== 0\n"})
-    refusal(lambda: load_encoding(tmp_path), tmp_path / "qwen.tiktoken", "fetch the model's tokenizer.json")
-    write(tmp_path, {"tokenizer.model": "YQ== 0\n"})  # Llama 3's
-    refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.model", "fetch the model's tokenizer.json")
-    for content in (b"", b"{", b"\xff\xfe\x00", b"[]", b"7", b"null", b'{"model": []}', b"[" * 200_000):
-        write(tmp_path, {"tokenizer.json": content})
-        refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").mkdir()
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000],
+                         ids=lambda content: repr(content)[:20])
+def test_files_that_are_missing_or_no_tokenizer_are_refused(content, tmp_path):
+    write(tmp_path, {"tokenizer.json": content} if content is not None else {})
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
 
 
 def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path):
-    spec = tiny_spec() | {"added_tokens": [{"id": 300, "content": ""}, added(301, "<pad>")]}
+    spec = tiny_spec() | {"added_tokens": [{"id": 300, "content": ""}, added(261, "<pad>")]}
     encoding = load_encoding(save(tmp_path, spec))
-    assert encoding.encode("a<pad>", allowed_special="all") == [64, 301]
+    assert encoding.encode("a<pad>", allowed_special="all") == [64, 261]
     refusal(lambda: tokenizer.end_of_text(encoding), EOT)
-
-
-def test_an_absurd_id_takes_no_memory(tmp_path):
-    """Catches a table as long as the highest id."""
-    spec = tiny_spec() | {"added_tokens": [added(2**31 - 1, EOT)]}
-    encoding = load_encoding(save(tmp_path, spec))
-    assert encoding.max_token_value == 2**31 - 1 and encoding.decode([64, 2**31 - 2, 2**31 - 1]) == f"a{EOT}"
-    refusal(lambda: load_encoding(save(tmp_path, spec | {"added_tokens": [added(2**70, EOT)]})), tmp_path)
 
 
 def test_a_text_that_a_model_without_an_unknown_token_cannot_hold_is_refused(tmp_path):
@@ -443,190 +362,65 @@ def auto_tokenizer(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-PROCESSORS = {
-    "none": (None, []),
-    "byte level": (BYTE_LEVEL, []),
-    "bos": (BOS, [0]),
-    "two": (template([(EOT, 0), ("<|im_end|>", 1)]), [0, 1]),
-    "bos and eos": (template([(EOT, 0)], [("<|im_end|>", 1)]), [0]),
-    "eos": (template([], [(EOT, 0)]), []),
-    "sequence": ({"type": "Sequence", "processors": [BYTE_LEVEL, BOS]}, [0]),
-    "roberta": ({"type": "RobertaProcessing", "sep": [EOT, 0], "cls": ["<|im_end|>", 1], "trim_offsets": True,
-                 "add_prefix_space": False}, [1]),
-}
+BEFORE_AND_AFTER = [([], []), ([], [0]), ([0], []), ([0, 1], []), ([0], [1])]
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_prompts_begin_as_transformers_begins_them(name, corpus, tmp_path):
-    processor, prefix = PROCESSORS[name]
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), post_processor=processor)
-    folder_of(tmp_path, spec, {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": name == "none"})
-    encoding, reference = load_encoding(tmp_path), auto_tokenizer(tmp_path)
-    assert encoding.prefix == prefix
-    for text in ("", "Hello world", f"a{EOT}b", "  \n日"):
-        ids = encode_prompt(encoding, text)
-        assert ids == reference.encode(text)[:len(ids)] and reference.encode(text)[len(ids):] in ([], [0], [1])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_ids_and_text_of_every_kind_are_those_of_transformers(name, corpus, tmp_path):
-    spec = KINDS[name][0](corpus)
-    folder_of(tmp_path, spec, {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
-    encoding, reference = load_encoding(tmp_path), auto_tokenizer(tmp_path)
-    for text in random_texts(25, 4, encoding.special_tokens):
-        ids = encode_prompt(encoding, text)
-        assert ids == reference.encode(text) and encoding.decode([*ids, 10**6]) == reference.decode(ids), ascii(text)
-
-
-def vocab_files(spec):
-    merges = "\n".join(" ".join(merge) for merge in spec["model"]["merges"])
-    return {"vocab.json": json.dumps(spec["model"]["vocab"]), "merges.txt": f"#version: 0.2\n{merges}\n"}
+@pytest.mark.parametrize("before, after", BEFORE_AND_AFTER)
+def test_prompts_begin_as_the_post_processor_says_and_end_open(before, after, corpus, tmp_path):
+    texts = {0: EOT, 1: "<|im_end|>"}
+    processor = template(*([(texts[index], index) for index in ids] for ids in (before, after)))
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), post_processor={"type": "Sequence", "processors": [
+        BYTE_LEVEL, processor]})
+    encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
+    for text in ("", f"a{EOT}b"):
+        assert [*encode_prompt(encoding, text), *after] == package.encode(text).ids and encoding.prefix == before
 
 
 def token(text):
     return {"__type": "AddedToken", **added(0, text)} | {"id": None}
 
 
-OLD_FORMS = {
-    "gpt2": ("GPT2Tokenizer", {"additional_special_tokens": ["<|im_end|>"]}, {}),
-    "gpt2 with a bos": ("GPT2TokenizerFast", {"add_bos_token": True, "bos_token": EOT, "eos_token": "<|im_end|>"}, {}),
-    "gpt2 with tokens": ("GPT2Tokenizer", {"pad_token": token("<pad>"), "bos_token": "<|im_end|>"},
-                         {"added_tokens.json": '{"<pad>": 700}'}),
-    "qwen": ("Qwen2Tokenizer",
-             {"added_tokens_decoder": {"700": added(700, "<|im_start|>"), "1": added(1, "<|im_end|>")}}, {}),
-    "map": ("Qwen2Tokenizer", {},
-            {"special_tokens_map.json": '{"eos_token": "<|im_end|>", "additional_special_tokens": []}'}),
-}
-
-
-@pytest.mark.parametrize("name", OLD_FORMS)
-def test_vocab_and_merges_give_the_ids_of_transformers(name, corpus, tmp_path):
-    kind, config, files = OLD_FORMS[name]
-    spec = byte_level(corpus, BYTE_LEVEL if "gpt2" in name else split_form(QWEN_PATTERN))
-    folder_of(tmp_path, None, {"tokenizer_class": kind} | config, vocab_files(spec) | files)
-    encoding, reference = load_encoding(tmp_path), auto_tokenizer(tmp_path)
-    assert by_tiktoken(encoding) and encoding.special_tokens[EOT] == 0
-    assert encoding.prefix == ([0] if "bos" in name else [])
-    for text in random_texts(200, 3, encoding.special_tokens):
+@pytest.mark.parametrize("kind, pattern, config, prefix", [
+    ("GPT2Tokenizer", BYTE_LEVEL, {"additional_special_tokens": ["<|im_end|>"]}, []),
+    ("GPT2TokenizerFast", BYTE_LEVEL, {"add_bos_token": True, "bos_token": EOT, "eos_token": "<|im_end|>"}, [0]),
+    ("Qwen2Tokenizer", split_form(QWEN_PATTERN), {"added_tokens_decoder": {
+        "700": added(700, "<|im_start|>"), "1": added(1, "<|im_end|>")}}, []),
+])
+def test_vocab_and_merges_give_the_ids_of_transformers(kind, pattern, config, prefix, corpus, tmp_path):
+    model = byte_level(corpus, pattern)["model"]
+    merges = "\n".join(" ".join(merge) for merge in model["merges"])
+    folder_of(tmp_path, None, {"tokenizer_class": kind} | config,
+              {"vocab.json": json.dumps(model["vocab"]), "merges.txt": f"#version: 0.2\n{merges}\n"})
+    reference, encoding = auto_tokenizer(tmp_path), load_encoding(tmp_path)
+    assert encoding.bpe and encoding.special_tokens[EOT] == 0 and encoding.prefix == prefix
+    for text in random_texts(100, 3, encoding.special_tokens):
         assert encode_prompt(encoding, text) == reference.encode(text), ascii(text)
 
 
-def test_vocab_and_merges_alone_are_gpt2s_or_qwens_by_the_config(corpus, tmp_path):
-    spec = byte_level(corpus, BYTE_LEVEL)
-    write(tmp_path, vocab_files(spec) | {"special_tokens_map.json": '{"eos_token": "<|im_end|>"}'})
-    encoding = load_encoding(tmp_path)
-    assert by_tiktoken(encoding) and encoding.decode(encoding.encode("e\u0301")) == "e\u0301"
-    write(tmp_path, {"config.json": '{"model_type": "qwen3"}'})
-    encoding = load_encoding(tmp_path)
-    assert encoding.decode(encoding.encode("e\u0301")) == "é"  # NFC
-    assert load_encoding(save(tmp_path, tiny_spec())).max_token_value == 300  # tokenizer.json comes first
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizer.model, against sentencepiece
-
-PIECE_MODELS = {
-    "bpe": dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False,
-                normalization_rule_name="identity", split_digits=True,
-                allow_whitespace_only_pieces=True, user_defined_symbols="<reserved_1>"),
-    "unigram": dict(model_type="unigram", byte_fallback=True, remove_extra_whitespaces=False,
-                    normalization_rule_name="identity"),
-    "no dummy prefix": dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False,
-                            add_dummy_prefix=False, normalization_rule_name="identity"),
-    "nmt_nfkc, no bytes": dict(model_type="bpe"),
-}
-
-
-def sentencepiece_model(corpus, name):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is optional")
-    sentences, out = [line for text in corpus[:10] for line in text.split("\n") if line.strip()], io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=out, vocab_size=700, minloglevel=2, **PIECE_MODELS[name])
-    return out.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
-
-
-@FEW_AND_MANY
-@pytest.mark.parametrize("name", PIECE_MODELS)
-def test_tokenizer_model_gives_sentencepieces_ids_text_and_stream(name, count, corpus, tmp_path):
-    content, model = sentencepiece_model(corpus, name)
-    encoding = load_encoding(write(tmp_path, {"tokenizer.model": content, "added_tokens.json": '{"[INST]": 700}'}))
-    special = {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 700}
-    assert encoding.special_tokens == special and encoding.max_token_value == 700 and encoding.prefix == [1]
-    for text in random_texts(count, 8, special):
-        ids = encoding.encode(text)
-        assert ids == model.encode(text), ascii(text)
-        decoded, stream = encoding.decode(ids), "".join(streamed(encoding, ids))
-        assert decoded == model.decode(ids), ascii(text)
-        assert stream in (decoded, f" {decoded}"), ascii(text)
-        parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
-        ids = [token for part in parts for token in ([special[part]] if part in special else model.encode(part))]
-        assert encode_prompt(encoding, text) == [1, *ids], ascii(text)
-        if "nfkc" not in name and "▁" not in text and "<unk>" not in text:
-            assert encoding.decode([*ids, 701]) == text
-
-
-def test_without_legacy_nothing_is_put_before_the_text_after_a_special_token(corpus, tmp_path):
-    content, model = sentencepiece_model(corpus, "bpe")
-    write(tmp_path, {"tokenizer.model": content, "tokenizer_config.json": '{"legacy": false}'})
-    encoding = load_encoding(tmp_path)
-    for text in ("a", " a", "  def f(x):", "日本", ""):
-        after = model.encode(f"\n{text}")[2:]  # what follows ▁ and a byte that joins nothing
-        ids = encoding.encode(f"a</s>{text}", allowed_special="all")
-        assert ids == [*model.encode("a"), 2, *after] and encoding.decode(ids) == f"a</s>{text}"
-    with_legacy = load_encoding(write(tmp_path, {"tokenizer_config.json": "{}"}))
-    assert with_legacy.hash != encoding.hash
-
-
 @pytest.mark.parametrize("config, prefix", [
-    ({}, [1]),
-    ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, []),
-    ({"tokenizer_class": "LlamaTokenizer", "bos_token": {"content": "</s>"}}, [2]),
-    ({"tokenizer_class": "BaichuanTokenizer", "added_tokens_decoder": {"2": added(2, "</s>")}}, []),
-    ({"tokenizer_class": "BaichuanTokenizer", "add_bos_token": True, "bos_token": "<s>"}, [1]),
-])
-def test_a_bos_token_is_llamas_default_and_baichuans_option(config, prefix, corpus, tmp_path):
-    content, model = sentencepiece_model(corpus, "bpe")
-    write(tmp_path, {"tokenizer.model": content, "tokenizer_config.json": json.dumps(config)})
-    encoding = load_encoding(tmp_path)
-    assert encode_prompt(encoding, "def f") == [*prefix, *model.encode("def f")]
-    assert encoding.encode("<reserved_1>") == model.encode("<reserved_1>")
+    ({}, []), ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>"}, [1]),
+    ({"tokenizer_class": "BaichuanTokenizer", "add_bos_token": False,
+      "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]}}, [])])
+def test_tokenizer_model_alone_gives_sentencepieces_ids(config, prefix, corpus, tmp_path):
+    """Catches Baichuan's folder, whose tokenizer is code of its own, refused or run."""
+    for package in ("transformers", "google.protobuf"):
+        pytest.importorskip(package, reason="a tokenizer.model is read by optional packages")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(corpus).split("\n")), model_prefix=str(tmp_path / "tokenizer"), vocab_size=700,
+        minloglevel=2, model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False,
+        normalization_rule_name="identity", split_digits=True, allow_whitespace_only_pieces=True)
+    (tmp_path / "tokenization_baichuan.py").write_text("raise SystemExit")
+    encoding = load_encoding(folder_of(tmp_path, None, config))
+    model = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert encoding.prefix == prefix and encoding.special_tokens["</s>"] == 2
+    for text in random_texts(100, 8):
+        if not {*"<▁"} & {*text}:
+            assert encoding.encode(text) == model.encode(text), ascii(text)
+            assert encoding.decode(model.encode(text)) == model.decode(model.encode(text)), ascii(text)
 
 
-def with_config(**settings):
-    return {"tokenizer_config.json": json.dumps(settings)}
-
-
-BROKEN = [  # (what the folder has, the files that break it, what the message names)
-    ("vocab.json", with_config(tokenizer_class="RobertaTokenizer"), "RobertaTokenizer"),
-    ("vocab.json", with_config(pad_token="<pad>"), "<pad>"),
-    ("vocab.json", {"added_tokens.json": '{"<pad>": "9"}'}, "<pad>"),
-    ("vocab.json", {"added_tokens.json": '{"<|endoftext|>": 9}'}, EOT),
-    ("vocab.json", with_config(add_bos_token=True), "add_bos_token"),
-    ("vocab.json", {"tokenizer_config.json": "{"}, "tokenizer_config.json"),
-    ("vocab.json", {"vocab.json": "[]"}, "vocab.json"),
-    ("vocab.json", {"merges.txt": b"\xff"}, "merges.txt"),
-    ("vocab.json", {"merges.txt": "a b c"}, "merges.txt"),
-    ("tokenizer.model", with_config(tokenizer_class="T5Tokenizer"), "T5Tokenizer"),
-    ("tokenizer.model", with_config(add_prefix_space=False), "add_prefix_space"),
-    ("tokenizer.model", with_config(sp_model_kwargs={"enable_sampling": True}), "sp_model_kwargs"),
-    ("tokenizer.model", with_config(added_tokens_decoder={"700": added(700, "<a>", rstrip=True)}), "rstrip"),
-    ("tokenizer.model", with_config(added_tokens_decoder={"5": added(5, "<a>")}), "one id for two"),
-    ("tokenizer.model", with_config(pad_token="[PAD]"), "[PAD]"),
-    ("tokenizer.model", {"added_tokens.json": '{"</s>": 700}'}, "</s>"),
-    ("tokenizer.model", {"added_tokens.json": '{"<a>": 700, "<b>": 700}'}, "one id for two"),
-    ("tokenizer.model", {"tokenizer.model": b""}, "tokenizer.model"),
-    ("tokenizer.model", {"tokenizer.model": b"no model"}, "tokenizer.model"),
-]
-
-
-@pytest.mark.parametrize("kind, files, reason", BROKEN)
-def test_broken_older_files_are_refused_by_name(kind, files, reason, corpus, tmp_path):
-    write(tmp_path, vocab_files(byte_level(corpus, BYTE_LEVEL)) if kind == "vocab.json"
-          else {kind: sentencepiece_model(corpus, "bpe")[0]})
-    refusal(lambda: load_encoding(write(tmp_path, files)), reason, tmp_path)
-
-
-def test_a_missing_sentencepiece_is_named_with_what_installs_it(tmp_path, monkeypatch):
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch):
     write(tmp_path, {"tokenizer.model": b"\x0a\x0e"})
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    refusal(lambda: load_encoding(tmp_path), "pip install sentencepiece", tmp_path)
+    refusal(lambda: load_encoding(tmp_path), "pip install transformers sentencepiece protobuf", tmp_path)

@@ -12,20 +12,19 @@ from clover import CloverHeads
 from generate import DraftPlan, Sampling
 from model import GPT
 from static import BF16, EXAMPLES, FP32, INT4, launches_of, step_launches
+from test_kernels import records
 from tools.flags import DEMO
 
-INT8 = dict(kind="int8", C=4096, N=4096, words=1024, G=1)
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
-pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED.value,
-                                reason="needs triton, and not its interpreter")
+pytestmark = records
 
 
 def check_figures(pairs, figures):
-    """Of (target, launch) pairs: no spills, and no more shared memory than small GPUs have."""
+    """Of (target, launch) pairs: no spills, and no more shared memory than an RTX 30 or 40 has, or Hopper."""
     wrong = []
     for (target, launch), used in zip(pairs, figures):
         assert 8 <= used["registers"] <= 255  # fewer: a trap, and no kernel
-        if used["spilled"] or used["shared"] > static.shared_limit(launch):
+        if used["spilled"] or used["shared"] > (232448 if static.hopper_alone(launch) else 101376):
             wrong.append((target, *static.shape_class(launch), used))
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -37,7 +36,7 @@ def test_every_launch_compiles_without_spills():
     launches = static.all_launches()
     tiled = "_tree_attention_kernel", "_project_kernel", "_linear_quantized_kernel"
     of_class = {static.shape_class(launch): launch for launch in launches if launch[0] in tiled}
-    pairs = [("cuda:80", launch) for launch in of_class.values() if "cuda:80" in static.targets_of(launch)]
+    pairs = [("cuda:80", launch) for launch in of_class.values() if not static.hopper_alone(launch)]
     pairs += [("cuda:90", launch) for launch in launches]
     check_figures(pairs, static.compile_all(pairs))
 
@@ -96,7 +95,7 @@ def test_figures_are_read_from_the_binary():
         "project-64-rows": ("project_topk", dict(M=64), "HGMMA"),
         "project-128-rows": ("project_topk", dict(M=128), "HGMMA"),
         "quantized-groups-of-32": ("linear_quantized", INT4 | dict(M=8, G=128), "HGMMA"),
-        "quantized-8-bits": ("linear_quantized", INT8 | dict(M=64), "HGMMA"),
+        "quantized-8-bits": ("linear_quantized", INT4 | dict(kind="int8", words=1024, M=64, G=32), "HGMMA"),
         "gathered-rows": ("project_topk", dict(M=8, present="vocab_ids"), "HGMMA")}.items())])
 def test_hopper_loads_16_bytes_at_a_time(name, given, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes; tensor cores are idle."""
