@@ -218,20 +218,17 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, 
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("file, contents", [("train_state.pt", (b"half", dict(settings={}, step=3), [1, 2])),
+@pytest.mark.parametrize("file, contents", [("train_state.pt", (b"", b"half")),
                                             ("run.json", (b"{", b"[]", b"7", b'{"steps": 3}'))])
 def test_states_of_another_format_are_refused_in_one_line(file, contents, finished, tmp_path, capsys):
     out = shutil.copytree(finished, tmp_path / "out")
     for content in contents:
-        if isinstance(content, bytes):
-            (out / file).write_bytes(content)
-        else:
-            torch.save(content, out / file)
+        (out / file).write_bytes(content)
         assert "this version" in refusal(capsys, "--resume", "--out", out)
 
 
 def run_killed(left, flags):
-    """Runs train_heads.py in a process of its own that SIGKILL ends at the `left`th of the calls below."""
+    """Trains in a process of its own that SIGKILL ends at the `left`th of the calls below."""
     def mortal(call):
         def wrapped(*args, **kwargs):
             nonlocal left
@@ -465,7 +462,6 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, mon
     monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # of 258 ids, of which the text needs fewer than 32
 
     def size(*flags):
-        """-> (the size of the vocabulary, how often the choice was printed)."""
         found, said = run(checkpoint, texts, tmp_path, *flags)["config"]["vocabulary"], capsys.readouterr().out
         heads = CloverHeads.from_pretrained(tmp_path, GPT.from_pretrained(checkpoint, device="cpu"))
         assert found == heads.config.vocabulary
@@ -482,7 +478,6 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, mon
 
 
 def new_run(model, checkpoint, out, *flags):
-    """A Run on a model that need not be the checkpoint's."""
     args = parse_heads([*TINY, "--dtype", "float32", "--out", str(out), "--model", str(checkpoint), *flags])
     return train_heads.Run(args, CloverHeads(preset(args.preset), model), None, Group())
 

@@ -64,17 +64,6 @@ def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective
         torch.testing.assert_close(out.grad, grad, atol=1e-5, rtol=1e-5)
 
 
-def test_products_are_bfloat16_where_asked():
-    """Catches a loss that leaves the fast path, or sums in half precision."""
-    model = toy_model()
-    outputs, *given = inputs(model)
-    want, _ = plain(model, outputs, *given, "distill")
-    got, _ = head_losses(model, outputs, *given, dtype=torch.bfloat16)
-    got.sum().backward()
-    assert got.dtype == torch.float32 and outputs[0].grad.dtype == torch.float32 and not torch.equal(got, want)
-    torch.testing.assert_close(got, want, atol=2, rtol=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
@@ -98,7 +87,6 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
         for b in range(2):
             want = [bool(documents[b, t] == documents[b, t + 2 + i] and loss_mask[b, t + 2 + i]) for t in range(5)]
             assert guess_mask[i, b].tolist() == want
-    assert guess_masks(tokens, 3).all() and guess_masks(tokens, 3).shape == (3, 2, 5)
 
 
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
