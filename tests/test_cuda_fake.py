@@ -25,7 +25,6 @@ from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
 from model import GPT, GPTConfig
 from tools import timing
 from train_heads import Run
-from training import loss
 
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
@@ -402,17 +401,6 @@ def test_defects_of_a_step_are_seen(plant, start, monkeypatch):
     monkeypatch.setattr(Decoder, "commit", planted)
     with pytest.raises(Exception, match=PLANTED[plant]):
         decode(model, heads)
-
-
-@needs_triton
-def test_a_mask_of_training_on_the_cpu_is_seen(start, monkeypatch):
-    """Bug: a fake GPU on which every loss can be computed."""
-    world, model, heads = start(dtype=torch.float32)
-    masks = loss.guess_masks
-    monkeypatch.setattr("train_heads.guess_masks",
-                        lambda tokens, K, *_: torch.ones_like(masks(tokens, K), device="cpu"))
-    with torch.no_grad(), pytest.raises(Exception, match="device"):
-        losses(heads)
 
 
 @needs_triton

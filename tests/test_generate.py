@@ -4,7 +4,6 @@ import math
 import random
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -276,32 +275,6 @@ def test_in_bfloat16_texts_are_equal_or_part_at_a_tie(way):
             place = [[]] * i + [texts[i]], [[]] * i + [plain[i]]  # the noise knows a text by its place
             difference = first_difference(model, [prompt] * (i + 1), *place, **WAYS[way])
             assert difference is None or not cpu.NATIVE_BFLOAT16 and difference[3] == "tie", (i, difference)
-
-
-@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_many_prompts_in_constant_memory(n):
-    """Catches memory that grows with the prompts done, and a slot that remembers the prompt before."""
-    model = toy_model(n_layer=4, n_kv_head=4, head_size=64)  # 540 kB of cache per prompt
-    heads = random_heads(model)
-    rng = random.Random(1)
-    prompts = random_prompts([rng.randint(1, 60) for _ in range(n)])
-    held, heard = [], Counter()
-
-    def on_tokens(index, tokens):
-        heard[index] += len(tokens)
-        if heard[index] == 6 and len(heard) % (n // 10) == 0:
-            held.append(resident_bytes())
-    out = generate(model, prompts, 6, heads, tree_size=6, batch_size=8, on_tokens=on_tokens)
-    single = new_engine(model, capacity=66)
-    for prompt, tokens in zip(prompts, out.tokens):
-        assert single.generate([prompt], 6).tokens == [tokens]
-    assert len(held) >= 10 and held[-1] - held[len(held) // 2] < 0.15 * n * 540e3
-
-
-def resident_bytes():
-    """Memory of this process; 0 where the system does not say."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
