@@ -11,7 +11,7 @@ on SIGTERM. --resume ends with the same heads as a run that was never stopped: o
 on a GPU up to rounding.
 """
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo is reported at once
     from training.flags import parse_heads
     ARGS = parse_heads()
 
@@ -251,9 +251,9 @@ def evaluate(args, group):
     if chosen:
         data.set_draft_vocabulary(heads, load_split("train").ids, args.draft_vocabulary,
                                   group.print)
-    found = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
+    results = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
     if group.rank == 0:
-        record(heads, args.out, encoding.hash, found | dict(measured_on=measured_on), chosen)
+        record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on), chosen)
 
 
 def evaluation_data(args, heads, encoding, log):

@@ -197,7 +197,7 @@ def refusal(capsys, *flags):
     """The one line in which the flags are refused, before anything is loaded, or the InputError after that."""
     with pytest.raises((InputError, SystemExit)) as caught:
         train(*flags)
-    line = str(caught.value) if caught.type is InputError else capsys.readouterr().err.strip()
+    line = str(caught.value) if isinstance(caught.value, InputError) else capsys.readouterr().err.strip()
     assert "\n" not in line
     return line
 

@@ -88,5 +88,5 @@ def test_transformers_reads_what_was_trained(texts, tmp_path):
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(texts, tmp_path, capsys, flags, says):
     with pytest.raises((InputError, SystemExit)) as caught:
         run(texts, tmp_path / "out", *flags.split())
-    line = str(caught.value) if caught.type is InputError else capsys.readouterr().err.strip()
+    line = str(caught.value) if isinstance(caught.value, InputError) else capsys.readouterr().err.strip()
     assert says in line and "\n" not in line and not (tmp_path / "out").exists()

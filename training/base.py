@@ -4,7 +4,7 @@
     python -m training.base --out demo --evaluate    # the held-out loss of a model that is there
 """
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo is reported at once
     from training.flags import parse_base
     ARGS = parse_base()
 

@@ -69,7 +69,7 @@ def encode_splits(paths, splits, encoding, template=None, log=print):
                 kinds[record.kind] += 1
             if len(chunk) == CHUNK:
                 log(f"tokenised {kinds.total()} documents")
-    return {split: pack(found) for split, found in documents.items()}, dict(kinds)
+    return {split: pack(pairs) for split, pairs in documents.items()}, dict(kinds)
 
 
 def load_tokens(paths, encoding, split, template=None):
@@ -159,18 +159,18 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
-    found = {}
+    chosen = {}
     for i in rng.permutation(len(tokens.starts)):
-        if len(found) == n:
+        if len(chosen) == n:
             break
         if prompt := prompt_of(i):
-            found[i] = prompt
-    if not found and n > 0:
+            chosen[i] = prompt
+    if not chosen and n > 0:
         if length <= 1:
             raise InputError("expected documents of two tokens, for prompts; give more text")
         return prompts(tokens, n, length // 2, seed, max_len)
-    again = itertools.islice(itertools.cycle(found), n - len(found))
-    return [*found.values(), *map(prompt_of, again)]
+    again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
+    return [*chosen.values(), *map(prompt_of, again)]
 
 
 def prompt_from(tokens, start, end, length, max_len, rng):

@@ -56,15 +56,15 @@ def measure(heads, heldout, batch_size, block_size, log=print):
     """The measurements for heads.json, as a dict. log: called with a line before each."""
     log("measuring 1 of 4: head accuracy")
     top = head_accuracy(heads, heldout, batch_size, block_size)
-    given = heldout_prompts(heldout, heads.model)
-    log(f"measuring 2 of 4: {len(given)} prompts, greedy, tree size {TREE_SIZE}")
-    out = generate(heads.model, given, DECODED, heads, tree_size=TREE_SIZE)
+    starts = heldout_prompts(heldout, heads.model)
+    log(f"measuring 2 of 4: {len(starts)} prompts, greedy, tree size {TREE_SIZE}")
+    out = generate(heads.model, starts, DECODED, heads, tree_size=TREE_SIZE)
     tables = {}
     for part, temperature in enumerate((0.0, 1.0), start=3):
         log(f"measuring {part} of 4: acceptance at temperature {temperature:g}")
-        rows = acceptance(heads.model, heads, given, temperature, DECODED)
+        rows = acceptance(heads.model, heads, starts, temperature, DECODED)
         tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
-    return dict(accuracy=top[1], top_accuracy=top, prompts=len(given),
+    return dict(accuracy=top[1], top_accuracy=top, prompts=len(starts),
                 tokens_per_step=out.tokens_per_step, acceptance=tables)
 
 

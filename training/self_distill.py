@@ -30,14 +30,14 @@ def own_text(args, model, stored, stop):
     if args.resume:
         return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
     length = min(args.window, model.config.block_size // 2)
-    given = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
+    starts = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
-    print(f"self-distillation: the model continues {len(given)} prompts by up to {length} tokens "
+    print(f"self-distillation: the model continues {len(starts)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
     prompt_in_loss = set(kinds) == {"text"}  # a user's words are not
     documents = []
     for temperature in (0, 1):
-        some = given[temperature::2] or given
+        some = starts[temperature::2] or starts
         out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
                        tree_size=TREE_SIZE, batch_size=BATCH, stop=stop)
         print(f"the model wrote {out.emitted} tokens after {len(some)} prompts at temperature "
