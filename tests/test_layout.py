@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS
+from training import flags as train_flags
+
 ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
@@ -137,3 +140,10 @@ def test_mistakes_are_told_before_torch_is_loaded(command):
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == (0 if "--help" in command else 2) and len(told) == ("--help" not in command)
     assert not re.findall(r"\b(torch|numpy|triton)\b", done.stderr)
+
+
+def test_flags_know_the_names_and_limits_of_the_library():
+    """Bug: a preset that cannot be named: flags are parsed before the library is loaded, and have copies."""
+    assert (train_flags.MAX_DRAFT, train_flags.MAX_AUGMENT) == (MAX_DRAFT, MAX_AUGMENT)
+    assert (*PRESETS,) == train_flags.PRESETS and (*PROJECTORS,) == train_flags.PROJECTORS
+    assert (*MIXERS, "none") == train_flags.MIXERS
