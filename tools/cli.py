@@ -18,7 +18,7 @@ from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
-from tools.flags import flag
+
 from tools.policy import choose_threads
 
 received = []  # SIGTERM, once it has come
@@ -202,10 +202,11 @@ class Session:
 def sampling_flags(args):
     """The flags that say how to sample. Those not given are as the folder says; a line on standard
     error says which."""
+    dashed = lambda name: name.replace("_", "-")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)
     if given.get("temperature", defaults["temperature"]) == 0:
-        filters = ", ".join(f"--{flag(name)}" for name in SAMPLING[1:] if given.get(name))
+        filters = ", ".join(f"--{dashed(name)}" for name in SAMPLING[1:] if given.get(name))
         if filters and "temperature" not in given:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
@@ -216,7 +217,7 @@ def sampling_flags(args):
     except InputError as error:
         raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
     if of_folder:
-        words = ", ".join(f"{flag(name)} {value:g}" for name, value in of_folder.items())
+        words = ", ".join(f"{dashed(name)} {value:g}" for name, value in of_folder.items())
         print(f"sampling as {file.parent.resolve().name}/{file.name} says: {words} (--temperature "
               "0 is greedy)", file=sys.stderr)
     return of_folder | given

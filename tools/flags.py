@@ -19,8 +19,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with one line for a mistake, defaults in the help and no abbreviated flags."""
 
     def __init__(self, description=None, **options):
-        options |= dict(allow_abbrev=False, formatter_class=Help)
-        super().__init__(description=description, **options)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=Help,
+                         **options)
 
     def error(self, message):
         first = os.environ.get("RANK", "0") == "0"  # of torchrun's
@@ -48,23 +48,20 @@ def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **opt
 
 
 def add_model_flags(parser):
-    parser.add_argument("--model", default=str(DEMO), help="a Hugging Face checkpoint folder; "
-                        "default: demo/")
+    parser.add_argument("--model", default=str(DEMO), help="a checkpoint folder; default: demo/")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: bfloat16 on CUDA and for a checkpoint stored in it on a CPU "
-                        "that has instructions for it, else float32")
+                        help="default: bfloat16 where device and checkpoint have it, else float32")
 
 
 def add_quantize_flag(parser):
-    parser.add_argument("--quantize", choices=("int8", "int4"), help="round the model's weights as "
-                        "they are read: int8 with a scale per row, or int4 in groups of 128, the "
-                        "LM head to int8")
+    parser.add_argument("--quantize", choices=("int8", "int4"),
+                        help="round the model's weights as they are read; the LM head to int8")
 
 
 def add_original_heads_flag(parser):
-    parser.add_argument("--heads-of-original", action="store_true", help="take heads that were "
-                        "trained on a quantised folder's model before it was quantised")
+    parser.add_argument("--heads-of-original", action="store_true",
+                        help="take heads trained before somebody quantised the model's folder")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,10 +77,10 @@ def parse_generate(argv=None):
     """generate.py's flags."""
     parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
                     "ahead.", prog="generate.py")
-    add_prompt_flags(parser.add_argument_group("prompt"))
+    add_prompt_flags(parser.add_argument_group("prompt").add_argument)
     add_sampling_flags(parser.add_argument_group("sampling"))
     add_draft_flags(parser.add_argument_group("drafting"))
-    add_output_flags(parser.add_argument_group("output"))
+    add_output_flags(parser.add_argument_group("output").add_argument)
     add_machine_flags(parser.add_argument_group("machine"))
     args = parser.parse_args(argv)
     if "" in args.stop:
@@ -93,76 +90,64 @@ def parse_generate(argv=None):
         parser.error("--system is for chat models; give --chat with it")
     for name in ("compare", "json", "explain", "show_tree"):
         if getattr(args, name) and not (args.prompt or args.prompts):
-            parser.error(f"--{flag(name)} needs a --prompt")
+            parser.error(f"--{name.replace('_', '-')} needs a --prompt")
     if args.prompt and args.prompts:
         parser.error("give --prompt or --prompts, not both")
     return args
 
 
-def add_prompt_flags(group):
-    add = group.add_argument
+def add_prompt_flags(add):
     add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
         "without any, each line typed is one")
     add("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
         "line's \"prompt\", or \"messages\" of a chat")
-    add("--chat", action="store_true", help="the prompt is a message to a chat model, put into the "
-        "folder's template; without a prompt: a conversation")
+    add("--chat", action="store_true", help="put the prompt into the folder's chat template; "
+        "without a prompt: a conversation")
     add("--system", help="the system message of a chat")
 
 
 def add_sampling_flags(group):
     folder = "default: as the folder's generation_config.json says, else"
-    add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=128, metavar="N",
-               help="of each text")
-    add_number(group, "--temperature", 0, 1e4, float, metavar="X",
-               help=f"0 is greedy; {folder} 0")
+    add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=128, metavar="N", help="per text")
+    add_number(group, "--temperature", 0, 1e4, float, metavar="X", help=f"0: greedy; {folder} 0")
     add_number(group, "--top-k", 0, 2**31, metavar="N", help=f"0 keeps all tokens; {folder} 0")
-    add_number(group, "--top-p", 0, 1, float, above=True, metavar="X",
-               help=f"above 0, at most 1; {folder} 1")
-    add_number(group, "--min-p", 0, 1, float, metavar="X", help="least probability of a token, "
-               f"relative to the likeliest's; {folder} 0")
+    add_number(group, "--top-p", 0, 1, float, above=True, metavar="X", help=f"{folder} 1")
+    add_number(group, "--min-p", 0, 1, float, metavar="X",
+               help=f"least probability, relative to the likeliest token's; {folder} 0")
     add_number(group, "--seed", -2**63, 2**63 - 1, default=0, metavar="N", help="of the noise")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT",
                        help="ends the output; repeatable")
 
 
 def add_draft_flags(group):
-    add = group.add_argument
-    add("--heads", metavar="FOLDER", help="draft heads, or none; default: the model folder's "
-        "clover, if it has one")
+    group.add_argument("--heads", metavar="FOLDER",
+                       help="draft heads, or none; default: clover in the model's folder")
     add_original_heads_flag(group)
-    add("--draft", choices=("heads+lookup", "heads", "lookup", "none"), help="what guesses: the "
-        "heads, lookup in the text itself, both, or nothing; default: both where there are heads, "
-        "else lookup")
+    group.add_argument("--draft", choices=("heads+lookup", "heads", "lookup", "none"),
+                       help="what guesses; default: both where there are heads, else lookup")
     add_number(group, "--tree-size", 1, 64, auto=True, metavar="N|auto",
-               help="nodes per step, root included, at most 64; 1 is plain decoding; "
-               "default: auto, which finds out what is fastest, step by step")
-    add("--beams", type=int, metavar="W", help="paths kept while drafting; default: about the "
-        "square root of the heads' nodes")
+               help="nodes per step, root included, 1 to 64; default: auto, what is fastest")
+    group.add_argument("--beams", type=int, metavar="W", help="paths kept while drafting; "
+                       "default: about the square root of the heads' nodes")
 
 
-def add_output_flags(group):
-    add = group.add_argument
-    add("--explain", action="store_true", help="say what drafted, on how many threads, why, and "
-        "where time goes")
-    add("--show-tree", action="store_true", help="print the trees of the first steps, with what "
-        "was accepted; with --json those of all steps. Runs without a graph")
-    add("--compare", action="store_true", help="also decode plainly and compare speed and text")
-    add("--quiet", action="store_true", help="leave out the statistics that end a run, on standard "
-        "error")
+def add_output_flags(add):
+    add("--explain", action="store_true", help="say what drafted, why, and where time goes")
+    add("--show-tree", action="store_true",
+        help="print the trees of the first steps; with --json of all; runs without a graph")
+    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
+    add("--quiet", action="store_true", help="leave out the statistics that end a run")
     add("--json", action="store_true", help="print one json object instead of text")
 
 
 def add_machine_flags(group):
     add_model_flags(group)
     add_quantize_flag(group)
-    add_number(group, "--batch-size", 1, 2**16, metavar="N", help="prompts decoded together; "
-               "default: up to 8")
+    add_number(group, "--batch-size", 1, 2**16, metavar="N",
+               help="prompts decoded together; default: up to 8")
     add_number(group, "--threads", 1, os.cpu_count() or 1, auto=True, metavar="N|auto",
-               help="of a CPU; default: OMP_NUM_THREADS, else auto, which takes as many as are "
-               "quickest")
-    group.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly, "
-                       "not from a CUDA graph")
+               help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if quicker")
+    group.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
 
 
 def check_draft_flags(parser, args):
@@ -179,7 +164,3 @@ def check_draft_flags(parser, args):
         parser.error(f"--draft {args.draft} needs --tree-size {nodes} or more")
     if args.draft == "none" and args.tree_size not in (None, 1):
         parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
-
-
-def flag(name):
-    return name.replace("_", "-")
