@@ -18,7 +18,6 @@ from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
 from model import InputError, pick_device
-
 from tools.policy import choose_threads
 
 received = []  # SIGTERM, once it has come
