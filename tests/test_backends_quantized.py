@@ -182,14 +182,14 @@ for kind in sys.argv[2:]:
 def test_packed_layers_in_the_interpreter(tmp_path):
     """Catches a layer that hands its kernel other rows, scales or groups than it holds: a model of each layout says
     what the same model says dequantised, within the dtype's rounding."""
-    kinds = ["awq", "gptq-8", "fp8"]
+    kinds = ["awq", "fp8"]
     for kind in kinds:
         (tmp_path / kind).mkdir()
         write_quantised(tmp_path / kind, kind, n_layer=1)
     toy_model(**SIZES, n_layer=1).save_pretrained(tmp_path)
     code = INTERPRETED.format(path=[str(ROOT), str(ROOT / "tests")])
     output = run_python(["-c", code, str(tmp_path), *kinds, "int8", "int4"], ROOT, TRITON_INTERPRET="1")
-    assert output.count("agrees") == 7
+    assert output.count("agrees") == 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
