@@ -357,8 +357,7 @@ def stored_parts(name, rows, config):
             for key in FAMILIES[config.family].names[re.sub(r"\d+", "N", stem)]]
     sizes = [rows // len(keys)] * len(keys)
     if len(keys) == 3:
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        sizes = [n * config.head_size for n in heads]
+        sizes = [n * config.head_size for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
     return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
 
 

@@ -1,6 +1,5 @@
 """A folder's tokenizer. The tokenizers package reads a tokenizer.json; transformers makes one of
-older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below.
-"""
+older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below."""
 
 import hashlib
 import importlib
@@ -113,9 +112,13 @@ class TextStream:
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
-        self.held = ""                       # text that may be the beginning of a stop text
-        self.context = encoding.encode("a")  # ids before the pending: after a text a space stays
-        self.pending = []                    # ids whose text was not given yet
+        self.held = ""  # text that may be the beginning of a stop text
+        self._continue_after(encoding.encode("a"))  # after any text a space stays
+
+    def _continue_after(self, context):
+        self.context = context
+        self.pending = []  # ids that are decoded after those of the context
+        self.shown = len(self.decode(context))  # characters of both that have been given
 
     def feed(self, tokens):
         """The text that these further ids complete."""
@@ -123,20 +126,18 @@ class TextStream:
 
     def finish(self):
         """The rest, at the end of a text."""
-        return self._release(self._pending_text()) + self.held
-
-    def _pending_text(self):
-        return self.decode(self.context + self.pending)[len(self.decode(self.context)):]
+        return self._release(self.decode(self.context + self.pending)[self.shown:]) + self.held
 
     def _completed(self, token):
         self.pending.append(token)
-        text = self._pending_text()
+        text = self.decode(self.context + self.pending)
         # an incomplete character decodes to U+FFFD; so do bytes that will never be one
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}") and len(self.pending) <= 16:
-            return ""
-        self.context = self.pending
-        self.pending = []
-        return text
+        complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = complete[self.shown:]
+        self.shown += len(new)
+        if new and complete == text:
+            self._continue_after(self.pending)
+        return new
 
     def _release(self, text):
         """Holds back from the first stop text on, and what may be the beginning of one."""

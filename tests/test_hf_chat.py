@@ -5,22 +5,9 @@ import re
 
 import pytest
 
+import test_hf_tokenizer as tk
 from hf import chat, tokenizer
 from hf.tokenizer import LLAMA3_PATTERN
-from test_hf_tokenizer import (
-    BYTE_LEVEL,
-    CHAT,
-    EOT,
-    auto_tokenizer,
-    byte_level,
-    folder_of,
-    refusal,
-    save,
-    split_form,
-    template,
-    token,
-    write,
-)
 from training.corpus import builtin_corpus
 
 
@@ -39,40 +26,36 @@ def corpus():
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}}, [0]),
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
      [0, 1]),
-    ({"tokenizer_config.json": {"eos_token": {"content": EOT}, "chat_template": "x"}}, [0]),
+    ({"tokenizer_config.json": {"eos_token": {"content": tk.EOT}, "chat_template": "x"}}, [0]),
 ])
 def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
-    save(tmp_path, byte_level(corpus, BYTE_LEVEL, CHAT))
-    write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
+    tk.save(tmp_path, tk.byte_level(corpus, tk.BYTE_LEVEL, tk.CHAT))
+    tk.write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
     encoding = tokenizer.load_encoding(tmp_path)
     assert chat.stop_tokens(tmp_path, encoding) == expected
 
 
 @pytest.mark.parametrize("ids", [700, -1, "0", True, [0, None], []])
 def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
-    save(tmp_path, byte_level(corpus, BYTE_LEVEL))
-    write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
+    tk.save(tmp_path, tk.byte_level(corpus, tk.BYTE_LEVEL))
+    tk.write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
     encoding = tokenizer.load_encoding(tmp_path)
-    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
-    write(tmp_path, {"generation_config.json": "{"})
-    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
+    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
+    tk.write(tmp_path, {"generation_config.json": "{"})
+    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
 
 
 @pytest.mark.parametrize("file, expected", [
     (None, dict(temperature=0)),
     (dict(temperature=0.6, top_p=0.9, top_k=-1), dict(temperature=0)),  # transformers is greedy without do_sample, too
-    (dict(do_sample=True), dict(temperature=1)),
     (dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0, repetition_penalty=1.05, eos_token_id=7),
      dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0)),
     (dict(do_sample=True, temperature=None, top_k=None), dict(temperature=1)),
-], ids=["no file", "no do_sample", "do_sample alone", "all", "nulls"])
+], ids=["no file", "no do_sample", "all", "nulls"])
 def test_sampling_defaults_are_those_of_generation_config(file, expected, tmp_path):
-    write(tmp_path, {"generation_config.json": json.dumps(file)} if file else {})
+    tk.write(tmp_path, {"generation_config.json": json.dumps(file)} if file else {})
     assert chat.sampling_defaults(tmp_path) == expected
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# chat templates, against transformers
 
 CHATML = """
 {%- for message in messages %}
@@ -109,7 +92,8 @@ Tools: {{ tools | tojson(indent=2) }}
 {% endfor -%}
 """
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS}
-TOKENS = {"bos_token": EOT, "eos_token": token("<|im_end|>"), "pad_token": EOT, "image_token": "<|im_start|>"}
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tk.EOT, "eos_token": tk.token("<|im_end|>"),
+          "pad_token": tk.EOT}
 
 
 def said(*turns):
@@ -118,7 +102,6 @@ def said(*turns):
 
 CHATS = {
     "one": said(("user", " Hi <b>&amp;</b> 'é' 日\n")),
-    "three": said(("user", "a"), ("assistant", " b "), ("user", "<|im_end|>")),
     "system": said(("system", "be brief"), ("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")),
     "empty": said(("user", "")),
 }
@@ -127,10 +110,10 @@ CHATS = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
     pytest.importorskip("transformers")
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), CHAT, post_processor=template([(EOT, 0)]))
-    folder_of(tmp_path, spec, TOKENS | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name]})
+    spec = tk.byte_level(corpus, tk.split_form(LLAMA3_PATTERN), tk.CHAT, post_processor=tk.BOS)
+    tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TEMPLATES[name]})
     ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
-    reference, tools = auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
+    reference, tools = tk.auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
     assert tokenizer.encode_prompt(encoding, "") == [0]
     for messages in CHATS.values():
         for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": tools}):
@@ -155,22 +138,22 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
     ("{% include 'tokenizer.json' %}", "loader"),
 ])
 def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp_path):
-    write(tmp_path, {"chat_template.jinja": source})
-    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
+    tk.write(tmp_path, {"chat_template.jinja": source})
+    tk.refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
 
 
 def test_where_a_template_is_looked_for(tmp_path):
     assert chat.load_chat_template(tmp_path) is None
     one = said(("user", "x"))
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ bos_token }}"}]
-    write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
-    write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
+    tk.write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
+    tk.write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
     assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
-    write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n"})
+    tk.write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n"})
     assert chat.load_chat_template(tmp_path).render(one) == "file x"
     (tmp_path / "chat_template.jinja").unlink()
     for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
-        write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
-        refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
-    write(tmp_path, {"tokenizer_config.json": "[]"})
-    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
+        tk.write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
+        tk.refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
+    tk.write(tmp_path, {"tokenizer_config.json": "[]"})
+    tk.refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")

@@ -36,12 +36,10 @@ ROPES = {
 LAYERED = {kind: ROPES["yarn"] | dict(rope_type="default") for kind in ("full_attention", "sliding_attention")}
 PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 GEMMA = dict(num_hidden_layers=4, sliding_window=28, head_dim=32, query_pre_attn_scalar=20, layer_types=None)
-VISION = {
-    "gemma3": dict(vision_config=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                      image_size=16, patch_size=4), mm_tokens_per_image=4),
-    "mistral3": dict(vision_config=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8,
-                                        num_attention_heads=2, image_size=16, patch_size=4)),
-}
+SEES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+            patch_size=4)
+VISION = {"gemma3": dict(vision_config=SEES, mm_tokens_per_image=4),
+          "mistral3": dict(vision_config=SEES | dict(head_dim=8))}
 # The windows are a third of the text or less.
 FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "gpt2": ("GPT2", GPT2),
@@ -49,7 +47,6 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # as SmolLM
     "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=32)),
-    "llama-theta": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500000.0))),
     **{f"llama-{kind}": ("Llama", dict(rope_parameters=ROPES[kind])) for kind in ROPES},
     "mistral": ("Mistral", dict(sliding_window=None)),
     "mistral-window": ("Mistral", dict(sliding_window=28, head_dim=32)),
@@ -82,10 +79,7 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "glm4": ("Glm4", dict(head_dim=16, rope_parameters=PARTIAL)),
     "glm4-whole": ("Glm4", dict(head_dim=16, attention_bias=False, rope_parameters=PARTIAL | dict(
         partial_rotary_factor=1.0))),
-    "baichuan-7b": ("Llama", {}),
-    "baichuan2-7b": ("Llama", {}),
-    "baichuan-13b": ("Llama", {}),
-    "baichuan2-13b": ("Llama", {}),
+    **{f"baichuan{kind}": ("Llama", {}) for kind in ("-7b", "2-7b", "-13b", "2-13b")},
 }
 
 
@@ -145,9 +139,6 @@ def rename_to_baichuan(path, name):
     (path / "config.json").write_text(json.dumps(raw))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Families
-
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     """Catches a misread flag, a swapped weight, a wrong rotation, a folder that we write and transformers misreads;
@@ -162,6 +153,7 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     check(ours.lm_head(ours(tokens)))
     ours.save_pretrained(tmp_path / "ours")
     same = GPT.from_pretrained(tmp_path / "ours", device="cpu")
+    assert same.config == ours.config and same.hash == ours.hash == state_hash(ours.state_dict()) or "baichuan2" in name
     check(same.lm_head(same(tokens)))
     if not name.startswith("baichuan"):  # not a part of transformers
         import transformers
@@ -274,19 +266,13 @@ def test_a_scaled_rope_moves_the_contexts_end(tmp_path):
 
 
 WINDOWS = {  # model_type, what a config.json of 8 layers says, GPTConfig.windows
-    "mistral-missing": ("mistral", {}, (4096,) * 8),
-    "mistral-null": ("mistral", dict(sliding_window=None), ()),
-    "qwen2-unused": ("qwen2", dict(sliding_window=9), ()),
     "qwen2": ("qwen2", dict(sliding_window=9, use_sliding_window=True, max_window_layers=6), (0,) * 6 + (9, 9)),
     "qwen3-late": ("qwen3", dict(sliding_window=9, use_sliding_window=True), ()),
     "phi3-missing": ("phi3", {}, ()),
-    "gemma3-null": ("gemma3_text", dict(sliding_window=None), ()),
     "olmo3-missing": ("olmo3", {}, (4096, 4096, 4096, 0) * 2),
     "smollm3": ("smollm3", dict(use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2), (0, 9) * 4),
     "gemma3": ("gemma3_text", dict(sliding_window=9), (9,) * 5 + (0, 9, 9)),
     "gemma3-pattern": ("gemma3_text", dict(sliding_window=9, sliding_window_pattern=2), (9, 0) * 4),
-    "gemma3-layers": ("gemma3_text", dict(sliding_window=9, layer_types=["full_attention"] * 7 + ["sliding_attention"]),
-                      (0,) * 7 + (9,)),
 }
 
 
@@ -312,19 +298,6 @@ def test_a_gemma_folder_that_names_little():
 
 def test_alibi_slopes_of_a_number_of_heads_that_is_no_power_of_two():
     assert alibi_slopes(6).tolist() == [2.0 ** -n for n in (2, 4, 6, 8, 1, 3)]
-
-
-@pytest.mark.parametrize("shape", ["llama", "untied-biased"])
-def test_save_and_load(shape, tmp_path):
-    """Catches a weight that is lost, renamed or split wrongly on its way to disk and back."""
-    model = toy_model(**SHAPES[shape])
-    model.save_pretrained(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    same = GPT.from_pretrained(tmp_path, device="cpu")
-    assert same.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), same.state_dict().values()))
-    half = GPT.from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16)
-    assert half.dtype == torch.bfloat16 and half.hash == state_hash(model.state_dict())
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
@@ -421,7 +394,6 @@ def one_shard(path, name, file=None):
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "num_hidden_layers", "head_dim"
 UNSUPPORTED = {  # model_type: (what its config.json says, what the message says)
     "gpt_oss": (dict(num_local_experts=4), "gpt_oss is not supported: attention sinks; take Qwen 3"),
-    "deepseek_v3": (dict(kv_lora_rank=8, n_routed_experts=4), "kv_lora_rank is not supported: latent attention (MLA)"),
     "qwen3_next": (dict(num_experts=4), "qwen3_next is not supported: recurrent layers"),
     "gemma4_text": ({}, "gemma4 is not supported: embeddings by layer"),
     "gemma3_text": (dict(final_logit_softcapping=30.0), "soft-capping; take Gemma 3"),
@@ -432,13 +404,8 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "weights are cut": (lambda p: os.truncate(p / "model.safetensors", 5000), "truncated, not a safetensors file"),
     "header of 2^63 bytes": (lambda p: (p / "model.safetensors").write_bytes(b"\0" * 7 + b"\x80{}"), "too large"),
     "flag that is text": (dict(tie_word_embeddings="false"), "tie_word_embeddings must be a bool, not 'false'"),
-    "size of zero": (dict(num_hidden_layers=0), "num_hidden_layers must be a whole number from 1"),
-    "another activation": (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
     "rope with crossed factors": (rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=1), "4.0"),
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
-    "rope of a context of one": (rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 8,
-                                      original_max_position_embeddings=1),
-                                 "a value has the wrong type: float division by zero"),
     "layers without tensors": (dict(num_hidden_layers=99_999), "99999 layers, but 20 tensors"),
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
@@ -447,7 +414,6 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "should be floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
-    "other shape": (dict(intermediate_size=95), "should be floats of shape (64, 95)"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "'model-2.safetensors' is no file beside it"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "no file"),
@@ -473,20 +439,12 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     assert time.perf_counter() - start < 3 and "code ran" not in capsys.readouterr().out
 
 
-DESCRIBED = {
-    "gemma3": ("by rope, base 1e+06, with a window 10000", "28 tokens in 6 of 7 layers",
-               "before and after attention and MLP; of queries and keys (head)"),
-    "phi4-mini": ("by rope, longrope, 12 of a head's 16 dimensions", "none", "before attention and MLP"),
-    "smollm3": ("by rope, none in 1 of 5 layers", "none", "before attention and MLP"),
-    "olmo2": ("by rope", "none", "after attention and MLP; of queries and keys (all)"),
-}
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_describe_names_windows_norms_and_rotation(name, tmp_path):
+def test_describe_names_windows_norms_and_rotation(tmp_path):
     """Catches a line that says the same of every family."""
-    said = dict(line.split(None, 1) for line in describe(save_theirs(name, theirs_of(name), tmp_path)).splitlines())
-    assert (said["positions"], said["windows"], said["norms"]) == DESCRIBED[name]
+    said = [describe(save_theirs(name, theirs_of(name), tmp_path / name)) for name in ("gemma3", "phi4-mini")]
+    assert "by rope, base 1e+06, with a window 10000\nwindows       28 tokens in 6 of 7 layers\n" in said[0]
+    assert "before and after attention and MLP; of queries and keys (head)\n" in said[0]
+    assert "by rope, longrope, 12 of a head's 16 dimensions\nwindows       none\n" in said[1]
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):
