@@ -1361,7 +1361,7 @@ def cosine_mix(z, q, kv, n_head):
     C = z.shape[-1]
     D = C // max(n_head, 1)
     _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
-           "z of reals in n_head parts of 1 to 16384 channels", z, n_head)
+           "z [..., C] in n_head parts of at most 16384 channels", z, n_head)
     _check_tensor("q", q, z.shape, z)
     _check_tensor("kv", kv, (*z.shape[:-1], 2 * C), z)
     if not runs_triton(z, q, kv):
@@ -1389,11 +1389,10 @@ def cosine_mix_reference(z, q, kv, n_head):
 #
 # Of equals the shallower comes first, then the lower token, then the child of the better beam. A
 # child's joint log-probability is never above its parent's, so what is kept is closed under
-# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree: n
-# <= T - 1 is enough.
+# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree, so
+# n <= T - 1 is enough.
 #
-# An entry's place is the number of entries before it, all N^2 pairs compared at once (N = 64:
-# 4,096).
+# An entry's place is the number of entries before it. All pairs of entries are compared at once.
 
 
 class Candidates(NamedTuple):
@@ -1406,8 +1405,8 @@ class Candidates(NamedTuple):
     @classmethod
     def empty(cls, root, K, n):
         """Room for `select_candidates` to fill, for root [B]."""
-        tokens, parents = root.new_empty(2, len(root), K, n)
-        return cls(torch.empty_like(tokens, dtype=torch.float32), tokens, parents)
+        dtypes = torch.float32, torch.int64, torch.int64
+        return cls(*(root.new_empty(len(root), K, n, dtype=dtype) for dtype in dtypes))
 
 
 @triton.jit

@@ -217,17 +217,16 @@ def all_launches():
     bias = "slopes"
     found = attention(T=T, D=D, present=["", bias]) + attention(T=T, D=D, present=bias, window=1024)
     found += attention(T=[2, 16], D=[80, 192], window=[0, 1024])  # without a bias fewer registers
-    for others in (dict(), dict(present=bias, window=1024)):
-        found += attention(T=5, D=D, dtype=FP32, aligned=[True, False], **others)
-        found += attention(T=5, D=D, aligned=False, **others)
-    found += attention(T=2, D=D, S=[400, 65536], window=[0, 1024])  # few splits to combine, and many
+    for others in (dict(D=128), dict(D=D, present=bias, window=1024)):
+        found += attention(T=5, dtype=FP32, aligned=[True, False], **others) + attention(T=5, aligned=False, **others)
+    found += attention(T=2, D=[16, 128, 256], S=[400, 65536])  # few splits to combine, and many
     found += attention(T=[2, 16], D=128, S=64, window=[0, 40])  # one split
     M = [8, 32, 64, 128]
     found += sample(M=M) + sample(M=8, temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
-    found += topk(M=M, k=[1, 32]) + topk(M=8, k=8, C=4112)  # masked channels
-    found += sample(M=M, dtype=FP32) + topk(M=M, k=[8, 32], dtype=FP32)
-    found += sample(M=M, aligned=False) + topk(M=M, k=[8, 32], aligned=False)
-    found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 2, 4, 8, 16, 64, 256])  # how many lists to merge
+    found += topk(M=M, k=32) + topk(M=8, k=1) + topk(M=8, k=8, C=4112)  # masked channels
+    for project in (sample, partial(topk, k=32)):
+        found += project(M=M, dtype=FP32) + project(M=M, aligned=False)
+    found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])  # how many lists to merge
     found += topk(M=M, k=8, weight=torch.int8, present=["scales", "scales vocab_ids"])
     found += sample(M=8, weight=torch.int8, present="scales")
     linear = partial(cases, "linear_quantized", capability=[8, 9])
