@@ -1,12 +1,11 @@
 """--show-tree: what each step drafted, and what the model accepted of it."""
 
-import sys
 from collections import Counter
 
 from clover import Tree
 
 SHOWN = 4   # trees that are printed
-WIDTH = 44  # of a node with its branches
+WIDTH = 44  # of a node and what is left of it
 
 
 class Drafts:
@@ -65,32 +64,20 @@ class Drafts:
             prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
             yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the "
                    "model itself")
-            yield from branch(step, 0, "", "")
+            yield from tree_lines(step)
             if step["guessed_by"][-1:] == ["model"]:
                 yield f"+ {step['emitted'][-1]!r}"
         if not trees:
             yield "\nno step drafted a tree; --tree-size 9 lets every step draft one"
 
 
-def branch(step, node, before, below):
-    """The lines of a node and of those under it. before: what its own line begins with; below: what
-    theirs do. A chain of lookup's is one line."""
-    chain = [node]
-    children = children_of(step, node)
-    while step["drafted_by"][chain[-1]] == "lookup" and len(children) == 1:
-        chain += children
-        children = children_of(step, chain[-1])
-    accepted = sum(at in step["path"][1:] for at in chain)
-    words = " ".join(repr(step["nodes"][at]) for at in chain)
-    by = step["drafted_by"][node].replace("root", "the newest token")
-    by += f", {accepted} of {len(chain)} accepted" if len(chain) > 1 else ""
-    yield f"{'*' if accepted else ' '} {before + words:<{WIDTH}}  {by}"
-    utf = "UTF" in (sys.stdout.encoding or "").upper()
-    end, fork, line = ("└─ ", "├─ ", "│  ") if utf else ("`- ", "|- ", "|  ")
-    for child in children:
-        mark, rest = (end, "   ") if child == children[-1] else (fork, line)
-        yield from branch(step, child, below + mark, below + rest)
-
-
-def children_of(step, node):
-    return [child for child, parent in enumerate(step["parents"]) if parent == node]
+def tree_lines(step):
+    """A line for each node, below its parent and further to the right."""
+    paths = [(0,)]
+    for node, parent in enumerate(step["parents"][1:], start=1):
+        paths.append((*paths[parent], node))
+    for *above, node in sorted(paths):
+        mark = "*" if node in step["path"][1:] else " "
+        words = "   " * len(above) + repr(step["nodes"][node])
+        drafter = step["drafted_by"][node].replace("root", "the newest token")
+        yield f"{mark} {words:<{WIDTH}}  {drafter}"
