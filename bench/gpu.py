@@ -20,7 +20,7 @@ COMMANDS = {  # name: arguments of python -m
     "tests": "pytest -m gpu --junitxml={out}/tests.xml",
     "attention": f"{KERNELS} attention --tree-sizes 1 16 64",
     "flex": f"{KERNELS} flex --batch-sizes 1 8 --prefixes 512 8192 --tree-sizes 16",
-    "products": f"{KERNELS} topk sample quantized commit",
+    "products": f"{KERNELS} topk sample quantized",
     "steps-8b": f"{STEPS} 8b", "steps-7b": f"{STEPS} 7b", "steps-70b-layer": f"{STEPS} 70b-layer",
     "demo": f"bench decode {RESULT} --batch-sizes 1 8 32 64",
     "base": "training.base --n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --n-inner 2048 "

@@ -1,7 +1,7 @@
 """`python -m bench kernels`: the kernels on a GPU, each one's time against the memory's bandwidth
 and against what torch has for it.
 
-A case is (bytes that must be moved, inputs, our function, torch's or None).
+A case is (bytes that must be moved, inputs, our function, torch's).
 """
 
 import math
@@ -113,17 +113,6 @@ def quantized_case(device, model, layer, kind, M):
             lambda x, weight, *_: x @ weight.T)
 
 
-def commit_case(device, model, batch):
-    c = size_config(model)
-    shape = c.n_layer, 2, batch, c.n_kv_head, 128, c.head_size
-    lengths = torch.full((batch,), 100, device=device, dtype=torch.int32)
-    path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(batch, 1)
-    count = torch.full((batch,), 5, device=device)
-    inputs = [(random(shape, device=device), lengths, path, count) for _ in range(8)]
-    size = 2 * 2 * math.prod(shape) // 128 * 4  # four rows are read and written
-    return size, inputs, kernels.commit_path, None
-
-
 def median_us(function, inputs):
     """Median microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
     from triton.testing import do_bench
@@ -143,8 +132,7 @@ def measure(name, args, device, bandwidth):
         flex=(partial(attention_case, make_other=flex), attention),
         topk=(projection_case, dict(top_k=(8, 32), M=rows)),
         sample=(projection_case, dict(temperature=(0.0, 0.8), M=rows)),
-        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)),
-        commit=(commit_case, dict(batch=args.batch_sizes)))[name]
+        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)))[name]
     print(f"\n{name}")
     table = Table()
     for shape in product(args.models, *shapes.values()):
@@ -152,12 +140,12 @@ def measure(name, args, device, bandwidth):
         try:
             size, inputs, ours, other = case(device, **label)
             us = median_us(ours, inputs)
-            torch_us = other and median_us(other, inputs)
+            torch_us = median_us(other, inputs)
         except Exception as error:  # out of memory, or what a compiler raises
             print(f"{label}: {type(error).__name__}: {str(error)[:200]}")
             continue
         table.add(label | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us, torch_us=torch_us,
-                               speed_up=torch_us and torch_us / us))
+                               speed_up=torch_us / us))
     return table
 
 

@@ -70,22 +70,19 @@ def test_tables_hold_what_was_timed(monkeypatch):
     assert (four["kind"], eight["kind"]) == ("int4", "int8")
     assert size(four) == pytest.approx(128 * 128 + 128 * 2 * 3 + 2 * 8 * 384)  # a scale and a zero for each 128
     assert size(eight) == pytest.approx(128 * 256 + 128 * 4 + 2 * 8 * 384)
-    commit, = rows["commit"]
-    assert size(commit) == pytest.approx(2 * 2 * 3 * 2 * (4 * 2) * 16 * 2) and commit["us"] == 8000
-    assert commit["torch_us"] is None
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch, capsys):
     """Bug: a shape without room that ends the run."""
-    def case(device, model, batch):
+    def case(device, model, batch, **others):
         if batch == 8:
             raise torch.OutOfMemoryError("no room")
-        return 1, [()], len, None
-    monkeypatch.setattr(operations, "commit_case", case)
+        return 1, [()], len, len
+    monkeypatch.setattr(operations, "attention_case", case)
     monkeypatch.setattr(operations, "median_us", lambda *_: 5.0)
-    args = SimpleNamespace(models=["8b"], batch_sizes=[8, 2], prefixes=[], tree_sizes=[])
-    assert [row["batch"] for row in operations.measure("commit", args, "cpu", 1e9)] == [2]
-    assert "{'model': '8b', 'batch': 8}: OutOfMemoryError: no room" in capsys.readouterr().out
+    args = SimpleNamespace(models=["8b"], batch_sizes=[8, 2], prefixes=[9], tree_sizes=[1])
+    assert [row["batch"] for row in operations.measure("attention", args, "cpu", 1e9)] == [2]
+    assert "'batch': 8, 'prefix': 9, 'T': 1}: OutOfMemoryError: no room" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
