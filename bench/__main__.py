@@ -11,7 +11,7 @@ from bench.sizes import SIZES
 from tools import flags
 from training.flags import add_data_flag
 
-OPERATIONS = ["attention", "flex", "topk", "sample", "quantized"]
+OPERATIONS = ["attention", "flex", "topk", "quantized"]
 
 
 def parse(argv=None):
@@ -47,6 +47,8 @@ def add_shape_flags(parser, batch_sizes, tree_sizes):
 
 def add_decoding_flags(parser, prompts):
     flags.add_model_flags(parser)
+    flags.add_quantize_flag(parser)
+    flags.add_original_heads_flag(parser)
     add_data_flag(parser)
     flags.add_number(parser, "--prompts", 1, 10**6, default=prompts, help="held-out ones")
     flags.add_number(parser, "--prompt-length", 1, 10**6, default=64, help="tokens of each prompt")
@@ -65,8 +67,6 @@ def add_decode_flags(parser):
     add_decoding_flags(parser, prompts=16)
     add_shape_flags(parser, [1, 8, 32], [1, 4, 16])
     parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
-    flags.add_original_heads_flag(parser)
-    flags.add_quantize_flag(parser)
     flags.add_number(parser, "--temperature", 0.0, 1e4, float, default=0.0, help="0: greedy")
     flags.add_number(parser, "--runs", 1, 10**6, default=3, help="rounds; medians count")
     parser.add_argument("--random-weights", choices=SIZES,

@@ -24,8 +24,8 @@ FIELDS = "tree_size", "tokens_per_step", "tokens_per_second"  # of an Output
 def load(args, folders):
     """The model of --model, {folder name: heads}, the held-out tokens of --data."""
     model, encoding = load_model(args)
-    of_original = getattr(args, "heads_of_original", False)
-    heads = {Path(path).name: load_heads(path, model, encoding, of_original) for path in folders}
+    heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
+             for path in folders}
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
 
 
@@ -55,13 +55,10 @@ def decode_in_turns(ways, texts, new, runs=1):
 def decode_once(model, texts, new, make_policy=lambda: None, **options):
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
     from which its policy does not learn. options: of `prepare`."""
-    threads = torch.get_num_threads()  # which an engine on a CPU may choose anew
     engine = prepare(model, texts, new, policy=make_policy(), **options)
     engine.generate(texts[:engine.decoder.batch_size], min(8, new))
     engine.policy = make_policy() or engine.policy
-    out = engine.generate(texts, new)
-    torch.set_num_threads(threads)
-    return out
+    return engine.generate(texts, new)
 
 
 def median_run(done):
@@ -79,20 +76,16 @@ def bench(args):
     model, heads, heldout = load(args, [] if args.heads == "none" else [args.heads])
     own = next(iter(heads.values()), None)
     table = Table()
-    ratios = {}
     for batch_size in args.batch_sizes:
         texts = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        rows, ratios[batch_size] = measure_batch(model, own, texts, batch_size, args)
-        for name, row in rows.items():
+        for name, row in measure_batch(model, own, texts, batch_size, args).items():
             table.add(dict(batch_size=batch_size, drafted_by=name) | row)
-    print("\nauto over the best single plan, by batch size:", ratios)
-    return settings(args, model) | dict(
-        temperature=args.temperature, runs=args.runs, heads=list(heads), decoding=table,
-        auto_over_best=ratios)
+    return settings(args, model) | dict(temperature=args.temperature, runs=args.runs,
+                                        heads=list(heads), decoding=table)
 
 
 def measure_batch(model, heads, texts, batch_size, args):
-    """The rows of one batch size, and auto's tokens per second over the best single plan's."""
+    """{drafted by: row} of one batch size."""
     auto = partial(AdaptivePolicy, model, heads, True, batch_size, args.temperature)
     plans = auto().plans  # plain decoding first
     policies = {str(plan): partial(FixedPolicy, plan) for plan in plans} | dict(auto=auto)
@@ -103,9 +96,10 @@ def measure_batch(model, heads, texts, batch_size, args):
         ways |= transformers_ways(model, args.model, texts)
     rows, outputs = decode_in_turns(ways, texts, args.max_new_tokens, args.runs)
     taken = median_run(outputs["auto"]).plans
-    rows["auto"]["plans"] = {str(plan): steps for plan, (steps, _) in taken.items()}
     best = max(map(str, plans), key=lambda name: rows[name]["tokens_per_second"])
-    return rows, paired_ratio(outputs["auto"], outputs[best])
+    rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
+                         over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
+    return rows
 
 
 def transformers_ways(model, folder, texts):
