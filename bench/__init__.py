@@ -1,7 +1,6 @@
 """Measurements, `python -m bench ...`: the tables they print and the JSON line they end with."""
 
 import json
-import os
 import platform
 import re
 import subprocess
@@ -31,11 +30,10 @@ def cell(value):
 
 def finish(result, out=None):
     """Prints a command's result, a dict, as one line of JSON; out: also writes it to this file."""
-    from model import atomic_write
     line = json.dumps(result | dict(machine=machine()))
     print(line, flush=True)
     if out:
-        atomic_write(out, lambda tmp: Path(tmp).write_text(line + "\n"))
+        Path(out).write_text(line + "\n")
 
 
 def machine():
@@ -47,7 +45,7 @@ def machine():
                             capture_output=True).stdout.strip()  # "" without git
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    return dict(cpu=names[0] if names else platform.machine(), cores=os.cpu_count(),
+    return dict(cpu=names[0] if names else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__, commit=commit or None,

@@ -69,25 +69,28 @@ def add_decode_flags(parser):
     parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
     flags.add_number(parser, "--temperature", 0.0, 1e4, float, default=0.0, help="0: greedy")
     flags.add_number(parser, "--runs", 1, 10**6, default=3, help="rounds; medians count")
-    parser.add_argument("--random-weights", choices=SIZES,
-                        help="time single steps of this size, with trees of --tree-sizes")
+    parser.add_argument("--random-weights", choices=SIZES, help="time steps by --tree-sizes")
 
 
 def add_kernels_flags(parser):
     add_shape_flags(parser, [1, 8, 32], [1, 8, 16, 64])
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS,
-                        help="flex: attention beside FlexAttention, which compiles for each shape")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["8b", "70b"])
     add_numbers(parser, "--prefixes", 0, 2**20, default=[512, 8192, 32768], help="cached tokens")
 
 
 def main(args):
+    import torch
+
     from bench import decoding, draw, finish, gpu, operations, steps
+    from model import InputError
+    if args.command in ("kernels", "gpu") and not torch.cuda.is_available():
+        raise InputError(f"bench {args.command} needs a CUDA device")
     run = dict(heads=decoding.bench_heads, decode=decoding.bench, kernels=operations.bench,
                gpu=gpu.bench, draw=draw.bench)[args.command]
     result = (steps.bench if getattr(args, "random_weights", None) else run)(args)
     if result:
-        finish(result, args.out)
+        finish(vars(args) | result, args.out)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,6 @@ def load(args, folders):
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
 
 
-def settings(args, model):
-    """What a result says of its run."""
-    return dict(bench=args.command, model=Path(args.model).name, device=str(model.device),
-                dtype=str(model.dtype), prompts=args.prompts, prompt_length=args.prompt_length,
-                max_new_tokens=args.max_new_tokens)
-
-
 def decode_in_turns(ways, texts, new, runs=1):
     """Decodes the prompts in each way, `runs` times in turns. ways: {name: a function of prompts
     and new tokens}, plain decoding first -> ({name: row of medians}, {name: Outputs})."""
@@ -80,8 +73,8 @@ def bench(args):
         texts = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
         for name, row in measure_batch(model, own, texts, batch_size, args).items():
             table.add(dict(batch_size=batch_size, drafted_by=name) | row)
-    return settings(args, model) | dict(temperature=args.temperature, runs=args.runs,
-                                        heads=list(heads), decoding=table)
+    return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
+                dtype=str(model.dtype), decoding=table)
 
 
 def measure_batch(model, heads, texts, batch_size, args):
@@ -148,8 +141,8 @@ def bench_heads(args):
             table.add(dict(heads=name, temperature=temperature, batch_size=B) | row | dict(
                 speed_up_over_first=row["tokens_per_second"] / first["tokens_per_second"],
                 extra_over_first=(row["tokens_per_step"] - 1) / extra if extra else None))
-    training = {name: own.info.get("training") for name, own in heads.items()}
-    return settings(args, model) | dict(training=training, decoding=table)
+    return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
+                dtype=str(model.dtype), decoding=table)
 
 
 def fixed_trees(heads, tree_size):

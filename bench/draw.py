@@ -20,7 +20,6 @@ from tools.policy import expected_tokens
 from tools.timing import PREFIX
 
 WIDTH = 760
-FONTS = "Segoe UI, Noto Sans, Helvetica, Arial, DejaVu Sans, sans-serif"
 MONO = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
@@ -32,16 +31,13 @@ DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "cl
 
 def svg(title, height, shapes):
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-            f'font-family="{FONTS}" font-size="13">\n<title>{escape(title)}</title>\n'
-            + "\n".join(shapes) + "\n</svg>\n")
+            'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13">\n'
+            f"<title>{title}</title>\n" + "\n".join(shapes) + "\n</svg>\n")
 
 
-def text(x, y, words, colour=GREY, style=""):
-    return place(x, y, span(words, colour), style)
-
-
-def place(x, y, spans, style=""):
-    return f'<text x="{x:.1f}" y="{y:.1f}" xml:space="preserve" {style}>{spans}</text>'
+def text(x, y, content, colour=GREY, style=""):
+    return (f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" xml:space="preserve" '
+            f'{style}>{content}</text>')
 
 
 def span(words, colour):
@@ -63,7 +59,7 @@ def card(title, height, drafters, shapes, below):
     """shapes with a legend above and a line below."""
     names = sorted({*drafters} - {"root"})
     legend = "".join(span(f"by {name}    ", TOKENS[name]) for name in names)
-    return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), place(24, 32, legend),
+    return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), text(24, 32, legend),
                                *shapes, text(24, height - 24, below, BRIGHT)])
 
 
@@ -76,7 +72,7 @@ def draw_text(run):
         first, *others = [span(part, TOKENS[drafter]) for part in words.split("\n")]
         lines[-1] += first
         lines += others
-    shapes = [place(24, 66 + 19 * i, spans, MONO) for i, spans in enumerate(lines)]
+    shapes = [text(24, 66 + 19 * i, spans, style=MONO) for i, spans in enumerate(lines)]
     return card("A text, each token in the colour of what guessed it", 99 + 19 * len(lines),
                 {drafter for _, drafter in tokens}, shapes,
                 f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
@@ -85,9 +81,9 @@ def draw_text(run):
 
 def draw_tree(run):
     """Of the step with most accepted: depths from left to right, the accepted path on top."""
-    step = max((step for step in run["drafts"] if len(step["path"]) < 8
-                and step["nodes"][0].strip() and step["guessed_by"][-1] == "model"),
-               key=lambda step: len(step["path"]))
+    steps = [step for step in run["drafts"] if len(step["path"]) < 8
+             and step["nodes"][0].strip() and step["guessed_by"][-1] == "model"]
+    step = max(steps, key=lambda step: len(step["path"]))
     accepted = {*step["path"], len(step["nodes"])}
     names = [*step["nodes"], step["emitted"][-1]]
     drafters = [*step["drafted_by"], "model"]
@@ -104,7 +100,7 @@ def draw_tree(run):
         on_path = node in accepted
         words = names[node].translate(str.maketrans(" \n\t", "·↵⇥"))[:10]
         boxes += [box(x, y, 12 + 8 * len(words), 20, colour if on_path else CARD, colour),
-                  text(x + 6, y + 14, words, CARD if on_path else colour, MONO)]
+                  text(x + 6, y + 14, span(words, CARD if on_path else colour), style=MONO)]
         left, top = spots[parents[node]]  # of the root: nowhere, and its edge is left out
         edges.append(line([(left, top + 10), (x - 12, top + 10), (x - 12, y + 10), (x, y + 10)],
                           BRIGHT if on_path else FRAME, 1 + on_path))
@@ -113,14 +109,13 @@ def draw_tree(run):
                 f"same. Outlined: rejected. {len(accepted) - 1} tokens.")
 
 
-def chart(title, height, shapes, *below):
-    """shapes with a title above and small lines below."""
-    small = [text(0, height - 6 - 16 * i, words) for i, words in enumerate(below[::-1])]
-    return svg(title, height, [text(0, 20, title), *shapes, *small])
+def chart(title, height, shapes, below):
+    """shapes with a title above and a line below."""
+    return svg(title, height, [text(0, 20, title), *shapes, text(0, height - 6, below)])
 
 
 def measured(result):
-    """What was measured and where, for the small line below a chart."""
+    """What was measured and where, for the line below a chart."""
     machine = result["machine"]
     where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
     return (f"Measured: {result['model']}/, {result['dtype'].removeprefix('torch.')}, greedy, "
@@ -141,11 +136,11 @@ def draw_tokens_per_step(result):
         shapes += [text(0, y + 16, name), box(118, y, unit, 22, GREY),
                    box(118 + unit, y, unit * (value - 1), 22, colour),
                    text(124 + unit * value, y + 16, f"{value:.2f}", colour)]
-    return chart("Tokens per step: one is the model's own (grey), others are guessed right",
-                 96 + 32 * len(names), shapes, "16 guesses per step.", measured(result))
+    return chart("Tokens per step with 16 guesses: one is the model's own (grey), others are right "
+                 "guesses", 80 + 32 * len(names), shapes, measured(result))
 
 
-def line_chart(title, lines, form, *below):
+def line_chart(title, lines, form, below):
     """Lines over the batch size, their names with first and last values beside them; both axes are
     logarithmic. lines: {(name, colour): {batch size: value}}; form: of a value."""
     sizes = sorted({size for points in lines.values() for size in points})
@@ -164,7 +159,7 @@ def line_chart(title, lines, form, *below):
         ends = dict.fromkeys(form.format(points[end(points)]) for end in (min, max))
         shapes += [line(spots, colour, 2), *(box(x - 3, y - 3, 6, 6, colour) for x, y in spots),
                    text(510, 58 + 22 * i, f"{name} {' to '.join(ends)}", colour)]
-    return chart(f"{title} (logarithmic)", 460, shapes, *below)
+    return chart(f"{title} (logarithmic)", 444, shapes, below)
 
 
 def draw_batch(result):
@@ -175,8 +170,8 @@ def draw_batch(result):
         points = best.setdefault((name, DRAFTERS.get(name, GREY)), {})
         size = row["batch_size"]
         points[size] = max(row["tokens_per_second"], points.get(size, 0))
-    return line_chart("Tokens per second, all sequences together", best, "{:,.0f}",
-                      "Of each drafter the best plan.", measured(result))
+    return line_chart("Tokens per second of all sequences, by the best plan of each drafter", best,
+                      "{:,.0f}", measured(result))
 
 
 # A prediction, after Figure 2 of arXiv 2405.00263
@@ -214,9 +209,9 @@ def draw_roofline():
         seconds = partial(step_seconds, config, heads, *weights)
         lines[SIZES[name][0], colour] = {
             B: seconds(B, 1) * max(tokens[T] / seconds(B, T) for T in tokens) for B in sizes}
-    return line_chart("Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
-                      f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each cache, guesses "
-                      "as good as those of demo/clover,", "the best tree for each batch size.")
+    return line_chart("Predicted, not measured: speed-up of the best tree on one H200", lines,
+                      "{:.2f}x", f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each "
+                      "cache, guesses as good as those of demo/clover.")
 
 
 def bench(args):

@@ -1,7 +1,6 @@
 """`python -m bench decode --random-weights SIZE`: single steps at the sizes of real models, against
 the time in which the memory moves what a step reads."""
 
-import statistics
 from itertools import product
 
 import torch
@@ -15,6 +14,7 @@ from model import GPT, check_memory, free_memory, pick_device
 from tools.timing import PREFIX, copy_bandwidth, stage_times, step_time, timing_decoder
 
 DRAFT_VOCABULARY = 8192
+
 
 def random_model(name, device, dtype):
     """A GPT of a real model's sizes, and Clover heads that draft among DRAFT_VOCABULARY token ids,
@@ -54,12 +54,11 @@ def bench(args):
     for B, T in product(args.batch_sizes, args.tree_sizes):
         decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), batch_size=B,
                                  sampling=Sampling(args.temperature))
-        ms = 1e3 * statistics.median(step_time(decoder) for _ in range(args.runs))
+        ms = 1e3 * step_time(decoder)
         floor = 1e3 * step_bytes(model, B) / bandwidth
         stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
         table.add(dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
                   | stages)
-    return dict(bench="decode-random", model=args.random_weights, device=str(device),
-                dtype=str(dtype), prefix=PREFIX, temperature=args.temperature, runs=args.runs,
-                draft_vocabulary=heads.config.vocabulary,
+    return dict(model=args.random_weights, heads="clover", device=str(device),
+                dtype=str(dtype), prefix=PREFIX, draft_vocabulary=heads.config.vocabulary,
                 copy_gb_per_s=bandwidth / 1e9, steps=table)

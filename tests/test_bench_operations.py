@@ -49,7 +49,7 @@ def test_tables_hold_what_was_timed(monkeypatch):
             function(*x)
         return 1000.0 * len(inputs)
     monkeypatch.setattr(operations, "call_us", call)
-    monkeypatch.setattr(operations, "copies", lambda size: 2)
+    monkeypatch.setattr(operations, "BYTES", 0)
     monkeypatch.setitem(sizes.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     args = SimpleNamespace(models=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5])
