@@ -28,9 +28,10 @@ def cell(value):
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def finish(result, out=None):
-    """Prints a command's result, a dict, as one line of JSON; out: also writes it to this file."""
-    line = json.dumps(result | dict(machine=machine()))
+def finish(args, result):
+    """Prints flags and result as one line of JSON, and writes it to the file that --out names."""
+    out = vars(args).pop("out")
+    line = json.dumps(vars(args) | result | dict(machine=machine()))
     print(line, flush=True)
     if out:
         Path(out).write_text(line + "\n")

@@ -1,8 +1,5 @@
 """Measures decoding, draft heads and kernels, each against others in the same run. Prints tables
-and, last, one JSON line with the numbers, the hardware and the versions.
-
-    python -m bench COMMAND --help     # docs/cli.md describes the commands
-"""
+and, last, a JSON line with the numbers, the hardware and the versions. docs/cli.md has more."""
 
 from pathlib import Path
 
@@ -16,7 +13,7 @@ OPERATIONS = ["attention", "flex", "topk", "quantized"]
 
 def parse(argv=None):
     """Loads no torch, so that a typo is told at once."""
-    parser = flags.Parser(__doc__.split("\n\n")[0], prog="python -m bench")
+    parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_heads_flags(add("heads", help="heads against each other, lookup and plain decoding"))
     add_decode_flags(add("decode", help="plain decoding, heads, lookup, auto and transformers"))
@@ -69,7 +66,7 @@ def add_decode_flags(parser):
     parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
     flags.add_number(parser, "--temperature", 0.0, 1e4, float, default=0.0, help="0: greedy")
     flags.add_number(parser, "--runs", 1, 10**6, default=3, help="rounds; medians count")
-    parser.add_argument("--random-weights", choices=SIZES, help="time steps by --tree-sizes")
+    parser.add_argument("--random-weights", choices=SIZES, help="time steps of --tree-sizes nodes")
 
 
 def add_kernels_flags(parser):
@@ -90,7 +87,7 @@ def main(args):
                gpu=gpu.bench, draw=draw.bench)[args.command]
     result = (steps.bench if getattr(args, "random_weights", None) else run)(args)
     if result:
-        finish(vars(args) | result, args.out)
+        finish(args, result)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 `python -m bench heads`: draft heads against each other. What is compared takes turns, so that other
 work on the machine meets all alike."""
 
-import statistics
 import time
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import fmean, median
 from types import SimpleNamespace
 
 import torch
@@ -41,7 +41,7 @@ def decode_in_turns(ways, texts, new, runs=1):
     for name, done in outputs.items():
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
         rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS} | dict(
-            speed_up=paired_ratio(done, plain), identical=statistics.fmean(same))
+            speed_up=paired_ratio(done, plain), identical=fmean(same))
     return rows, outputs
 
 
@@ -60,8 +60,7 @@ def median_run(done):
 
 def paired_ratio(done, others):
     """Tokens per second over those of others: the median over the rounds."""
-    return statistics.median(a.tokens_per_second / b.tokens_per_second
-                             for a, b in zip(done, others))
+    return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
 
 
 def bench(args):
@@ -118,7 +117,6 @@ def transformers_ways(model, folder, texts):
         seconds = time.perf_counter() - start
         return SimpleNamespace(tokens=tokens, seconds=seconds,
                                tokens_per_second=sum(map(len, tokens)) / seconds)
-
     ways = {"transformers": decode,
             "transformers, prompt lookup": partial(decode, prompt_lookup_num_tokens=10)}
     for way in ways.values():

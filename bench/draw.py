@@ -1,7 +1,6 @@
 """`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run.
 A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
-readable on both; a run is on a dark card, its tokens in the colours of generate.py on a terminal.
-"""
+readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
 import re
 from functools import partial
@@ -31,13 +30,12 @@ DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "cl
 
 def svg(title, height, shapes):
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-            'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13">\n'
+            'xml:space="preserve" font-family="Helvetica, Arial, DejaVu Sans" font-size="13">\n'
             f"<title>{title}</title>\n" + "\n".join(shapes) + "\n</svg>\n")
 
 
 def text(x, y, content, colour=GREY, style=""):
-    return (f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" xml:space="preserve" '
-            f'{style}>{content}</text>')
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {style}>{content}</text>'
 
 
 def span(words, colour):
@@ -136,8 +134,8 @@ def draw_tokens_per_step(result):
         shapes += [text(0, y + 16, name), box(118, y, unit, 22, GREY),
                    box(118 + unit, y, unit * (value - 1), 22, colour),
                    text(124 + unit * value, y + 16, f"{value:.2f}", colour)]
-    return chart("Tokens per step with 16 guesses: one is the model's own (grey), others are right "
-                 "guesses", 80 + 32 * len(names), shapes, measured(result))
+    return chart("Tokens per step with 16 guesses: one is the model's own (grey), the others were "
+                 "guessed right", 80 + 32 * len(names), shapes, measured(result))
 
 
 def line_chart(title, lines, form, below):
@@ -189,8 +187,7 @@ def step_seconds(config, heads, block, head, B, T):
     products = [(config.n_layer * block + lm_head, B * T),       # (weights, rows): verify,
                 (K * (head + lm_head), B * (isqrt(T - 1) + 1)),  # draft, a row for each beam,
                 ((layers - config.n_layer) * block, B * (K + 1))]  # extend the heads' own cache
-    seconds = sum(max(2 * weights / BANDWIDTH, 2 * weights * rows / PEAK)
-                  for weights, rows in products)
+    seconds = sum(2 * weights * max(1 / BANDWIDTH, rows / PEAK) for weights, rows in products)
     cached = layers * B * PREFIX * 2 * config.n_kv_head * config.head_size
     return seconds + 2 * cached / BANDWIDTH + LAUNCH * (10 * layers + 14 * K + 16)
 

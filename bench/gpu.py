@@ -2,7 +2,6 @@
 each in a process of its own. Its output goes to DIR/NAME.log and its result to DIR/NAME.json; one
 that succeeded, which DIR/NAME.done tells, is not run again."""
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +20,8 @@ COMMANDS = {  # name: arguments of python -m
 
 
 def argv(name, out):
-    words = COMMANDS[name].format(name=name, out=shlex.quote(str(out)))
-    return [sys.executable, "-m", *shlex.split(words)]
+    words = [word.format(name=name, out=out) for word in COMMANDS[name].split()]
+    return [sys.executable, "-m", *words]
 
 
 def bench(args):

@@ -1,8 +1,6 @@
 """`python -m bench kernels`: the kernels on a GPU, each one's time against the memory's bandwidth
-and against what torch has for it.
-
-A case is (bytes that must be moved, what makes inputs, our function, torch's).
-"""
+and against what torch has for it. A case is (bytes that must be moved, what makes inputs, our
+function, torch's)."""
 
 import math
 from functools import partial
@@ -42,9 +40,8 @@ def visible(lengths, ancestors, b, head, node, row):
 
 
 def sdpa(q, k, v, lengths, ancestors):
-    """tree_attention for inputs of these shapes and trees by torch's attention, with a group's
-    query heads as rows. The mask is made beforehand, in the form that needs no conversion in the
-    call: added to the scores, with rows of a multiple of 16 bytes."""
+    """tree_attention by torch's attention, with a group's query heads as rows. The mask, made
+    beforehand, needs no conversion: added to the scores, rows of a multiple of 16 bytes."""
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]

@@ -56,9 +56,8 @@ def bench(args):
                                  sampling=Sampling(args.temperature))
         ms = 1e3 * step_time(decoder)
         floor = 1e3 * step_bytes(model, B) / bandwidth
-        stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
-        table.add(dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
-                  | stages)
-    return dict(model=args.random_weights, heads="clover", device=str(device),
-                dtype=str(dtype), prefix=PREFIX, draft_vocabulary=heads.config.vocabulary,
+        row = dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
+        table.add(row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()})
+    return dict(model=args.random_weights, heads="clover", device=str(device), dtype=str(dtype),
+                prefix=PREFIX, draft_vocabulary=heads.config.vocabulary,
                 copy_gb_per_s=bandwidth / 1e9, steps=table)
