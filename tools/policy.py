@@ -23,7 +23,6 @@ HEAD = 0.25       # and for each draft head that guesses: pessimistic guesses
 PRIORS = ((0, 1), (0.5, 2), (2, 2))  # lookup: right and wrong tokens, by match; pessimistic
 MEMORY = 64       # steps that counts of tokens look back on
 PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
-WARM_UP = 2       # steps of a plan that compile and capture
 TRIAL = 64        # steps, after which an unused plan is tried for two, if it would be the best
 OPTIMISM = 1.25   # with its rate times this
 FEWER = 1.15      # more threads are used where they are quicker by this factor
@@ -109,7 +108,6 @@ class AdaptivePolicy:
         self.cost = partial(guessed_cost, model, heads)
         self.unit = None               # seconds of a cost of 1: other work slows down all plans
         self.log_ratio = dict.fromkeys(self.plans, 0.0)  # of a plan's duration to its cost
-        self.uses = Counter()
         self.last_use = Counter()
         self.steps = 0
         self.trial = []                # plans of the next steps, in the place of the best
@@ -149,9 +147,7 @@ class AdaptivePolicy:
         if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % 8 == 0 else None
         self.batch = len(results)
-        self.uses[plan] += 1
-        if seconds and self.uses[plan] > WARM_UP:
-            # half of a surprise says something of the plan, half of the machine
+        if seconds:  # half of a surprise says something of the plan, half of the machine
             self.unit = self.unit or seconds / self.seconds(plan)
             surprise = math.log(seconds / self.seconds(plan))
             change = PACE * max(min(surprise, 1.0), -1.0)
