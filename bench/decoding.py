@@ -17,7 +17,6 @@ from hf.chat import load_chat_template
 from tools.cli import load_heads, load_model
 from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
-from training.evaluate import head_accuracy
 
 FIELDS = "tree_size", "tokens_per_step", "tokens_per_second"  # of an Output
 
@@ -25,8 +24,8 @@ FIELDS = "tree_size", "tokens_per_step", "tokens_per_second"  # of an Output
 def load(args, folders):
     """The model of --model, {folder name: heads}, the held-out tokens of --data."""
     model, encoding = load_model(args)
-    of_original = getattr(args, "heads_of_original", False)
-    heads = {Path(path).name: load_heads(path, model, encoding, of_original) for path in folders}
+    heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
+             for path in folders}
     return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
 
 
@@ -37,13 +36,12 @@ def settings(args, model):
                 max_new_tokens=args.max_new_tokens)
 
 
-def decode_in_turns(model, texts, ways, new, runs=1, **options):
-    """Decodes the prompts in each way, `runs` times in turns. ways: {name: options of `prepare`, or
-    a function that decodes}, plain decoding first -> ({name: row of medians}, {name: Outputs})."""
+def decode_in_turns(ways, texts, new, runs=1):
+    """Decodes the prompts in each way, `runs` times in turns. ways: {name: a function of prompts
+    and new tokens}, plain decoding first -> ({name: row of medians}, {name: Outputs})."""
     outputs = {name: [] for name in ways}
     for _ in range(runs):
-        for name, way in ways.items():
-            decode = way if callable(way) else partial(decode_once, model, **options | way)
+        for name, decode in ways.items():
             outputs[name].append(decode(texts, new))
     plain = next(iter(outputs.values()))
     rows = {}
@@ -56,14 +54,11 @@ def decode_in_turns(model, texts, ways, new, runs=1, **options):
 
 def decode_once(model, texts, new, make_policy=lambda: None, **options):
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
-    from which its policy does not learn."""
-    threads = torch.get_num_threads()  # which an engine on a CPU may choose anew
+    from which its policy does not learn. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
     engine.generate(texts[:engine.decoder.batch_size], min(8, new))
     engine.policy = make_policy() or engine.policy
-    out = engine.generate(texts, new)
-    torch.set_num_threads(threads)
-    return out
+    return engine.generate(texts, new)
 
 
 def median_run(done):
@@ -79,34 +74,32 @@ def paired_ratio(done, others):
 def bench(args):
     """`bench decode`: prints the table -> the result."""
     model, heads, heldout = load(args, [] if args.heads == "none" else [args.heads])
+    own = next(iter(heads.values()), None)
     table = Table()
-    ratios = {}
     for batch_size in args.batch_sizes:
         texts = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        own = next(iter(heads.values()), None)
-        rows, ratios[batch_size] = measure_batch(model, own, texts, batch_size, args)
-        for name, row in rows.items():
+        for name, row in measure_batch(model, own, texts, batch_size, args).items():
             table.add(dict(batch_size=batch_size, drafted_by=name) | row)
-    print("\nauto over the best single plan, by batch size:", ratios)
-    return settings(args, model) | dict(
-        temperature=args.temperature, runs=args.runs, heads=list(heads), decoding=table,
-        auto_over_best=ratios)
+    return settings(args, model) | dict(temperature=args.temperature, runs=args.runs,
+                                        heads=list(heads), decoding=table)
 
 
 def measure_batch(model, heads, texts, batch_size, args):
-    """The rows of one batch size, and auto's tokens per second over the best single plan's."""
+    """{drafted by: row} of one batch size."""
     auto = partial(AdaptivePolicy, model, heads, True, batch_size, args.temperature)
     plans = auto().plans  # plain decoding first
-    ways = {str(plan): dict(heads=heads, make_policy=partial(FixedPolicy, plan)) for plan in plans}
-    ways["auto"] = dict(heads=heads, make_policy=auto)
+    policies = {str(plan): partial(FixedPolicy, plan) for plan in plans} | dict(auto=auto)
+    ways = {name: partial(decode_once, model, heads=heads, make_policy=make_policy,
+                          batch_size=batch_size, temperature=args.temperature)
+            for name, make_policy in policies.items()}
     if batch_size == 1 and not args.temperature:
         ways |= transformers_ways(model, args.model, texts)
-    rows, outputs = decode_in_turns(model, texts, ways, args.max_new_tokens, args.runs,
-                                    batch_size=batch_size, temperature=args.temperature)
+    rows, outputs = decode_in_turns(ways, texts, args.max_new_tokens, args.runs)
     taken = median_run(outputs["auto"]).plans
-    rows["auto"]["plans"] = {str(plan): steps for plan, (steps, _) in taken.items()}
     best = max(map(str, plans), key=lambda name: rows[name]["tokens_per_second"])
-    return rows, paired_ratio(outputs["auto"], outputs[best])
+    rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
+                         over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
+    return rows
 
 
 def transformers_ways(model, folder, texts):
@@ -141,27 +134,22 @@ def transformers_ways(model, folder, texts):
 
 
 def bench_heads(args):
-    """`bench heads`: prints the tables -> the result."""
+    """`bench heads`: prints the table -> the result."""
     model, heads, heldout = load(args, args.heads)
-    accuracy = {}
-    table = Table()
-    for name, own in heads.items():
-        size = min(256, model.config.block_size - own.config.n_draft - 1)
-        accuracy[name] = head_accuracy(own, heldout, 8, size)[1]  # of each head's first guess
-        table.add(dict(heads=name) | {f"head {i}": x for i, x in enumerate(accuracy[name], 1)})
     texts = prompts(heldout, args.prompts, args.prompt_length)
     table = Table()
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
-        rows, _ = decode_in_turns(model, texts, fixed_trees(heads, T), args.max_new_tokens,
-                                  batch_size=B, temperature=temperature)
+        ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, **options)
+                for name, options in fixed_trees(heads, T).items()}
+        rows, _ = decode_in_turns(ways, texts, args.max_new_tokens)
         first = rows[next(iter(heads))]
+        extra = first["tokens_per_step"] - 1
         for name, row in rows.items():
-            extra = [each["tokens_per_step"] - 1 for each in (row, first)]
             table.add(dict(heads=name, temperature=temperature, batch_size=B) | row | dict(
                 speed_up_over_first=row["tokens_per_second"] / first["tokens_per_second"],
-                extra_over_first=extra[0] / extra[1] if extra[1] else None))
+                extra_over_first=(row["tokens_per_step"] - 1) / extra if extra else None))
     training = {name: own.info.get("training") for name, own in heads.items()}
-    return settings(args, model) | dict(training=training, accuracy=accuracy, decoding=table)
+    return settings(args, model) | dict(training=training, decoding=table)
 
 
 def fixed_trees(heads, tree_size):

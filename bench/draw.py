@@ -1,7 +1,6 @@
 """`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run.
-
-A page of GitHub is white or nearly black: a chart has no background and mid-tones that are readable
-on both; a run is on a dark card, its tokens in the colours of generate.py on a terminal.
+A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
+readable on both; a run is on a dark card, its tokens in the colours of generate.py on a terminal.
 """
 
 import re
@@ -12,88 +11,86 @@ from xml.sax.saxutils import escape
 
 import torch
 
+from bench import ROOT
 from bench.sizes import SIZES, size_config
-from clover import MAX_DRAFT, Head, read_record
+from clover import Head, read_record
 from model import MAX_TREE, Block, read_json
 from tools.flags import DEMO
 from tools.policy import expected_tokens
-from tools.printer import HEAD_COLOURS, LOOKUP_COLOUR
 from tools.timing import PREFIX
 
 WIDTH = 760
 FONTS = "Segoe UI, Noto Sans, Helvetica, Arial, DejaVu Sans, sans-serif"
-MONO = "DejaVu Sans Mono, Menlo, Liberation Mono, Consolas, monospace"
+MONO = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
 GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
-ANSI = {31: "#ff7b72", 32: "#3fb950", 33: "#e3b341", 34: "#58a6ff", 35: "#d2a8ff", 36: "#39c5cf"}
-TOKENS = {"root": BRIGHT, "model": DIM, "lookup": ANSI[LOOKUP_COLOUR]} | {
-    f"head {i + 1}": ANSI[HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]] for i in range(MAX_DRAFT)}
+TOKENS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950",
+          "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
             "lookup": AMBER, "clover + lookup": BLUE, "auto": PINK}  # as results call them
 
 
 def svg(title, height, shapes):
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-            f'font-family="{FONTS}">\n<title>{escape(title)}</title>\n' + "\n".join(shapes)
-            + "\n</svg>\n")
+            f'font-family="{FONTS}" font-size="13">\n<title>{escape(title)}</title>\n'
+            + "\n".join(shapes) + "\n</svg>\n")
 
 
-def text(x, y, words, colour=GREY, size=13, anchor="start", font=FONTS):
+def text(x, y, words, colour=GREY, style=""):
+    return place(x, y, span(words, colour), style)
+
+
+def place(x, y, spans, style=""):
+    return f'<text x="{x:.1f}" y="{y:.1f}" xml:space="preserve" {style}>{spans}</text>'
+
+
+def span(words, colour):
     words = "".join(c if c.isprintable() else "\ufffd" for c in words)  # XML forbids some
-    return (f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size}" '
-            f'text-anchor="{anchor}" font-family="{font}">{escape(words)}</text>')
+    return f'<tspan fill="{colour}">{escape(words)}</tspan>'
 
 
-def box(x, y, width, height, colour, frame="none", radius=0):
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'rx="{radius}" fill="{colour}" stroke="{frame}"/>')
+def box(x, y, width, height, colour, frame="none"):
+    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" '
+            f'fill="{colour}" stroke="{frame}"/>')
 
 
-def line(points, colour, width=1, dashes="none"):
+def line(points, colour, width=1):
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" '
-            f'stroke-dasharray="{dashes}"/>')
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def card(title, height, model_token, drafters, shapes, below):
+def card(title, height, drafters, shapes, below):
     """shapes with a legend above and a line below."""
-    x = 24
-    for name in ("model", *sorted({*drafters} - {"model", "root"})):
-        words = model_token if name == "model" else f"by {name}"
-        shapes.append(text(x, 32, words, TOKENS[name]))
-        x += 8 * len(words) + 16
-    shapes.append(text(24, height - 24, below, BRIGHT))
-    return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), *shapes])
+    names = sorted({*drafters} - {"root"})
+    legend = "".join(span(f"by {name}    ", TOKENS[name]) for name in names)
+    return svg(title, height, [box(0, 0, WIDTH, height, CARD, FRAME), place(24, 32, legend),
+                               *shapes, text(24, height - 24, below, BRIGHT)])
 
 
 def draw_text(run):
-    """The text of the first prompt, each token in the colour of what guessed it."""
-    steps = [step for step in run["drafts"] if step["prompt"] == 0]
+    """The text, each token in the colour of what guessed it."""
+    steps = run["drafts"]
     tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
-    row = column = 0
-    shapes = []
+    lines = [""]
     for words, drafter in [(run["prompts"][0], "root"), *tokens]:
-        for part in re.findall(r"\n| +|\S+", words.expandtabs(4)):
-            if part == "\n" or column + len(part) > 88:
-                row += 1
-                column = 0
-            if part.strip():
-                spot = 24 + 7.93 * column, 66 + 19 * row
-                shapes.append(text(*spot, part, TOKENS[drafter], font=MONO))
-            column += len(part) * (part != "\n")
-    return card("A text, each token in the colour of what guessed it", 118 + 19 * row,
-                "not guessed", {drafter for _, drafter in tokens}, shapes,
+        first, *others = [span(part, TOKENS[drafter]) for part in words.split("\n")]
+        lines[-1] += first
+        lines += others
+    shapes = [place(24, 66 + 19 * i, spans, MONO) for i, spans in enumerate(lines)]
+    return card("A text, each token in the colour of what guessed it", 99 + 19 * len(lines),
+                {drafter for _, drafter in tokens}, shapes,
                 f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
                 "tokens per step (plain decoding: 1)")
 
 
 def draw_tree(run):
     """Of the step with most accepted: depths from left to right, the accepted path on top."""
-    steps = [step for step in run["drafts"] if len(step["path"]) < 8 and len(step["nodes"]) < 16
-             and len(set(step["parents"])) < len(step["parents"]) and step["nodes"][0].strip()
-             and step["guessed_by"][-1] == "model"]
-    step = max(steps, key=lambda step: len(step["path"]))
+    step = max((step for step in run["drafts"] if len(step["path"]) < 8
+                and step["nodes"][0].strip() and step["guessed_by"][-1] == "model"),
+               key=lambda step: len(step["path"]))
     accepted = {*step["path"], len(step["nodes"])}
+    names = [*step["nodes"], step["emitted"][-1]]
+    drafters = [*step["drafted_by"], "model"]
     parents = [*step["parents"], step["path"][-1]]
     keys = [()]  # of a node: for each node of its path, whether it was rejected, and its number
     for node, parent in enumerate(parents[1:], 1):
@@ -102,27 +99,24 @@ def draw_tree(run):
     spots = [(24 + 100 * len(key), 66 + 34 * sum(leaf < key for leaf in leaves)) for key in keys]
     edges = []
     boxes = []
-    names = zip([*step["nodes"], step["emitted"][-1]], [*step["drafted_by"], "model"])
-    for node, (words, drafter) in enumerate(names):
-        x, y = spots[node]
-        colour = TOKENS[drafter]
+    for node, (x, y) in enumerate(spots):
+        colour = TOKENS[drafters[node]]
         on_path = node in accepted
-        words = words.translate(str.maketrans(" \n\t", "·↵⇥"))[:10]
-        boxes += [box(x, y, 12 + 7 * len(words), 20, colour if on_path else CARD, colour, radius=4),
-                  text(x + 6, y + 14, words, CARD if on_path else colour, 11.5, font=MONO)]
-        left, top = spots[max(parents[node], 0)]
+        words = names[node].translate(str.maketrans(" \n\t", "·↵⇥"))[:10]
+        boxes += [box(x, y, 12 + 8 * len(words), 20, colour if on_path else CARD, colour),
+                  text(x + 6, y + 14, words, CARD if on_path else colour, MONO)]
+        left, top = spots[parents[node]]  # of the root: nowhere, and its edge is left out
         edges.append(line([(left, top + 10), (x - 12, top + 10), (x - 12, y + 10), (x, y + 10)],
                           BRIGHT if on_path else FRAME, 1 + on_path))
-    return card("A drafted tree, with what was accepted", 126 + 34 * len(leaves),
-                "the model's next token", step["drafted_by"], edges[1:] + boxes,
-                "White: the newest token. Full: accepted, the model says the same. Outlined: "
-                f"rejected. {len(accepted) - 1} tokens.")
+    return card("A drafted tree, with what was accepted", 126 + 34 * len(leaves), drafters,
+                edges[1:] + boxes, "White: the newest token. Full: accepted, the model says the "
+                f"same. Outlined: rejected. {len(accepted) - 1} tokens.")
 
 
 def chart(title, height, shapes, *below):
     """shapes with a title above and small lines below."""
-    small = [text(0, height - 6 - 16 * i, words, size=12) for i, words in enumerate(below[::-1])]
-    return svg(title, height, [text(0, 20, title, size=16), *shapes, *small])
+    small = [text(0, height - 6 - 16 * i, words) for i, words in enumerate(below[::-1])]
+    return svg(title, height, [text(0, 20, title), *shapes, *small])
 
 
 def measured(result):
@@ -144,7 +138,7 @@ def draw_tokens_per_step(result):
     for i, name in enumerate(names):
         y = 46 + 32 * i
         value, colour = values[name], DRAFTERS[name]
-        shapes += [text(110, y + 16, name, anchor="end"), box(118, y, unit, 22, GREY),
+        shapes += [text(0, y + 16, name), box(118, y, unit, 22, GREY),
                    box(118 + unit, y, unit * (value - 1), 22, colour),
                    text(124 + unit * value, y + 16, f"{value:.2f}", colour)]
     return chart("Tokens per step: one is the model's own (grey), others are guessed right",
@@ -153,7 +147,7 @@ def draw_tokens_per_step(result):
 
 def line_chart(title, lines, form, *below):
     """Lines over the batch size, their names with first and last values beside them; both axes are
-    logarithmic. lines: {(name, colour, dashes): {batch size: value}}; form: of a value."""
+    logarithmic. lines: {(name, colour): {batch size: value}}; form: of a value."""
     sizes = sorted({size for points in lines.values() for size in points})
     values = [value for points in lines.values() for value in points.values()]
     low, high = min(values), max(values)
@@ -162,17 +156,14 @@ def line_chart(title, lines, form, *below):
         return (20 + 450 * log(size / sizes[0]) / log(sizes[-1] / sizes[0]),
                 50 + 300 * log(high / value) / log(high / low))
     shapes = [line([(0, 370), (490, 370)], GREY),
-              text(245, 406, "batch size: sequences decoded together", anchor="middle")]
-    shapes += [text(spot(size, low)[0], 387, str(size), anchor="middle") for size in sizes]
+              text(130, 406, "batch size: sequences decoded together"),
+              *(text(spot(size, low)[0] - 4, 387, str(size)) for size in sizes)]
     highest_first = sorted(lines.items(), key=lambda item: -max(item[1].values()))
-    for i, ((name, colour, dashes), points) in enumerate(highest_first):
-        y = 58 + 22 * i
+    for i, ((name, colour), points) in enumerate(highest_first):
         spots = [spot(*point) for point in sorted(points.items())]
         ends = dict.fromkeys(form.format(points[end(points)]) for end in (min, max))
-        shapes += [line(spots, colour, 2, dashes),
-                   *(box(x - 3, y - 3, 6, 6, colour, radius=3) for x, y in spots),
-                   line([(510, y - 4), (532, y - 4)], colour, 2, dashes),
-                   text(540, y, f"{name} {' to '.join(ends)}", colour)]
+        shapes += [line(spots, colour, 2), *(box(x - 3, y - 3, 6, 6, colour) for x, y in spots),
+                   text(510, 58 + 22 * i, f"{name} {' to '.join(ends)}", colour)]
     return chart(f"{title} (logarithmic)", 460, shapes, *below)
 
 
@@ -181,7 +172,7 @@ def draw_batch(result):
     best = {}
     for row in result["decoding"]:
         name = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", result["heads"][-1])
-        points = best.setdefault((name, DRAFTERS.get(name, GREY), "none"), {})
+        points = best.setdefault((name, DRAFTERS.get(name, GREY)), {})
         size = row["batch_size"]
         points[size] = max(row["tokens_per_second"], points.get(size, 0))
     return line_chart("Tokens per second, all sequences together", best, "{:,.0f}",
@@ -209,19 +200,19 @@ def step_seconds(config, heads, block, head, B, T):
     return seconds + 2 * cached / BANDWIDTH + LAUNCH * (10 * layers + 14 * K + 16)
 
 
-def draw_roofline(_):
+def draw_roofline():
     """The predicted speed-up of the best tree for each batch size."""
     heads, record = read_record(DEMO / "clover" / "heads.json")
     tokens = {T: expected_tokens(record["acceptance"], T, 0.0) for T in range(2, MAX_TREE + 1)}
     sizes = [2 ** i for i in range(9)]
-    lines = {("plain", GREY, "2,3"): dict.fromkeys(sizes, 1.0)}
+    lines = {("plain", GREY): dict.fromkeys(sizes, 1.0)}
     for name, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():
         config = size_config(name)
         with torch.device("meta"):
             modules = Block(config), Head(heads, config)
         weights = (sum(p.numel() for p in module.parameters()) for module in modules)
         seconds = partial(step_seconds, config, heads, *weights)
-        lines[SIZES[name][0], colour, "none"] = {
+        lines[SIZES[name][0], colour] = {
             B: seconds(B, 1) * max(tokens[T] / seconds(B, T) for T in tokens) for B in sizes}
     return line_chart("Predicted, not measured: speed-up on one H200", lines, "{:.2f}x",
                       f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each cache, guesses "
@@ -230,11 +221,12 @@ def draw_roofline(_):
 
 def bench(args):
     """Writes the pictures into args.out."""
-    pictures = {"text": (draw_text, args.run), "tree": (draw_tree, args.run),
-                "tokens-per-step": (draw_tokens_per_step, f"{args.results}/heads-cpu.json"),
-                "batch": (draw_batch, f"{args.results}/decode-cpu.json"),
-                "roofline": (draw_roofline, None)}
-    for name, (draw, source) in pictures.items():
+    run = read_json(ROOT / "docs" / "img" / "run.json")  # by generate.py --json --show-tree
+    results = ROOT / "bench" / "results"
+    pictures = {"text": draw_text(run), "tree": draw_tree(run), "roofline": draw_roofline(),
+                "tokens-per-step": draw_tokens_per_step(read_json(results / "heads-cpu.json")),
+                "batch": draw_batch(read_json(results / "decode-cpu.json"))}
+    for name, picture in pictures.items():
         path = Path(args.out) / f"{name}.svg"
-        path.write_text(draw(source and read_json(source)), encoding="utf-8")
+        path.write_text(picture, encoding="utf-8")
         print(path)

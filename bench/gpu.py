@@ -13,29 +13,18 @@ from bench import ROOT
 from model import InputError
 
 RESULT = "--out {out}/{name}.json"
-KERNELS = f"bench kernels --models 8b {RESULT} --operations"
 STEPS = f"bench decode {RESULT} --batch-sizes 1 8 32 --tree-sizes 1 4 8 16 64 --random-weights"
-HEADS = "train_heads --model {out}/base --data {code} --draft-vocabulary 0 --out {out}/{name}"
 COMMANDS = {  # name: arguments of python -m
     "tests": "pytest -m gpu --junitxml={out}/tests.xml",
-    "attention": f"{KERNELS} attention --tree-sizes 1 16 64",
-    "flex": f"{KERNELS} flex --batch-sizes 1 8 --prefixes 512 8192 --tree-sizes 16",
-    "products": f"{KERNELS} topk sample quantized commit",
+    "kernels": f"bench kernels --models 8b {RESULT}",
     "steps-8b": f"{STEPS} 8b", "steps-7b": f"{STEPS} 7b", "steps-70b-layer": f"{STEPS} 70b-layer",
-    "demo": f"bench decode {RESULT} --batch-sizes 1 8 32 64",
-    "base": "training.base --n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --n-inner 2048 "
-            "--vocab-size 50304 --block-size 1024 --batch-size 16 --steps 3000 --lr 0.002 "
-            "--data {code} --out {out}/base",
-    "medusa": f"{HEADS} --preset medusa", "hydra": f"{HEADS} --preset hydra",
-    "clover": f"{HEADS} --preset clover", "clover2": f"{HEADS} --preset clover2",
-    "heads": f"bench heads {RESULT} --model {{out}}/base --data {{code}} --temperatures 0 "
-             "--batch-sizes 1 8 32 --heads {out}/medusa {out}/hydra {out}/clover {out}/clover2",
+    "decode": f"bench decode {RESULT} --batch-sizes 1 8 32 64",
+    "heads": f"bench heads {RESULT} --temperatures 0 --batch-sizes 1 8 32",
 }
 
 
 def argv(name, out):
-    code = shlex.quote(f"{Path(torch.__file__).parent}/**/*.py")  # to train on
-    words = COMMANDS[name].format(name=name, out=shlex.quote(str(out)), code=code)
+    words = COMMANDS[name].format(name=name, out=shlex.quote(str(out)))
     return [sys.executable, "-m", *shlex.split(words)]
 
 

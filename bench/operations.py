@@ -1,7 +1,7 @@
 """`python -m bench kernels`: the kernels on a GPU, each one's time against the memory's bandwidth
 and against what torch has for it.
 
-A case is (bytes that must be moved, inputs, our function, torch's or None).
+A case is (bytes that must be moved, what makes inputs, our function, torch's).
 """
 
 import math
@@ -17,7 +17,7 @@ from bench import Table
 from bench.sizes import size_config
 from generate import capture
 from model import Block, InputError
-from tools.timing import copy_bandwidth
+from tools.timing import copy_bandwidth, seconds
 
 random = partial(torch.randn, dtype=torch.bfloat16)
 
@@ -33,10 +33,10 @@ def attention_case(device, model, batch, prefix, T, make_other):
     size = 4 * batch * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
     lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
     ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(batch, 1)  # of a chain
-    inputs = [(random(batch, T, c.n_head, c.head_size, device=device),
-               *random(2, batch, c.n_kv_head, S, c.head_size, device=device), lengths, ancestors)
-              for _ in range(copies(size))]
-    return size, inputs, kernels.tree_attention, make_other(*inputs[0])
+    make = lambda: (random(batch, T, c.n_head, c.head_size, device=device),
+                    *random(2, batch, c.n_kv_head, S, c.head_size, device=device),
+                    lengths, ancestors)
+    return size, make, kernels.tree_attention, make_other(*make())
 
 
 def visible(lengths, ancestors, b, head, node, row):
@@ -81,56 +81,32 @@ def topk(hidden, weight, k):
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
-def sample(hidden, weight, temperature):
-    logits = (hidden @ weight.T).float()
-    if temperature:
-        logits = logits / temperature - torch.empty_like(logits).exponential_().log_()
-    return logits.argmax(-1)
-
-
-def projection_case(device, model, M, top_k=None, temperature=None):
+def topk_case(device, model, k, M):
     c = size_config(model)
     C, V = c.n_embd, c.vocab_size
-    place = torch.arange(M, device=device)
-    pair = partial(kernels.project_topk, k=top_k), partial(topk, k=top_k)
-    if top_k is None:
-        pair = (lambda x, weight: kernels.project_sample(x, weight, temperature, 0, place, place),
-                partial(sample, temperature=temperature))
-    inputs = [(random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
-              for _ in range(copies(2 * V * C))]
-    return 2 * C * (V + M), inputs, *pair
+    make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
+    return 2 * C * (V + M), make, partial(kernels.project_topk, k=k), partial(topk, k=k)
 
 
 def quantized_case(device, model, layer, kind, M):
     with torch.device("meta"):
         N, C = Block(size_config(model)).get_submodule(layer).weight.shape
     layout = INT8_ROWS if kind == "int8" else Layout("int4", 128, torch.bfloat16, True)
-    dense = [random(N, C, device=device) / C ** 0.5 for _ in range(copies(2 * N * C))]
-    inputs = [(random(M, C, device=device), weight, *round_weight(weight, layout).pack())
-              for weight in dense]
-    size = sum(x.nbytes for x in inputs[0][2:5] if x is not None) + 2 * M * (C + N)
-    return (size, inputs, lambda x, _, *weight: kernels.linear_quantized(x, *weight),
+
+    def make():
+        weight = random(N, C, device=device) / C ** 0.5
+        return random(M, C, device=device), weight, *round_weight(weight, layout).pack()
+    size = sum(x.nbytes for x in make()[2:5] if x is not None) + 2 * M * (C + N)
+    return (size, make, lambda x, _, *weight: kernels.linear_quantized(x, *weight),
             lambda x, weight, *_: x @ weight.T)
 
 
-def commit_case(device, model, batch):
-    c = size_config(model)
-    shape = c.n_layer, 2, batch, c.n_kv_head, 128, c.head_size
-    lengths = torch.full((batch,), 100, device=device, dtype=torch.int32)
-    path = torch.tensor([[0, 2, 5, 9, 14]], device=device).repeat(batch, 1)
-    count = torch.full((batch,), 5, device=device)
-    inputs = [(random(shape, device=device), lengths, path, count) for _ in range(8)]
-    size = 2 * 2 * math.prod(shape) // 128 * 4  # four rows are read and written
-    return size, inputs, kernels.commit_path, None
-
-
-def median_us(function, inputs):
-    """Median microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
-    from triton.testing import do_bench
+def call_us(function, inputs):
+    """Microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
+    device = torch.device("cuda")
     body = lambda: [function(*x) for x in inputs]
     body()  # compiles
-    replay = capture(body, torch.device("cuda"))
-    return do_bench(replay, warmup=20, rep=100, return_mode="median") * 1000 / len(inputs)
+    return 1e6 * seconds(capture(body, device), device) / len(inputs)
 
 
 def measure(name, args, device, bandwidth):
@@ -141,23 +117,22 @@ def measure(name, args, device, bandwidth):
     case, shapes = dict(
         attention=(partial(attention_case, make_other=sdpa), attention),
         flex=(partial(attention_case, make_other=flex), attention),
-        topk=(projection_case, dict(top_k=(8, 32), M=rows)),
-        sample=(projection_case, dict(temperature=(0.0, 0.8), M=rows)),
-        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)),
-        commit=(commit_case, dict(batch=args.batch_sizes)))[name]
+        topk=(topk_case, dict(k=(8, 32), M=rows)),
+        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)))[name]
     print(f"\n{name}")
     table = Table()
     for shape in product(args.models, *shapes.values()):
         label = dict(zip(("model", *shapes), shape))
         try:
-            size, inputs, ours, other = case(device, **label)
-            us = median_us(ours, inputs)
-            torch_us = other and median_us(other, inputs)
+            size, make, ours, other = case(device, **label)
+            inputs = [make() for _ in range(copies(size))]
+            us = call_us(ours, inputs)
+            torch_us = call_us(other, inputs)
         except Exception as error:  # out of memory, or what a compiler raises
             print(f"{label}: {type(error).__name__}: {str(error)[:200]}")
             continue
         table.add(label | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us, torch_us=torch_us,
-                               speed_up=torch_us and torch_us / us))
+                               speed_up=torch_us / us))
     return table
 
 

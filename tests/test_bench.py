@@ -68,7 +68,6 @@ def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
     assert clover["extra_over_first"] == pytest.approx(extra[0] / extra[1])
     assert {row["identical"] for row in result["decoding"]} == {1.0}
     assert (alone["heads"], both["heads"]) == ("lookup", "clover + lookup")
-    assert {name: len(shares) for name, shares in result["accuracy"].items()} == dict(medusa=4, clover=4)
     model = GPT.from_pretrained(checkpoint, device="cpu")
     given = prompts(load_tokens([flags[3]], load_encoding(checkpoint), "heldout"), 3, 16)
     heads = CloverHeads.from_pretrained(folders[1], model)
@@ -99,7 +98,7 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
         assert set(rows["auto"]["plans"]) <= {plain, *drafted} and 0 < sum(rows["auto"]["plans"].values()) <= 3 * 12
         assert any(line.startswith(f"| {batch_size} | auto |") for line in lines)
     missing = "transformers: not installed (pip install transformers)"
-    assert list(result["auto_over_best"]) == ["1", "2"] and (missing in lines) == (temperature == 0)
+    assert (missing in lines) == (temperature == 0)
 
 
 def spent(*seconds):
@@ -118,7 +117,7 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
         order.append(name)
         return runs[name].pop(0)
     ways = {name: partial(program, name) for name in runs}
-    rows, outputs = decoding.decode_in_turns(None, [[1]], ways, 12, runs=3)
+    rows, outputs = decoding.decode_in_turns(ways, [[1]], 12, runs=3)
     assert order == ["plain", "other"] * 3 and [out.seconds for out in outputs["other"]] == [4, 1, 2]
     assert rows["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
                                  identical=pytest.approx(2 / 3))
@@ -131,21 +130,22 @@ def test_auto_is_held_against_the_best_plan_round_by_round(monkeypatch, toy):
     rows = {name: dict(tokens_per_second=decoding.median_run(done).tokens_per_second) for name, done in runs.items()}
     monkeypatch.setattr(decoding, "decode_in_turns", lambda *_, **__: (rows, runs))
     args = SimpleNamespace(temperature=0.5, max_new_tokens=12, runs=3, model="none")
-    rows, ratio = decoding.measure_batch(toy, None, [[1]], 2, args)
-    assert ratio == 2.0 and rows["auto"]["plans"] == {"lookup 3": 8}
+    auto = decoding.measure_batch(toy, None, [[1]], 2, args)["auto"]
+    assert auto["over_best_plan"] == 2.0 and auto["plans"] == {"lookup 3": 8}
 
 
 def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     """Bug: a run whose policy learnt from an earlier run, or from warming up."""
-    ways = dict(plain=dict(make_policy=partial(FixedPolicy, DraftPlan())),
-                auto=dict(make_policy=partial(AdaptivePolicy, toy, None, True, 2, 1.0)))
+    once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
+    ways = dict(plain=partial(once, make_policy=partial(FixedPolicy, DraftPlan())),
+                auto=partial(once, make_policy=partial(AdaptivePolicy, toy, None, True, 2, 1.0)))
     steps_before, generate = [], Engine.generate
 
     def noted(engine, prompts, new):
         steps_before.append((new, getattr(engine.policy, "steps", 0)))
         return generate(engine, prompts, new)
     monkeypatch.setattr(Engine, "generate", noted)
-    rows, outputs = decoding.decode_in_turns(toy, [[5, 9, 2], [7, 1]], ways, 40, runs=2, temperature=1.0, batch_size=2)
+    rows, outputs = decoding.decode_in_turns(ways, [[5, 9, 2], [7, 1]], 40, runs=2)
     assert outputs["auto"][0].tokens == outputs["auto"][1].tokens and rows["auto"]["identical"] == 1.0
     assert steps_before == [(8, 0), (40, 0)] * 4
 

@@ -34,10 +34,6 @@ def test_torch_computes_the_same_projections():
     want = kernels.project_topk(hidden, weight, 4)
     for got, expected in zip(operations.topk(hidden, weight, 4), want):
         assert torch.allclose(got, expected, atol=1e-5)
-    assert torch.equal(operations.sample(hidden, weight, 0.0), want[1][:, 0])
-    draws = torch.stack([operations.sample(hidden, weight, 0.8)[0] for _ in range(4000)])
-    expected = 4000 * torch.softmax(hidden[0] @ weight.T / 0.8, -1)
-    assert (torch.bincount(draws, minlength=300) - expected).abs().max() < 6 * expected.max() ** 0.5
 
 
 def test_tables_hold_what_was_timed(monkeypatch):
@@ -46,7 +42,7 @@ def test_tables_hold_what_was_timed(monkeypatch):
         for x in inputs:
             function(*x)
         return 1000.0 * len(inputs)
-    monkeypatch.setattr(operations, "median_us", call)
+    monkeypatch.setattr(operations, "call_us", call)
     monkeypatch.setattr(operations, "copies", lambda size: 2)
     monkeypatch.setitem(sizes.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -57,16 +53,12 @@ def test_tables_hold_what_was_timed(monkeypatch):
         one, five = rows[name]
         assert (one["T"], five["T"], five["prefix"], five["us"], five["torch_us"]) == (1, 5, 70, 2000, 2000)
         assert size(five) == pytest.approx(2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16)) and five["speed_up"] == 1
-    assert [(row["top_k"], row["M"]) for row in rows["topk"]] == [(k, M) for k in (8, 32) for M in (1, 8, 16, 64)]
-    assert [row["temperature"] for row in rows["sample"]] == [0.0] * 4 + [0.8] * 4
+    assert [(row["k"], row["M"]) for row in rows["topk"]] == [(k, M) for k in (8, 32) for M in (1, 8, 16, 64)]
     assert size(rows["topk"][0]) == pytest.approx(2 * 128 * 301) and len(rows["quantized"]) == 4 * 2 * 4
     four, eight = (row for row in rows["quantized"] if (row["layer"], row["M"]) == ("mlp.down", 8))
     assert (four["kind"], eight["kind"]) == ("int4", "int8")
     assert size(four) == pytest.approx(128 * 128 + 128 * 2 * 3 + 2 * 8 * 384)  # a scale and a zero for each 128
     assert size(eight) == pytest.approx(128 * 256 + 128 * 4 + 2 * 8 * 384)
-    commit, = rows["commit"]
-    assert size(commit) == pytest.approx(2 * 2 * 3 * 2 * (4 * 2) * 16 * 2) and commit["us"] == 8000
-    assert commit["torch_us"] is None
 
 
 @pytest.mark.gpu
@@ -90,16 +82,11 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch):
 
 def test_everything_that_runs_on_a_gpu_is_a_command(tmp_path):
     """Bug: a flag that does not exist, found when a GPU is there; a folder with a space in its name."""
-    from training.flags import parse_base, parse_heads
     out = tmp_path / "a folder"
     out.mkdir()
-    parse = dict(bench=bench.parse, train_heads=parse_heads)
-    parse["training.base"] = parse_base
     for name in gpu.COMMANDS:
         _, _, module, *flags = gpu.argv(name, out)
-        args = parse.get(module, lambda flags: SimpleNamespace(out=str(out / "tests.json")))(flags)
-        assert args.out == str(out / (name if module.startswith("train") else f"{name}.json"))
-    assert args.heads == [str(out / preset) for preset in ("medusa", "hydra", "clover", "clover2")]
+        assert module == "pytest" or bench.parse(flags).out == str(out / f"{name}.json")
 
 
 def test_a_failure_leaves_the_others_and_what_succeeded_is_not_run_again(monkeypatch, tmp_path, capsys):
