@@ -77,8 +77,8 @@ class AttentionDecoder(nn.Module):
         self.query = nn.Linear(C, C)
         self.key_value = nn.Linear(C, 2 * C)
         with torch.no_grad():
-            self.query.weight.uniform_(0, 0.01).add_(torch.eye(C))
-            self.key_value.weight.uniform_(0, 0.01)[:C].add_(torch.eye(C))
+            self.query.weight.uniform_(0, 0.01).diagonal().add_(1)
+            self.key_value.weight.uniform_(0, 0.01)[:C].diagonal().add_(1)
             self.query.bias.zero_()
             self.key_value.bias.zero_()
 
@@ -118,7 +118,8 @@ class Projector(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.linear = zero_linear(2 * config.n_embd, config.n_embd)
-        nn.init.eye_(self.linear.weight[:, :config.n_embd])
+        with torch.no_grad():
+            self.linear.weight.diagonal().fill_(1)
 
     def forward(self, z, e):
         return self.linear(torch.cat((z, e), dim=-1))

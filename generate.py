@@ -38,6 +38,7 @@ from kernels import (
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
+WARM_UP = 2          # steps of a plan that compile and capture
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 
@@ -424,6 +425,7 @@ class Engine:
         self.policy = policy or FixedPolicy(DraftPlan())
         heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
         self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
+        self.launches = Counter()
         self.clear()
 
     def clear(self):
@@ -462,16 +464,17 @@ class Engine:
         path: the accepted nodes, root first, of which those after plan.head_nodes are lookup's. On
         a GPU the results are those of the step before: the host reads them while this one runs."""
         self.resize()
-        admitted = self.admit()
+        usual = not self.admit()
         started = time.perf_counter()
         if self.running:
             plan = self.policy.select()
+            self.launches[plan] += 1
+            usual &= self.launches[plan] > WARM_UP
             self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
         plan, results = self.retire()
-        seconds = None if admitted else time.perf_counter() - started
-        self.policy.update(plan, results, seconds)
+        self.policy.update(plan, results, time.perf_counter() - started if usual else None)
         return [(*result, plan) for result in results]
 
     def admit(self):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import Table, decoding, sizes, steps
 from bench import __main__ as bench
+from bench import decoding, sizes, steps
 from clover import PRESETS, CloverHeads
 from generate import DraftPlan, Engine, FixedPolicy, generate
 from hf.families import hf_config, parse_config
@@ -205,14 +205,3 @@ def test_flags_are_parsed_without_torch():
     """Bug: seconds before a typo is told."""
     code = "import sys; from bench.__main__ import parse; parse(['decode']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_a_table_shows_what_the_first_row_has(capsys):
-    """Bug: a value in another column, a list in a cell, a row that is printed and not kept."""
-    table = Table()
-    table.add(dict(drafted_by="heads 3", share=0.123456, rows=12345, plans=dict(a=1), none=None))
-    table.add(dict(rows=3, share=1.0, drafted_by="x", none=2.0, more=1))
-    assert capsys.readouterr().out.strip().splitlines() == [
-        "| drafted by | share | rows | none |", "| --- | --- | --- | --- |", "| heads 3 | 0.1235 | 12345 | - |",
-        "| x | 1 | 3 | 2 |"]
-    assert len(table) == 2 and table[0]["plans"] == dict(a=1)

@@ -2,7 +2,6 @@
 
 import re
 from argparse import Namespace
-from math import log
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,8 +14,6 @@ from clover import preset
 from model import GPT, Block
 
 ROOT = Path(__file__).parent.parent
-RESULT = dict(model="demo", dtype="torch.float32", prompts=32, max_new_tokens=128,
-              machine=dict(cpu="AMD EPYC", threads=2, gpu=None))
 HOSTILE = ["<b>&\"'", "\x1b[31m", "\0\x07\x7f", "\ud800", "\u202egnirts", "\ufffe", "]]>", "\u4e2d\U0001f600"]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -100,43 +97,6 @@ def test_the_tree_is_the_small_step_with_most_accepted():
         ends = [tuple(map(float, point.split(","))) for point in edge["points"].split()]
         assert (ends[0], ends[-1]) == tuple((x, y + 10) for x, y in (places[parent], places[node]))
         assert (edge["stroke"] == draw.BRIGHT) == (fills[node] != draw.CARD)
-
-
-def test_bars_are_tokens_per_step():
-    """Bug: a bar of another tree or temperature, an ablation among the presets, a length that is not the value's."""
-    row = lambda name, tokens, **others: dict(heads=name, temperature=0.0, tree_size=17, batch_size=1,
-                                              tokens_per_step=tokens) | others
-    rows = [row("medusa", 1.5), row("medusa", 9.0, tree_size=5), row("medusa", 9.0, temperature=0.8),
-            row("medusa", 9.0, batch_size=8), row("clover-no-attention", 9.0), row("clover", 2.0),
-            row("clover + lookup", 6.0)]
-    picture = draw.draw_tokens_per_step(RESULT | dict(decoding=rows))
-    names, values = ["plain", "medusa", "clover", "clover + lookup"], [1, 1.5, 2, 6]
-    shown = list(colours(picture))
-    assert [words for words in shown if words in draw.DRAFTERS] == names
-    assert [words for words in shown if re.fullmatch(r"\d\.\d\d", words)] == [f"{value:.2f}" for value in values]
-    assert any("greedy, 32 prompts, 128 new tokens each; 2 threads of AMD EPYC" in words for words in shown)
-    widths = [float(bar["width"]) for bar in shapes(picture, "rect")]
-    assert [a + b for a, b in zip(widths[::2], widths[1::2])] == pytest.approx([590 / 6 * v for v in values], abs=0.1)
-
-
-def test_lines_are_the_best_of_each_drafter():
-    """Bug: not the best plan, a drafter under another's name, a point at a wrong height."""
-    rows = [("plain", 100, 400), ("heads 7", 150, 500), ("heads 15", 160, 450), ("lookup 4", 250, 600),
-            ("lookup 10", 300, 410), ("heads 3 + lookup 4", 200, 799.6), ("auto", 310, 800), ("transformers", 50, None),
-            ("transformers, prompt lookup", 90, None)]
-    rows = [dict(drafted_by=name, batch_size=size, tokens_per_second=speed) for name, *speeds in rows
-            for size, speed in zip((1, 16), speeds) if speed]
-    picture = draw.draw_batch(RESULT | dict(heads=["clover"], decoding=rows, dtype="torch.bfloat16"))
-    shown = colours(picture)
-    for words in ("plain 100 to 400", "clover 160 to 500", "lookup 300 to 600", "clover + lookup 200 to 800",
-                  "auto 310 to 800", "transformers 50", "transformers, prompt lookup 90", "1", "16"):
-        assert words in shown
-    assert sum("lookup" in words for words in shown) == 3 and any("bfloat16" in words for words in shown)
-    heights = {line["stroke"]: [float(point.split(",")[1]) for point in line["points"].split()]
-               for line in shapes(picture, "polyline") if line["points"].startswith("20.0")}
-    height = lambda value: 50 + 300 * log(800 / value) / log(800 / 50)
-    assert heights[draw.PINK] == pytest.approx([height(310), 50], abs=0.1)
-    assert heights[draw.AMBER] == pytest.approx([height(300), height(600)], abs=0.1)
 
 
 def test_the_prediction_has_the_shape_of_the_papers_figure():

@@ -10,16 +10,9 @@ import kernels
 from bench import __main__ as bench
 from bench import gpu, operations, sizes
 from model import InputError
+from test_kernels import as_int64, random_forest
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
-def random_trees(B, T):
-    """Ancestor bitmasks int64 [B, T] of trees in which a node's parent is any earlier node."""
-    masks = torch.ones(B, 1, dtype=torch.int64) << torch.arange(T)
-    for node in range(1, T):
-        masks[:, node] |= masks.gather(1, torch.randint(0, node, (B, 1)))[:, 0]
-    return masks
 
 
 @pytest.mark.parametrize("T", [1, 13, 64])
@@ -27,7 +20,8 @@ def random_trees(B, T):
 def test_torch_computes_the_same_attention(monkeypatch, other, T):
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    tree = torch.full((3,), 70, dtype=torch.int32), random_trees(3, T)
+    masks = as_int64([random_forest(T, (), torch.Generator().manual_seed(b)) for b in range(3)])
+    tree = torch.full((3,), 70, dtype=torch.int32), masks
     inputs = lambda: (torch.randn(3, T, 8, 16), *torch.randn(2, 3, 2, 140, 16), *tree)
     attend = getattr(operations, other)(*inputs())
     x = inputs()
@@ -65,19 +59,6 @@ def test_tables_hold_what_was_timed(monkeypatch):
     assert (four["kind"], eight["kind"]) == ("int4", "int8")
     assert size(four) == pytest.approx(128 * 128 + 128 * 2 * 3 + 2 * 8 * 384)  # a scale and a zero for each 128
     assert size(eight) == pytest.approx(128 * 256 + 128 * 4 + 2 * 8 * 384)
-
-
-def test_what_does_not_fit_is_left_out(monkeypatch, capsys):
-    """Bug: a shape without room that ends the run."""
-    def case(device, model, batch, **others):
-        if batch == 8:
-            raise torch.OutOfMemoryError("no room")
-        return 1, tuple, len, len
-    monkeypatch.setattr(operations, "attention_case", case)
-    monkeypatch.setattr(operations, "call_us", lambda *_: 5.0)
-    args = SimpleNamespace(models=["8b"], batch_sizes=[8, 2], prefixes=[9], tree_sizes=[1])
-    assert [row["batch"] for row in operations.measure("attention", args, "cpu", 1e9)] == [2]
-    assert "'batch': 8, 'prefix': 9, 'T': 1}: OutOfMemoryError: no room" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

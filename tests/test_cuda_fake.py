@@ -21,8 +21,9 @@ import kernels
 import model as models
 from backends.tensor_parallel import Group
 from clover import CloverHeads, preset
-from generate import Decoder, DraftPlan, Engine, FixedPolicy, Sampling
+from generate import Decoder, DraftPlan, Engine, Sampling
 from model import GPT, GPTConfig
+from test_generate import InTurns
 from tools import timing
 from train_heads import Run
 
@@ -125,11 +126,11 @@ class FakeGraph:
     def capture(self):
         assert not self.world.capturing and self.world.workspaces_cleared, "a workspace of another graph"
         self.world.capturing, self.world.workspaces_cleared = True, False
+        self.held = self.world.held()
         with Capture():
             yield
         self.world.capturing = False
         self.world.graphs.append(self)
-        self.held = self.world.held()
 
     def replay(self):
         assert self.held == self.world.held(), "a graph replays tensors that the decoder no longer has"
@@ -146,7 +147,8 @@ class World:
         self.decoders = []
 
     def held(self):
-        return [(id(decoder.slots), id(decoder.plain_tree)) for decoder in self.decoders]
+        parts = lambda decoder: (vars(decoder.slots), vars(decoder.slots.cache), dict(tree=decoder.plain_tree))
+        return [id(value) for decoder in self.decoders for part in parts(decoder) for value in part.values()]
 
     def clear_workspaces(self):
         self.workspaces_cleared = True
@@ -237,18 +239,6 @@ def on_cuda(*modules, dtype):
 MIXED = DraftPlan(), DraftPlan(4), DraftPlan(0, 5), DraftPlan(8, 4)
 
 
-class InTurn(FixedPolicy):
-    """Takes its plans in turn."""
-
-    def __init__(self, plans):
-        self.plans = plans
-        self.steps = 0
-
-    def select(self):
-        self.steps += 1
-        return self.plans[self.steps % len(self.plans)]
-
-
 @pytest.fixture
 def start(request):
     """A function that makes a model and heads with values, for these read the LM head's scale, then the fake GPU, and
@@ -263,7 +253,7 @@ def start(request):
 
 
 def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
-    engine = Engine(model, heads, policy=InTurn(plans), batch_size=3, capacity=700, sampling=sampling, graph=graph)
+    engine = Engine(model, heads, policy=InTurns(*plans), batch_size=3, capacity=700, sampling=sampling, graph=graph)
     prompts = [[1, 2, 3], [4], list(range(40)) * 15, [5, 6], [7] * 30]
     output = engine.generate(prompts, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
@@ -385,7 +375,20 @@ def plant_host_tensor(decoder, accepted):
     accepted.count.add_(torch.tensor([1, 1, 1], device="cuda"))
 
 
-PLANTED = {plant_read: "_local_scalar_dense", plant_host_tensor: "host's data while capturing"}
+def plant_shape(decoder, accepted):
+    accepted.count.nonzero()
+
+
+def plant_number(decoder, accepted):
+    decoder.slots.active[0] = 1
+
+
+def plant_buffer(decoder, accepted):
+    decoder.slots.root = decoder.slots.root.clone()
+
+
+PLANTED = {plant_read: "_local_scalar_dense", plant_host_tensor: "host's data while capturing",
+           plant_shape: "nonzero|not linked", plant_number: "a number from the host", plant_buffer: "no longer has"}
 
 
 @needs_triton
@@ -407,7 +410,7 @@ def test_defects_of_a_step_are_seen(plant, start, monkeypatch):
 def test_a_graph_of_tensors_that_are_gone_is_seen(start, monkeypatch):
     """Bug: slots are compacted on a GPU, and the graphs go on with those that were."""
     world, model, heads = start()
-    resize = lambda engine: engine.policy.steps == 12 and engine.decoder.run_first(3)
+    resize = lambda engine: engine.policy.selected == 12 and engine.decoder.run_first(3)
     monkeypatch.setattr(Engine, "resize", resize)
     with pytest.raises(AssertionError, match="no longer has"):
         decode(model, heads)

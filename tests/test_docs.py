@@ -110,9 +110,3 @@ def test_the_readme_is_short_and_quotes_the_code_as_it_is():
     step = re.search(r"def step\(self, plan\):\n.*?```", text, re.S)[0].splitlines()[:-1]
     code = [" ".join(line.split()) for line in loop.splitlines()]
     assert len(step) == 7 and all(" ".join(line.split()) in code for line in step)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
-def test_lines_fit(page):
-    """Bug: prose that an editor or a terminal of 120 columns cuts off."""
-    assert [(number, len(line)) for number, line in prose(page) if len(line) > 120] == []

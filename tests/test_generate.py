@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as module
 import model as models
@@ -280,77 +279,6 @@ def test_in_bfloat16_texts_are_equal_or_part_at_a_tie(way):
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
 
-class NoReadBack(TorchDispatchMode):
-    """Raises where a tensor's values would be read back to the host, or where a shape depends on them."""
-    FORBIDDEN = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2"}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket._qualified_op_name.split("::")[1]
-        indices = args[1] if name in ("index", "index_put", "index_put_") else []
-        masks = [i for i in indices if i is not None and i.dtype == torch.bool]
-        assert name not in self.FORBIDDEN and not masks, func
-        return func(*args, **kwargs or {})
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("lookup", [False, True], ids=["", "lookup"])
-@pytest.mark.parametrize("name", [None, *PRESETS])
-def test_a_step_reads_nothing_back_and_keeps_its_tensors(monkeypatch, name, lookup, options):
-    """Catches what a CUDA graph cannot hold: an .item(), a shape that depends on values, a buffer replaced by a new
-    one. The kernels, which are tested for themselves, are stood in for by what allocates as they do."""
-    toy = toy_model()
-    monkeypatch.setattr(cpu, "runs_triton", lambda tensor: True)  # so that no layer is replaced
-    monkeypatch.setattr(models, "rope_cache", lambda qkv, rope, kv, *a: qkv[:, :, :qkv.shape[2] - 2 * kv.shape[2]])
-    monkeypatch.setattr(models, "tree_attention", lambda q, *a, **k: torch.zeros_like(q))
-    monkeypatch.setattr(models, "project_sample", lambda hidden, *_, **__: torch.zeros(len(hidden), dtype=torch.int64))
-    monkeypatch.setattr(models, "project_topk", lambda hidden, weight, k, rows: (
-        torch.zeros(len(hidden), k) - 1, torch.arange(k).expand(len(hidden), k)))
-    monkeypatch.setattr(module, "commit_path", lambda kv, lengths, path, count: None)
-    monkeypatch.setattr(module, "filtered_sample", lambda logits, *_: logits.argmax(dim=-1))
-    monkeypatch.setattr(module, "ngram_lookup", lambda history, lengths, n: history.new_zeros(len(history), n).long())
-    heads = random_heads(toy, name) if name else None
-    made = new_engine(toy, heads, batch_size=3, capacity=60, tree_size=9, lookup=lookup, sampling=Sampling(**options))
-    made.decoder.slots.active.fill_(1)
-    P = made.decoder.max_path(*made.decoder.plans)
-    step = made.decoder.body()
-    step()
-    buffers = ["root", "sequence", "active"] + ["state"] * bool(name) + ["history"] * lookup
-    addresses = lambda: [getattr(made.decoder.slots, buffer).data_ptr() for buffer in buffers] + [
-        made.decoder.slots.cache.kv.data_ptr(), made.decoder.slots.cache.lengths.data_ptr()]
-    before, lengths = addresses(), made.decoder.slots.cache.lengths.clone()
-    with NoReadBack():
-        result = step()
-    assert addresses() == before
-    assert (made.decoder.slots.cache.lengths > lengths).all() and result.shape == (3, 2 * P + 2)
-
-
-def test_nothing_read_back_is_more_than_a_word():
-    """Catches a NoReadBack that would let a read pass."""
-    with NoReadBack(), pytest.raises(AssertionError):
-        torch.ones(3).sum().item()
-    with NoReadBack(), pytest.raises(AssertionError):
-        torch.ones(3)[torch.ones(3) > 0]
-
-
-class NoHostNumbers(TorchDispatchMode):
-    """Raises where a single number becomes a tensor on the host, from which a GPU would copy it and be waited for."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten.lift_fresh.default or args[0].dim() > 0, func
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("name", [None, "clover"])
-def test_starts_and_ends_of_texts_wait_for_nothing(toy, name):
-    """Catches tensor[slot] = number: on a GPU it waits for the step in flight."""
-    heads = random_heads(toy, name) if name else None
-    made = new_engine(toy, heads, batch_size=3, capacity=150, tree_size=9 if name else 1)
-    with NoHostNumbers():
-        made.generate(PROMPTS, 12)
-    with NoHostNumbers(), pytest.raises(AssertionError):
-        torch.zeros(3)[1] = 2
-
 
 def test_a_step_can_be_launched_outside_of_inference_mode(toy):
     """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
@@ -391,44 +319,33 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
 
 
 def test_the_last_texts_move_to_the_first_slots(toy):
-    """Catches a text that loses its cache, its noise or its state when it moves to another slot."""
-    prompts = random_prompts([50, 5, 20, 3, 40, 9])
-    stops = [tokens[3 + 4 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
+    """Catches a text that loses its cache, its noise or its state when it moves to another slot, and a step for every
+    number of texts, each of which a CPU prepares anew."""
+    prompts = random_prompts([50, 5, 20, 3, 40, 9] + [3] * 10)
+    stops = [tokens[3 + 3 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
     want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
     assert len({len(tokens) for tokens in want.tokens}) > 2
     for name in (None, *PRESETS):
         heads, tree_size = (random_heads(toy, name), 9) if name else (None, 1)
-        made = new_engine(toy, heads, batch_size=6, capacity=120, tree_size=tree_size, sampling=Sampling(**SAMPLED))
+        made = new_engine(toy, heads, batch_size=16, capacity=120, tree_size=tree_size, sampling=Sampling(**SAMPLED))
         widths, launch = [], made.decoder.launch
         made.decoder.launch = lambda plan: widths.append(len(made.decoder.slots.root)) or launch(plan)
         for _ in range(2):
             assert made.generate(prompts, 60, stop=stops).tokens == want.tokens
-        assert widths[0] == 6 and 1 <= min(widths) < 6
-
-
-def test_a_large_batch_shrinks_by_several_slots(toy):
-    """Bug: a step for every number of texts, each of which a CPU prepares anew."""
-    made = new_engine(toy, batch_size=16, capacity=120)
-    for i in range(16):
-        made.add([1, 2, 3], 4 + i)
-    widths = set()
-    while made.busy:
-        made.step()
-        widths.add(len(made.decoder.slots.root))
-    assert len(widths) > 3 and not any(width % 2 for width in widths)
+        assert widths[0] == 16 and len(set(widths)) > 3 and not any(width % 2 for width in widths)
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
-    """Catches a slot whose half-filled cache a step of the others overwrites, and others that wait for a long
-    prompt."""
+    """Catches a slot whose half-filled cache a step of the others overwrites, others that wait for a long prompt, and
+    tokens that on_tokens does not hear."""
     prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])
     want = generate(toy, prompts, 20).tokens
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     for heads, tree_size in ((None, 1), (random_heads(toy), 12)):
-        order = []
-        hear = lambda i, tokens: order.append(i)
+        order, heard = [], [[] for _ in prompts]
+        hear = lambda i, tokens: order.append(i) or heard[i].extend(tokens)
         out = generate(toy, prompts, 20, heads, tree_size=tree_size, batch_size=3, on_tokens=hear)
-        assert out.tokens == want
+        assert out.tokens == heard == want
         assert order.index(1) > order.index(0) + 8  # prompt 0 went on while prompt 1, 13 chunks, came in
 
 
@@ -455,34 +372,23 @@ def test_samples_follow_the_models_own_distribution(options):
         assert chi < freedom + 4 * math.sqrt(2 * freedom) + 4
 
 
-def test_keep_likely_equals_a_plain_filter():
-    """Catches a nucleus that is one token short or long, and a filter that empties a row."""
+def test_filters_equal_a_plain_filter():
+    """Catches a nucleus that is one token short or long, a filter that empties a row, and a min-p against the sum."""
     generator = torch.Generator().manual_seed(0)
-    for top_k, top_p in [(0, 0.5), (3, 1.0), (5, 0.6), (1, 1.0), (0, 1e-9), (50, 0.99), (0, 1.0)]:
+    for top_k, top_p, min_p in [(0, 0.5, 0), (3, 1.0, 0), (5, 0.6, 0), (1, 1.0, 0), (0, 1e-9, 0), (50, 0.99, 0),
+                                (0, 1.0, 0), (0, 1.0, 0.1), (0, 1.0, 0.5), (0, 1.0, 1), (3, 1.0, 0.01), (0, 0.9, 0.1)]:
         logits = torch.randn(6, 20, generator=generator) * 3
-        got = filter_logits(logits, top_k, top_p)
+        got = filter_logits(logits, top_k, top_p, min_p)
         for row, kept in zip(logits, got):
             order = sorted(range(20), key=lambda t: -row[t])[:top_k or 20]
             mass, want = 0.0, set()
             total = sum(math.exp(row[t]) for t in order)
             for token in order:
-                if mass < top_p or not want:
+                if (mass < top_p or not want) and math.exp(row[token] - row[order[0]]) >= min_p * (1 - 1e-6):
                     want.add(token)
                 mass += math.exp(row[token]) / total
             assert {t for t in range(20) if kept[t] > -math.inf} == want
             assert torch.equal(kept[list(want)], row[list(want)])
-
-
-def test_min_p_keeps_what_is_near_the_likeliest():
-    """Catches a threshold against the sum instead of the likeliest, and one that loses the likeliest itself."""
-    logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0)) * 3
-    for min_p in (0.0, 0.1, 0.5, 1.0):
-        kept = filter_logits(logits, min_p=min_p) > -math.inf
-        probs = logits.softmax(-1)
-        assert torch.equal(kept, probs >= min_p * probs.amax(-1, keepdim=True) * (1 - 1e-6))
-    both = filter_logits(logits, top_k=3, min_p=0.01) > -math.inf
-    each = [filter_logits(logits, top_k=3) > -math.inf, filter_logits(logits, min_p=0.01) > -math.inf]
-    assert torch.equal(both, each[0] & each[1])
 
 
 def test_an_engine_is_gone_when_it_is_let_go(toy):
@@ -546,8 +452,6 @@ def test_stops_in_decoding(checkpoint):
             out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=stop, encoding=encoding)
             tokens = out.tokens[1]
             assert out.ended[1] == "stop" and tokens == whole.tokens[1][:len(tokens)] and len(tokens) < 40
-    out = generate(model, prompts, 1000)
-    assert out.ended == ["context"] * 3 and [len(p) + len(t) for p, t in zip(prompts, out.tokens)] == [128] * 3
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
@@ -558,6 +462,7 @@ def test_decoding_to_the_end_of_the_context(shape):
     want = generate(model, prompts, 1000)
     got = generate(model, prompts, 1000, CloverHeads(PRESETS["clover"], model).eval(), tree_size=33)
     assert [len(t) for t in want.tokens] == [1, 10, 35] and got.tokens == want.tokens
+    assert got.ended == want.ended == ["context"] * 3
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -575,25 +480,6 @@ def test_prompts_may_come_while_others_run(toy, plain, steps_ahead):
         heard.update({sequence.index: len(tokens) for sequence, tokens, _, _ in made.step()})
     assert [sequence.tokens for sequence in sequences] == plain["sampled"]
     assert heard == {index: 24 for index in range(len(PROMPTS))} and made.step() == []
-
-
-def test_on_tokens_hears_every_token_in_order(toy):
-    heard = [[] for _ in PROMPTS]
-    hear = lambda i, tokens: heard[i].extend(tokens)
-    out = generate(toy, PROMPTS, 15, random_heads(toy), batch_size=3, on_tokens=hear)
-    assert heard == out.tokens
-
-
-def test_ctrl_c_hands_over_what_there_is(toy):
-    """Catches an interrupt that loses the text."""
-    def interrupt(index, tokens):
-        if len(seen) == 10:
-            raise KeyboardInterrupt
-        seen.extend(tokens)
-    seen = []
-    with pytest.raises(Interrupted) as caught:
-        generate(toy, PROMPTS[:1], 100, on_tokens=interrupt)
-    assert caught.value.output.tokens[0][:10] == seen and caught.value.output.seconds > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -743,5 +629,5 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
     with pytest.raises(Interrupted) as caught:
         made.generate([prompt], 100, on_step=interrupt)
     so_far = caught.value.output.tokens[0]
-    assert so_far == want[:20] and made.kept_text == []
+    assert so_far == want[:20] and made.kept_text == [] and caught.value.output.seconds > 0
     assert made.generate([prompt + so_far], 80).tokens[0] == want[20:]

@@ -368,22 +368,6 @@ def test_lookup_equals_a_plain_search(vocabulary, lengths, n, device):
     assert lookup(texts, n, device, rng) == [searched(text, n) for text in texts]
 
 
-FOLLOWING = {  # (text, what it suggests)
-    "longest-beats-nearest": ([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], [9, 5, 3, 8, 1, 2, 3, 9]),
-    "nearest-of-equals": ([3, 7, 3, 8, 4, 3], [8, 4, 3, 8, 4]),
-    "no-more-than-four": ([0, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 8, 0, 1, 2, 3, 4], [8, 0, 1, 2, 3, 4, 8]),
-    "match-overlaps-the-suffix": ([5, 1, 2, 1, 2, 1, 2], [1, 2, 1, 2, 1, 2]),
-    "a-run": ([6] * 9, [6] * 12),
-    "newest-is-new": ([5, 5, 5, 5, 6], [-1] * 12),
-}
-
-
-@pytest.mark.parametrize("text, following", FOLLOWING.values(), ids=FOLLOWING.keys())
-def test_which_match_wins(text, following, device):
-    """Bug: another order of matches than by length, then by how recent they are."""
-    assert lookup([text], len(following), device) == [following] == [searched(text, len(following))]
-
-
 @pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
 def test_a_long_text(place, device):
     """Bug: a match lost between tiles, or a nearer and shorter one of another tile that wins."""

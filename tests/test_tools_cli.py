@@ -113,17 +113,14 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
     assert both.count("-" * 40) == 2
 
 
-def test_explain_says_what_was_chosen_and_why(folder, capsys):
+def test_explain_says_what_was_chosen_and_why(chat_folder, capsys):
     """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
-    record = json.loads((folder / "clover" / "heads.json").read_text())
+    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
+    record = json.loads((chat_folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
-    try:
-        (folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
-        said = run(capsys, *flags)
-        result = json.loads(run(capsys, *flags, "--json"))
-    finally:
-        (folder / "clover" / "heads.json").write_text(json.dumps(record))
+    (chat_folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
+    said = run(capsys, *flags)
+    result = json.loads(run(capsys, *flags, "--json"))
     rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]
     table = {name: cells for name, *cells in rows}
     assert {"plain", "lookup 10"} < set(table) and any("heads" in name for name in table)
@@ -160,23 +157,6 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
     assert capsys.readouterr().out == "".join(painted) + coded[3]
-
-
-def test_ctrl_c_prints_text_and_statistics(folder, capsys, monkeypatch):
-    """Catches an interrupt that loses what was generated."""
-    take = Sequence.take
-    calls = []
-
-    def interrupted(self, tokens):
-        calls.append(tokens)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return take(self, tokens)
-    monkeypatch.setattr(Sequence, "take", interrupted)
-    said = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1",
-               "--explain")
-    assert said.startswith("abc") and len(said.split("\n\n")[0]) > 3
-    assert "1.00 tokens per step, " in said and "ms per stage" not in said
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
@@ -275,18 +255,8 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
     assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
 
 
-def test_stop_tokens_are_the_folders_own(chat_folder, capsys):
-    """Catches a generation_config.json that nobody reads."""
-    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2,
-             "--json"]
-    whole = json.loads(run(capsys, *flags))["tokens"][0]
-    (chat_folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[whole[9], 257])))
-    ended = json.loads(run(capsys, *flags))
-    assert ended["ended"] == ["stop"] and ended["tokens"][0] == whole[:whole.index(whole[9]) + 1]
-
-
-def test_the_folder_says_how_to_sample_where_no_flag_does(chat_folder, capsys):
-    """Catches defaults that are not read, that overrule a flag, or that no line tells of."""
+def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat_folder, capsys):
+    """Catches a generation_config.json that nobody reads, defaults that overrule a flag, or that no line tells of."""
     flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--json"]
     tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
     greedy, sampled = tokens(), tokens("--temperature", 2, "--top-k", 50)
@@ -294,6 +264,11 @@ def test_the_folder_says_how_to_sample_where_no_flag_does(chat_folder, capsys):
     settings = dict(do_sample=True, temperature=2, top_k=50)
     (chat_folder / "generation_config.json").write_text(json.dumps(settings))
     assert tokens() == sampled and tokens("--temperature", 0) == greedy
+    stop = sampled[0][9]
+    (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(eos_token_id=[stop, 257])))
+    ended = json.loads(run(capsys, *flags))
+    assert ended["ended"] == ["stop"] and ended["tokens"][0] == sampled[0][:sampled[0].index(stop) + 1]
+    (chat_folder / "generation_config.json").write_text(json.dumps(settings))
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
     told = lambda *more: (main(*flags, *more), capsys.readouterr().err)[1]
     assert told().startswith("sampling as chat/generation_config.json says: ") and "temperature 2, top-k 50 (" in told()
@@ -421,19 +396,14 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
 
 def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
     """Catches statistics in `> out.txt`, and ones that --quiet leaves there."""
-    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "5"]
+    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9999"]
     main(*flags)
     out, err = capsys.readouterr()
     assert out.startswith("abc") and "tokens per" not in out and "tokens per second" in err
+    assert re.search(r"the text ended where the model's context of \d+ tokens is full", err)
     main(*flags, "--quiet")
     quiet = capsys.readouterr()
     assert quiet.out == out and "tokens per second" not in quiet.err
-
-
-def test_a_full_context_is_told(folder, capsys):
-    """Catches a text that ends without a reason that its reader could see."""
-    main("--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9999")
-    assert re.search(r"the text ended where the model's context of \d+ tokens is full", capsys.readouterr().err)
 
 
 def test_prompts_of_a_file(folder, capsys, tmp_path):
@@ -467,22 +437,27 @@ def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, content, me
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch, number, code):
-    """Catches `a && b` that goes on after Ctrl-C, and a preempted job that counts as done."""
-    take = Sequence.take
+    """Catches `a && b` that goes on after Ctrl-C, a preempted job that counts as done, and text or statistics that
+    either loses."""
+    take, calls = Sequence.take, []
 
     def interrupted(self, tokens):
-        os.kill(os.getpid(), number)
+        calls.append(tokens)
+        if len(calls) == 4:
+            os.kill(os.getpid(), number)
         return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", interrupted)
     monkeypatch.setattr(cli, "received", [])
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc"]
+    flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1"]
     try:
         with patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO())) as out, pytest.raises(SystemExit) as ended:
-            with patch.object(sys, "stderr", io.TextIOWrapper(io.BytesIO())):
-                cli.command(lambda: main(*flags))
-        assert out.buffer.getvalue().startswith(b"abc")
+            with patch.object(sys, "stderr", io.TextIOWrapper(io.BytesIO())) as err:
+                cli.command(lambda: main(*flags, "--explain"))
+        assert out.buffer.getvalue().startswith(b"abc") and len(out.buffer.getvalue().strip()) > 3
+        err.flush()
+        assert b"1.00 tokens per step, " in err.buffer.getvalue() and b"ms per stage" not in err.buffer.getvalue()
     finally:
         for n, handler in zip((signal.SIGINT, signal.SIGTERM), before):
             signal.signal(n, handler)

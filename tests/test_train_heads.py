@@ -450,11 +450,6 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     with pytest.raises(InputError, match="trained on texts.jsonl, whose tokens are not there any more; give these"):
         evaluated()
     assert evaluated("--data", texts) == (want, False)
-    library = dict(training=dict(data=train_heads.STANDARD_LIBRARY, key="of another machine"))
-    (tmp_path / "heads.json").write_text(json.dumps(record(tmp_path) | library))
-    monkeypatch.setattr(data, "tokens_key", lambda paths, *_: f"key of {paths}")
-    monkeypatch.setattr(data, "load_tokens", lambda paths, *_: paths)
-    assert evaluated() == (dict(data=train_heads.STANDARD_LIBRARY, key="key of None"), True) and seen.pop() is None
 
 
 def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):

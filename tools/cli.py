@@ -56,7 +56,7 @@ def command(main):
         code = 1 if line is None else 2
         if line is None:
             traceback.print_exc(file=errors)
-        elif line and (rank == "0" or not getattr(error, "shared", False)):
+        elif line and (rank == "0" or not isinstance(error, tensor_parallel.SharedError)):
             print(f"{name}: {line}", file=errors)
         if isinstance(error, OSError):  # nothing more can be written
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,13 @@
 """What each step drafts: `AdaptivePolicy` selects the plan of most tokens per second.
 
-Tokens: heads carry a table from training of how often each node of a tree is accepted, which their
-own steps correct. Lookup is right more often after a long match than after a short one: how often
-is counted for both, in every step. Seconds: guessed from the number of rows and heads, which the
-steps themselves correct; timing the plans before the first step brought nothing."""
+Tokens: heads carry a table from training of how often each node of a tree is accepted; their own
+steps correct it. How often lookup is right after a long match, and after a short one, is counted in
+every step. Seconds: guessed, and corrected by the steps; timing them in advance brought nothing."""
 
 import math
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,12 +19,10 @@ from generate import DEFAULT_TREE, DraftPlan
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 CHAINS = (4, 10)                   # tokens of lookup
 ROW = dict(cpu=0.06, cuda=0.004)  # what a step takes for each further row, relative to one,
-HEAD = 0.25                        # and for each draft head that guesses: pessimistic guesses
-# right and wrong tokens of lookup after no match, one of up to 3 tokens, one of 4: pessimistic
-PRIORS = ((0.0, 1.0), (0.5, 2.0), (2.0, 2.0))
+HEAD = 0.25       # and for each draft head that guesses: pessimistic guesses
+PRIORS = ((0, 1), (0.5, 2), (2, 2))  # lookup: right and wrong tokens, by match; pessimistic
 MEMORY = 64       # steps that counts of tokens look back on
 PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
-WARM_UP = 2       # steps of a plan that compile and capture
 TRIAL = 64        # steps, after which an unused plan is tried for two, if it would be the best
 OPTIMISM = 1.25   # with its rate times this
 FEWER = 1.15      # more threads are used where they are quicker by this factor
@@ -44,9 +42,8 @@ def expected_tokens(tables, tree_size, temperature):
 
 def guessed_cost(model, heads, plan, batch_size):
     """Duration of a step, relative to a plain one of one sequence."""
-    row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
     depths = min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-    return 1 + row * (batch_size * plan.tree_size - 1) + HEAD * depths
+    return 1 + ROW.get(model.device.type, 0.06) * (batch_size * plan.tree_size - 1) + HEAD * depths
 
 
 def draft_plans(model, heads, lookup, batch_size, temperature):
@@ -87,20 +84,16 @@ class Text:
                 return
 
     def add(self, tokens):
-        """Adds a step's tokens -> (match, how many of lookup's tokens were right, and wrong: the
-        first that was)."""
+        """Adds a step's tokens -> (match, how many of lookup's were right, 1 if one was wrong)."""
         match, source, start = self.match, self.source, len(self.text)
         self.append(tokens)
-        right = 0
-        while match and right < len(tokens) and (
-                self.text[start + right] == self.text[source + right]):
-            right += 1
+        pairs = zip(self.text[start:], self.text[source:])
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
         return match, right, int(right < len(tokens))
 
 
 class AdaptivePolicy:
-    """Selects the plan of most tokens per second. Of ranks that decode together all select the
-    same, by what rank 0 measures."""
+    """Selects the plan of most tokens per second; ranks all the same, by rank 0's clock."""
 
     def __init__(self, model, heads, lookup, batch_size, temperature):
         self.plans = draft_plans(model, heads, lookup, batch_size, temperature)
@@ -112,16 +105,15 @@ class AdaptivePolicy:
         self.heads_right = [4.0, 4.0]  # tokens of the heads that were right, that should have been
         self.lookup_right = list(map(list, PRIORS))
         self.texts = {}                # sequence -> its Text
-        self.cost = lambda plan: guessed_cost(model, heads, plan, self.batch)
+        self.cost = partial(guessed_cost, model, heads)
         self.unit = None               # seconds of a cost of 1: other work slows down all plans
         self.log_ratio = dict.fromkeys(self.plans, 0.0)  # of a plan's duration to its cost
-        self.uses = Counter()
         self.last_use = Counter()
         self.steps = 0
         self.trial = []                # plans of the next steps, in the place of the best
 
     def seconds(self, plan):
-        return (self.unit or 1.0) * self.cost(plan) * math.exp(self.log_ratio[plan])
+        return (self.unit or 1.0) * self.cost(plan, self.batch) * math.exp(self.log_ratio[plan])
 
     def tokens(self, plan):
         """Expected tokens per step, the mean over the texts."""
@@ -155,29 +147,22 @@ class AdaptivePolicy:
         if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % 8 == 0 else None
         self.batch = len(results)
-        self.uses[plan] += 1
-        if seconds and self.uses[plan] > WARM_UP:
-            self.learn_duration(plan, seconds)
+        if seconds:  # half of a surprise says something of the plan, half of the machine
+            self.unit = self.unit or seconds / self.seconds(plan)
+            surprise = math.log(seconds / self.seconds(plan))
+            change = PACE * max(min(surprise, 1.0), -1.0)
+            self.unit *= math.exp(change)
+            self.log_ratio[plan] += change
         if plan.head_nodes and not plan.lookup_tokens:
             right = sum(len(path) - 1 for _, _, path in results)
-            self.heads_right = faded(self.heads_right, right,
-                                     len(results) * (self.by_heads[plan.head_nodes] - 1))
+            expected = len(results) * (self.by_heads[plan.head_nodes] - 1)
+            self.heads_right = faded(self.heads_right, right, expected)
         self.texts = {sequence: self.texts.get(sequence) or Text(sequence.prompt)
                       for sequence, _, _ in results}
         for sequence, tokens, _ in results:
             match, right, wrong = self.texts[sequence].add(tokens)
             if match:
                 self.lookup_right[match] = faded(self.lookup_right[match], right, wrong)
-
-    def learn_duration(self, plan, seconds):
-        """Half of a step's surprise says something of the plan, half of the machine."""
-        if self.unit is None:
-            self.unit = 1.0
-            self.unit = seconds / self.seconds(plan)
-        surprise = math.log(seconds / self.seconds(plan))
-        change = PACE * max(min(surprise, 1.0), -1.0)
-        self.unit *= math.exp(change)
-        self.log_ratio[plan] += change
 
 
 def faded(counts, *more):
