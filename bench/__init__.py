@@ -29,12 +29,22 @@ def cell(value):
 
 
 def finish(args, result):
-    """Prints flags and result as one line of JSON, and writes it to the file that --out names."""
+    """Prints flags and result as one line of JSON, and writes it to the file that --out names. Of
+    folders only the names are kept: records are published."""
+    from model import atomic_write
     out = vars(args).pop("out")
-    line = json.dumps(vars(args) | result | dict(machine=machine()))
+    line = json.dumps(names_only(vars(args)) | result | dict(machine=machine()))
     print(line, flush=True)
     if out:
-        Path(out).write_text(line + "\n")
+        atomic_write(out, lambda tmp: Path(tmp).write_text(line + "\n"))
+
+
+def names_only(value):
+    if isinstance(value, dict):
+        return {key: names_only(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return list(map(names_only, value))
+    return Path(value).name if isinstance(value, (str, Path)) else value
 
 
 def machine():
