@@ -70,8 +70,7 @@ class FixedPolicy:
         return self.plans[0]
 
     def update(self, plan, results, seconds=None):
-        """Learns from a step: its results [(sequence, tokens, path)], and its duration, None where
-        that says nothing about the next one."""
+        """Learns from a step's results [(sequence, tokens, path)] and its duration, if usual."""
 
 
 class Accepted(NamedTuple):
@@ -108,9 +107,8 @@ class Slots:
     def move(self, source, free):
         """Copies slot `source` to slot `free`."""
         n = int(self.cache.lengths[source])
-        self.cache.kv[:, :, free, :, :n] = self.cache.kv[:, :, source, :, :n]
-        if self.heads_cache:
-            self.heads_cache.kv[:, :, free, :, :n] = self.heads_cache.kv[:, :, source, :, :n]
+        for cache in filter(None, (self.cache, self.heads_cache)):
+            cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
         self.cache.lengths[free] = self.cache.lengths[source]
         for name in self.ROWS:
             rows = getattr(self, name)
@@ -411,15 +409,9 @@ class Sampling:
 # The engine: continuous batching
 
 class Engine:
-    """Prompts wait, are admitted to free slots of a `Decoder`, run, and retire. Reusable for any
-    prompts that fit its capacity. policy: what selects each step's plan, default plain decoding.
-    options: the Decoder's.
-
-        sequence = engine.add(prompt, 64)
-        while engine.busy:
-            engine.step()
-        print(sequence.tokens)
-    """
+    """Prompts wait, are admitted to free slots of a `Decoder`, run, and retire: `add` them, and
+    `step` while it is `busy`. Reusable for any prompts that fit its capacity. policy: what selects
+    each step's plan, default plain decoding. options: the Decoder's."""
 
     def __init__(self, model, heads=None, *, policy=None, **options):
         self.policy = policy or FixedPolicy(DraftPlan())

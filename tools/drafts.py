@@ -67,8 +67,6 @@ class Drafts:
             yield from tree_lines(step)
             if step["guessed_by"][-1:] == ["model"]:
                 yield f"+ {step['emitted'][-1]!r}"
-        if not trees:
-            yield "\nno step drafted a tree; --tree-size 9 lets every step draft one"
 
 
 def tree_lines(step):

@@ -71,20 +71,18 @@ class Printer:
             self.print_ended()
 
     def print_ended(self):
-        while self.printed in self.sequences:
-            self.print_text(self.sequences.pop(self.printed))
+        args = self.session.args
+        while sequence := self.sequences.pop(self.printed, None):
+            text = self.session.decode(sequence.tokens)
+            if not args.json:
+                print(f"{self.shown[sequence.index]}{text}\n{'-' * 40}", flush=True)
+            elif args.prompts:
+                print(json.dumps(dict(prompt=self.session.texts[sequence.index], text=text,
+                                      tokens=sequence.tokens, ended=sequence.ended)), flush=True)
             self.printed += 1
         if len(self.shown) > 1 and sys.stderr.isatty():
             ended = self.printed + len(self.sequences)
             print(f"\r{ended} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
-
-    def print_text(self, sequence):
-        text = self.session.decode(sequence.tokens)
-        if not self.session.args.json:
-            print(f"{self.shown[sequence.index]}{text}\n{'-' * 40}", flush=True)
-        elif self.session.args.prompts:
-            print(json.dumps(dict(prompt=self.session.texts[sequence.index], text=text,
-                                  tokens=sequence.tokens, ended=sequence.ended)), flush=True)
 
     def report(self, output):
         """Prints what the flags ask for beside the texts: statistics, trees, times, a comparison,
@@ -100,7 +98,7 @@ class Printer:
             result["drafts"] = self.drafts.steps
             say("\n".join(self.drafts.lines()))
         if args.explain and finished:
-            result["explained"] = explain(self.engine, output)
+            result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
             say("\n" + "\n".join(result["explained"]))
         if args.compare and finished:
             self.engine = self.drafts = None  # frees their memory for the next one

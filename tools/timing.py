@@ -88,27 +88,21 @@ def stage_times(decoder):
 def explain(engine, output):
     """The lines of --explain: what each step was selected from, how often, and where time goes."""
     decoder = engine.decoder
-    lines = [f"batch size {decoder.batch_size}, on {decoder.model.device}, "
-             f"{torch.get_num_threads()} threads"]
-    if len(decoder.plans) > 1:
-        lines += plan_table(engine.policy, output)
-    lines += ["", f"{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)]
+    yield (f"batch size {decoder.batch_size}, on {decoder.model.device}, "
+           f"{torch.get_num_threads()} threads")
+    if len(decoder.plans) > 1:  # as an `AdaptivePolicy` believes at the end
+        yield (f"\n{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}"
+               f"{'found':>8}{'share of steps':>17}")
+    for plan in decoder.plans if len(decoder.plans) > 1 else ():
+        steps, tokens = output.plans.get(plan, (0, 0))
+        found = f"{tokens / steps:.2f}" if steps else "-"
+        policy = engine.policy
+        yield (f"{str(plan):<24}{1e3 * policy.seconds(plan):>12.2f}{policy.tokens(plan):>28.2f}"
+               f"{found:>8}{steps / max(output.steps, 1):>17.0%}")
+    yield f"\n{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
         times = stage_times(timing_decoder(
             decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
             beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
-        lines.append(f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values()))
-    return lines
-
-
-def plan_table(policy, output):
-    """The plans of an `AdaptivePolicy`, as it believes at the end, and how often each was taken."""
-    yield ""
-    yield (f"{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}{'found':>8}"
-           f"{'share of steps':>17}")
-    for plan in policy.plans:
-        steps, tokens = output.plans.get(plan, (0, 0))
-        found = f"{tokens / steps:.2f}" if steps else "-"
-        yield (f"{str(plan):<24}{1e3 * policy.seconds(plan):>12.2f}{policy.tokens(plan):>28.2f}"
-               f"{found:>8}{steps / max(output.steps, 1):>17.0%}")
+        yield f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values())
