@@ -28,7 +28,7 @@ path, K depths and W beams of a draft.
 
 import math
 import os
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
+NO_NOISE = 0.0, 0, None, None, 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -547,11 +548,13 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
-    """Launches both kernels -> (logprobs [M, k], tokens [M, k]). noise: for samples, with k = 1 and
-    no logprobs: (temperature, seed_key, sequence, position, first_token)."""
+def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given. noise: (temperature,
+    seed_key, sequence, position, first_token)."""
     M, C = hidden.shape
-    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
+    temperature, seed_key, sequence, position, first_token = noise
+    vocab_ids, scales, sequence, position = map(
+        _contiguous, (vocab_ids, scales, sequence, position))
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
@@ -560,14 +563,7 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
     columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    lse = logprobs = sequence = position = None
-    temperature, seed_key, first_token = 0.0, 0, 0
-    if noise is None:
-        lse = values.new_empty(M, programs)
-        logprobs = values.new_empty(M, k)
-    elif noise[0] > 0:
-        temperature, seed_key, sequence, position, first_token = noise
-        sequence, position = map(_contiguous, (sequence, position))
+    lse = None if logprobs is None else values.new_empty(M, programs)
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
@@ -577,7 +573,7 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     _launch(_merge_lists_kernel, (M,),
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
-    return logprobs, tokens
+    return tokens
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
@@ -592,7 +588,8 @@ def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, scales)
-    return _project_triton(hidden, weight, vocab_ids, k, scales=scales)
+    logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, scales, logprobs)
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
@@ -618,7 +615,8 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
     noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(hidden, weight, None, 1, noise, scales)[1][:, 0]
+    return _project_triton(
+        hidden, weight, 1, None, scales, noise=noise if temperature else NO_NOISE)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -1084,10 +1082,7 @@ def sum_parts(parts, bias=None, dtype=None):
 
 def sum_parts_reference(parts, bias=None, dtype=None):
     """`sum_parts` by torch; it has gradients."""
-    first, *terms = parts
-    total = first.to(torch.promote_types(parts.dtype, torch.float32))
-    for term in terms:
-        total = total + term
+    total = reduce(torch.add, parts.to(torch.promote_types(parts.dtype, torch.float32)))
     if bias is not None:
         total = (total.view(-1, len(bias)) + bias).flatten()
     return total.to(dtype or parts.dtype)
@@ -1645,16 +1640,14 @@ def ngram_lookup_reference(history, lengths, n):
     """`ngram_lookup` by torch."""
     S = int(lengths.max()) + 1
     last = lengths.long()[:, None]  # (B, 1)
-    index = torch.arange(S, device=history.device)[None]
+    index = torch.arange(S, device=history.device)
     history = history[:, :S]
-    before = last - _constant(range(4), history.device)
-    suffix = history.gather(1, before.clamp(min=0))  # (B, 4), the newest token first
-    suffix = torch.where(before >= 0, suffix, -1)
-    matched = (history == suffix[:, :1]) & (index < last)  # (B, S)
-    length = matched.long()
-    for i in range(1, min(4, S)):
-        matched[:, i:] &= history[:, :-i] == suffix[:, i:i + 1]
-        matched[:, i - 1].fill_(False)
+    padded = F.pad(history, (3, 0), value=-1)
+    matched = index < last  # (B, S)
+    length = torch.zeros_like(history)
+    for i in range(3, -1, -1):  # the suffix, from its newest token back
+        token = padded.gather(1, last + i)
+        matched &= padded[:, i:i + S] == token
         length += matched
     best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
     match = best % S
@@ -2070,10 +2063,8 @@ def _sizes(name, x, rank, dtypes):
 
 def _check_tensor(name, x, shape, like, dtypes=None):
     """x has the device of `like` and one of the dtypes, or that of `like`; or is None."""
-    if x is None:
-        return
-    same_dtype = x.dtype in dtypes if dtypes else x.dtype == like.dtype
-    if x.shape != shape or not same_dtype or x.device != like.device:
+    if x is not None and not (x.shape == shape and x.device == like.device
+                              and (x.dtype in dtypes if dtypes else x.dtype == like.dtype)):
         kinds = " or ".join(map(str, dtypes or (like.dtype,)))
         _check(False, f"{name} {list(shape)} of {kinds} on {like.device}", x)
 
