@@ -71,9 +71,9 @@ NO_NOISE = 0.0, 0, None, None, 0
 # and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so with many
 # query rows splits are long (`_splits`).
 #
-# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
-# Their size depends on each sequence's length, so a short text is cut alike in a large cache and in
-# a small one. Programs beyond the end of their sequence return.
+# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
+# their size on each sequence's length, so that a short text is cut alike in a large and a small
+# cache.
 
 
 @triton.jit
@@ -263,21 +263,18 @@ def _combine_splits_kernel(
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
     """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
-
     Node j's keys and values are at cache row lengths[b] + j already; rows that no node sees may
     hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. Nodes that see
     nothing give zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window: a
-    node sees this many positions, its own too; 0: all. float64 caches are for the reference alone.
-    """
+    node sees this many positions, its own too; 0: all. float64 caches: for the reference alone."""
     B, T, Hq, D = _sizes("q", q, 4, FLOATS)
     _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
            "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    _check_tensor("k_cache", k_cache, (B, Hkv, S, D), q, (k_cache.dtype,))
-    _check_tensor("v_cache", v_cache, (B, Hkv, S, D), k_cache)
-    _check_tensor("lengths", lengths, (B,), q, INT32)
-    _check_tensor("ancestors", ancestors, (B, T), q, INT64)
-    _check_tensor("slopes", slopes, (Hq,), q, FLOAT32)
+    _check_tensors("k_cache, v_cache", (B, Hkv, S, D), q, (k_cache.dtype,), k_cache, v_cache)
+    _check_tensors("lengths", (B,), q, INT32, lengths)
+    _check_tensors("ancestors", (B, T), q, INT64, ancestors)
+    _check_tensors("slopes", (Hq,), q, FLOAT32, slopes)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
@@ -350,13 +347,12 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22
 # ms at 4.8 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
-# beyond. The M * V logits would be written once and read twice, at M = 64 another 10% of the bytes.
-# So two programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp
-# and a running list of its k best, and a small second kernel merges the lists.
+# beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
+# programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
+# of its k best, and a small second kernel merges the lists.
 #
-# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry: k
-# rounds in a program's first tile, and with many rows and few tiles per program hardly fewer in the
-# next. So the search costs in proportion to k; drafting asks for 4 to 8.
+# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry:
+# up to k rounds a tile, so the search costs in proportion to k. Drafting asks for 4 to 8.
 #
 # The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
 # (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
@@ -391,8 +387,8 @@ def _gumbel_noise(low, high, tokens):
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for sequence and
-    position int [M] and tokens int [n] or [M, n]; seed of at most 64 bits."""
+    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for each token's
+    sequence and position there, int [M], and tokens int [n] or [M, n]; seed of at most 64 bits."""
     key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
     key = _splitmix64_torch(key)[:, None]  # (M, 1)
     x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
@@ -578,13 +574,12 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=N
 
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
-    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). The weight is read once per
-    128 hidden states. vocab_ids: only these rows of the weight count, in the normalisation too; of
-    equals the one listed first wins (FR-Spec, arXiv 2502.14856). scales: of the rows of an int8
-    weight."""
+    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
+    the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
+    2502.14856). scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     V = len(weight if vocab_ids is None else vocab_ids)
-    _check_tensor("vocab_ids", vocab_ids, (V,), hidden, INT32)
+    _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, scales)
@@ -603,14 +598,12 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins. seed: int of at most 64 bits.
-    sequence, position: the token's sequence and its position there. first_token: where the weight
-    is a part of a larger one, the token id of its first row; the noise depends on token ids, not on
-    rows. scales: of the rows of an int8 weight."""
+    at temperature 0, else a sample. Of equals the lowest wins. seed, sequence, position: as in
+    `gumbel`. first_token: the token id of the weight's first row, where it is a part of a larger
+    one; the noise depends on token ids. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
-    _check_tensor("sequence", sequence, (len(hidden),), hidden, INTS)
-    _check_tensor("position", position, (len(hidden),), hidden, INTS)
+    _check_tensors("sequence, position", (len(hidden),), hidden, INTS, sequence, position)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
@@ -681,9 +674,9 @@ def commit_path(kv, lengths, path, count):
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
     _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
-    _check_tensor("lengths", lengths, (B,), kv, INT32)
-    _check_tensor("path", path, (B, P), kv, INTS)
-    _check_tensor("count", count, (B,), kv, INTS)
+    _check_tensors("lengths", (B,), kv, INT32, lengths)
+    _check_tensors("path", (B, P), kv, INTS, path)
+    _check_tensors("count", (B,), kv, INTS, count)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
     BLOCK_P = triton.next_power_of_2(P)
@@ -772,13 +765,11 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     checks that nothing spills and that the shared memory of small GPUs suffices; maxnreg keeps
     ptxas from spilling a few registers to fit one more program on a multiprocessor.
 
-    From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three
-    such pairs in flight, and up to 64 query rows of D = 128 leave room for two programs per
-    multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores and needs small
-    tiles; so do loads of single elements. 128 query rows fit only with the commonest head sizes. A
-    bias or a window needs registers: a tile of many scores gets half the keys and one more stage,
-    or half the query rows; with a window a large tile gets more warps.
-    """
+    From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
+    flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
+    latency. Exact float32, without tensor cores, and loads of single elements need small tiles; 128
+    query rows fit only the commonest head sizes. A bias or a window needs registers: a tile of many
+    scores gets half the keys and one more stage, or half the query rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -805,11 +796,10 @@ def _programs_per_sm(blocks, itemsize, device):
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits of a cache of S rows, none under min_split, for this many tiles of query
-    rows, where `at_once` programs run at a time: of those from `fewest` on, the one with the least
-    waves * rows for a full cache. rows: of a split, plus 2 * BLOCK_Q for its partial sums and
-    min_split for its start. waves: how often the programs fill the GPU, a partial wave as a whole
-    one for latency, as a part for bandwidth: hence the mean."""
+    """The number of splits, `fewest` or more, each of min_split rows or more, with the least waves
+    * rows for a full cache of S rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and
+    min_split for its start. waves: how often the programs fill the GPU, on which `at_once` run; a
+    partial wave is a whole one for latency, a part for bandwidth: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
@@ -817,10 +807,9 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
 
 
 def _project_blocks(M, dtype, aligned, gathered):
-    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
-    tile of weights is 16 kB, and each program keeps two or three in flight; gathered rows wait for
-    their indices, so they get one stage more. Above 64 rows arithmetic counts: twice as many rows
-    meet a tile of half the weights. Exact float32 and single elements need smaller tiles."""
+    """As `_attention_blocks`. A tile of weights is 16 kB, and each program keeps two or three in
+    flight; gathered rows wait for their indices, so they get one stage more. Above 64 rows
+    arithmetic counts: twice as many rows meet a tile of half the weights."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
@@ -835,10 +824,9 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _quantized_blocks(M, dtype, group, capability):
-    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
-    step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight. Hopper
-    takes the planes of a step as one operand. Other GPUs would move them through shared memory, so
-    there a plane is an operand, as it is for groups of fewer channels than a step."""
+    """As `_attention_blocks`. A step's tile of weights is 8 or 16 kB, and each program keeps two or
+    three in flight. Hopper takes the planes of a step as one operand. Other GPUs would move them
+    through shared memory, so there, and for smaller groups than a step, a plane is an operand."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     if dtype == torch.float32:
         return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, JOINED=False, num_warps=8, maxnreg=128)
@@ -869,10 +857,10 @@ def _constant(value, device):
 #
 # N outputs, G groups of C. q - zero is exact in half precision: only sums and results are rounded.
 #
-# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros are a 20th of 4
-# bits in groups of 128. Weights are unpacked in registers, from which Hopper's wide instructions
-# read the first operand. So weights come first whatever M is, and sums have one order. Outputs too
-# few to fill a GPU are computed in splits over C, whose number does not depend on M.
+# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros add a 20th to 4
+# bits in groups of 128. Weights are unpacked in registers, from which Hopper reads the first
+# operand. So they come first whatever M is, and sums have one order. Outputs too few to fill a GPU
+# are computed in splits over C, whose number does not depend on M.
 #
 # A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
 # Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
@@ -1002,10 +990,10 @@ def linear_quantized(x, packed, scales, zeros, kind, bias=None):
     _check(M <= 128 and kind in ("int4", "int8", "e4m3"), "M <= 128, int4, int8 or e4m3", x, kind)
     _check(G == 1 or C in (32 * G, 64 * G, 128 * G), "C / G of 32, 64 or 128", x, scales)
     words = (C + 127) // 128 * (16 if kind == "int4" else 32)
-    _check_tensor("packed", packed, (N, words), x, INT32)
-    _check_tensor("scales", scales, (G, N), x, FLOATS)
-    _check_tensor("zeros", zeros, (G, N), x, INT8)
-    _check_tensor("bias", bias, (N,), x)
+    _check_tensors("packed", (N, words), x, INT32, packed)
+    _check_tensors("scales", (G, N), x, FLOATS, scales)
+    _check_tensors("zeros", (G, N), x, INT8, zeros)
+    _check_tensors("bias", (N,), x, (x.dtype,), bias)
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
     GROUP = C // G if G > 1 else 128
@@ -1070,7 +1058,7 @@ def sum_parts(parts, bias=None, dtype=None):
     N, n = _sizes("parts", parts, 2, REALS)
     C = 1 if bias is None else len(bias)
     _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
-    _check_tensor("bias", bias, (C,), parts, (parts.dtype, *FLOATS))
+    _check_tensors("bias", (C,), parts, (parts.dtype, *FLOATS), bias)
     if not runs_triton(parts, bias):
         return sum_parts_reference(parts, bias, dtype)
     parts, bias = map(_contiguous, (parts, bias))
@@ -1134,9 +1122,8 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm."""
     C = x.shape[-1]
     _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
-    _check_tensor("delta", delta, x.shape, x)
-    _check_tensor("weight", weight, (C,), x, (x.dtype, torch.float32))
-    _check_tensor("bias", bias, (C,), x, (x.dtype, torch.float32))
+    _check_tensors("delta", x.shape, x, (x.dtype,), delta)
+    _check_tensors("weight, bias", (C,), x, (x.dtype, torch.float32), weight, bias)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
@@ -1167,8 +1154,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 # rope_cache
 #
 #   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
-#   (x, y) -> (x cos - y sin, y cos + x sin) for the halves x and y of each query and key head:
-#   RoPE, arXiv 2104.09864
+#   RoPE (arXiv 2104.09864): (x, y) -> (x cos - y sin, y cos + x sin) for the halves x, y of a head
 #   keys and values of token t of sequence b -> cache row lengths[b] + t
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
@@ -1233,19 +1219,17 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
     queries [B, T, Hq, D], a view of qkv. qkv: H = Hq + 2 Hkv query, key and value heads, in this
     order; its queries are overwritten. rope: as in `rotate`; None for no rotation. kv: one layer of
-    a cache; float64 beside another dtype is for the reference alone. lengths: token t of sequence b
-    goes to its row lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before
-    the rotation."""
+    a cache, float64 beside another dtype for the reference alone. q_weight, k_weight: of a RMSNorm
+    of each query and key head before the rotation."""
     B, T, H, D = _sizes("qkv", qkv, 4, REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
            "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
     _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
-    _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, (kv.dtype,))
-    _check_tensor("rope", rope, (B, T, 2, D), qkv)
-    _check_tensor("lengths", lengths, (B,), qkv, INTS)
-    _check_tensor("q_weight", q_weight, (D,), qkv)
-    _check_tensor("k_weight", k_weight, (D,), qkv)
+    _check_tensors("kv", (2, B, Hkv, S, D), qkv, (kv.dtype,), kv)
+    _check_tensors("rope", (B, T, 2, D), qkv, (qkv.dtype,), rope)
+    _check_tensors("lengths", (B,), qkv, INTS, lengths)
+    _check_tensors("q_weight, k_weight", (D,), qkv, (qkv.dtype,), q_weight, k_weight)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
     tables = map(_contiguous, (rope, q_weight, k_weight))
@@ -1357,8 +1341,8 @@ def cosine_mix(z, q, kv, n_head):
     D = C // max(n_head, 1)
     _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
            "z [..., C] in n_head parts of at most 16384 channels", z, n_head)
-    _check_tensor("q", q, z.shape, z)
-    _check_tensor("kv", kv, (*z.shape[:-1], 2 * C), z)
+    _check_tensors("q", z.shape, z, (z.dtype,), q)
+    _check_tensors("kv", (*z.shape[:-1], 2 * C), z, (z.dtype,), kv)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
@@ -1383,11 +1367,9 @@ def cosine_mix_reference(z, q, kv, n_head):
 #   best_tree           the T - 1 of all K depths of highest joint log-probability, as a tree
 #
 # Of equals the shallower comes first, then the lower token, then the child of the better beam. A
-# child's joint log-probability is never above its parent's, so what is kept is closed under
-# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree, so
-# n <= T - 1 is enough.
-#
-# An entry's place is the number of entries before it. All pairs of entries are compared at once.
+# child's joint log-probability is never above its parent's, so a node's ancestors are kept with it,
+# and come first. What is not among the best T - 1 of its depth is in no tree: n <= T - 1 is enough.
+# An entry's place is the number of entries before it: all pairs of entries are compared at once.
 
 
 class Candidates(NamedTuple):
@@ -1453,14 +1435,14 @@ def _select_candidates_kernel(
 
 def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of the `Candidates` with the best proposals of this depth. logprobs, tokens
-    [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. depth: 0
-    for proposals below the root. The beams are the root at depth 0, then the first W candidates of
-    the depth before; w is their number, or 1 where all propose the same."""
+    [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. The beams
+    are the root at depth 0, then the first W candidates of the depth before; w is their number, or
+    1 where all propose the same."""
     B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check_tensor("tokens", tokens, (B, w, W), logprobs, INT64)
+    _check_tensors("tokens", (B, w, W), logprobs, INT64, tokens)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
@@ -1588,8 +1570,8 @@ def best_tree_reference(root, candidates, tree_size):
 # A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
 # itself from the match on, so that a run of one token proposes more of it.
 #
-# Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since a
-# second launch to merge the results of several would take longer.
+# Bytes: 4 * length of history per sequence, read once: the floor, by one program, since a launch to
+# merge the results of several would take longer.
 
 
 @triton.jit(do_not_specialize=["S", "n"])
@@ -1627,7 +1609,7 @@ def ngram_lookup(history, lengths, n):
     lengths: the index of each sequence's newest token, 0..S - 1."""
     B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
-    _check_tensor("lengths", lengths, (B,), history)
+    _check_tensors("lengths", (B,), history, INT32, lengths)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
     chain = history.new_empty(B, n, dtype=torch.int64)
@@ -1707,12 +1689,10 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
     not among them; spare nodes are 0 in all four. The trees are those of `best_tree`, or roots
     alone. chain: the tokens after the root, or -1 in all n columns."""
     B, T = _sizes("tokens", tokens, 2, INT64)
-    _check_tensor("parents", parents, (B, T), tokens)
-    _check_tensor("depths", depths, (B, T), tokens)
-    _check_tensor("ancestors", ancestors, (B, T), tokens)
     _, n = _sizes("chain", chain, 2, INT64)
     _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
-    _check_tensor("chain", chain, (B, n), tokens)
+    _check_tensors("the tree", (B, T), tokens, INT64, parents, depths, ancestors)
+    _check_tensors("chain", (B, n), tokens, INT64, chain)
     if not runs_triton(tokens):
         return merge_chain_reference(tokens, parents, depths, ancestors, chain)
     tree = tokens.new_empty(4, B, T + n)
@@ -1785,18 +1765,15 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
-    """The accepted nodes of token trees, and the tokens that they emit -> int64 [B, 2 P + 2], P =
-    max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
-    the index of the last. The trees are those of `best_tree`. target: the model's own next token at
-    each node. active: 1, or 0 for an idle sequence, whose number and index are 0. A path is cut
-    after P nodes; a shorter one is filled up with zeros, its targets with the root's."""
+    """The accepted nodes of trees from `best_tree`, and the tokens that they emit -> int64 [B, 2 P
+    + 2], P = max_path: the targets of the accepted nodes (P), these nodes, root first (P), their
+    number, and the index of the last. target: the model's own next token at each node. active: 1,
+    or 0 for an idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter
+    one is filled up with zeros, its targets with the root's."""
     B, T = _sizes("tokens", tokens, 2, INT64)
-    _check_tensor("parents", parents, (B, T), tokens)
-    _check_tensor("depths", depths, (B, T), tokens)
-    _check_tensor("ancestors", ancestors, (B, T), tokens)
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
-    _check_tensor("target", target, (B, T), tokens)
-    _check_tensor("active", active, (B,), tokens, INT32)
+    _check_tensors("the tree, target", (B, T), tokens, INT64, parents, depths, ancestors, target)
+    _check_tensors("active", (B,), tokens, INT32, active)
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
     out = tokens.new_empty(B, 2 * max_path + 2)
@@ -1830,12 +1807,11 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   argmax(x + gumbel(seed, sequence, position, token)).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They give a bound that all kept tokens reach: tokens under lse + log((1 - top_p) / V)
-# have less than 1 - top_p of the mass together, so none is in the nucleus. A second pass lists the
-# tokens from the bound on, some hundreds, and one program per row searches that list for the
-# nucleus's cut, as an integer that orders as the logits do, four bits a turn: the highest of 16
-# candidates with enough mass from it on. The list is in no fixed order, but masses are sums of
-# integers, so they do not depend on it.
+# of a row. They give a bound that all kept tokens reach: those under lse + log((1 - top_p) / V)
+# have less than 1 - top_p of the mass together. A second pass lists the tokens from the bound on,
+# some hundreds, and one program per row searches that list for the nucleus's cut, as an integer
+# that orders as the logits do, four bits a turn: the highest of 16 candidates with enough mass from
+# it on. Masses are sums of integers, so they do not depend on the list's order, which varies.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1964,8 +1940,7 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
            "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
            temperature, top_k, top_p, min_p)
-    _check_tensor("sequence", sequence, (M,), logits, INTS)
-    _check_tensor("position", position, (M,), logits, INTS)
+    _check_tensors("sequence, position", (M,), logits, INTS, sequence, position)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
@@ -2024,9 +1999,8 @@ def nucleus_cut(logits, top_p):
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
-    nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
-    probability (arXiv 2407.01082). The likeliest stays, and what ties with the last one kept."""
+    """logits [M, V] with -inf for tokens outside the top_k, then those outside the nucleus of mass
+    top_p, then those under min_p times the likeliest. What ties with the last one kept stays."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
@@ -2055,32 +2029,34 @@ def _check(condition, expected, *got):
 
 def _sizes(name, x, rank, dtypes):
     """The shape of a tensor of this rank and one of these dtypes that is not empty."""
-    if x.dim() != rank or x.dtype not in dtypes or x.numel() == 0:
+    shape = x.shape
+    if len(shape) != rank or x.dtype not in dtypes or 0 in shape:
         kinds = " or ".join(map(str, dtypes))
         _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
-    return x.shape
+    return shape
 
 
-def _check_tensor(name, x, shape, like, dtypes=None):
-    """x has the device of `like` and one of the dtypes, or that of `like`; or is None."""
-    if x is not None and not (x.shape == shape and x.device == like.device
-                              and (x.dtype in dtypes if dtypes else x.dtype == like.dtype)):
-        kinds = " or ".join(map(str, dtypes or (like.dtype,)))
-        _check(False, f"{name} {list(shape)} of {kinds} on {like.device}", x)
+def _check_tensors(names, shape, like, dtypes, *tensors):
+    """Each tensor has this shape, one of the dtypes, and the device of `like`; or is None."""
+    for x in tensors:
+        if x is not None and (x.shape != shape or x.dtype not in dtypes or x.device != like.device):
+            kinds = " or ".join(map(str, dtypes))
+            _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
 
 
 def _check_head(hidden, weight, scales):
     """hidden [M, C] and an LM head [V, C], of int8 where it has scales."""
     _, C = _sizes("hidden", hidden, 2, FLOATS)
-    _check_tensor("weight", weight, (len(weight), C), hidden, None if scales is None else INT8)
-    _check_tensor("scales", scales, (len(weight),), hidden, FLOAT32)
+    dtypes = (hidden.dtype,) if scales is None else INT8
+    _check_tensors("weight", (len(weight), C), hidden, dtypes, weight)
+    _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
 
 
 def _check_candidates(candidates, B, like):
     """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
     _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
     for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
-        _check_tensor("candidates", x, (B, K, n), like, dtypes)
+        _check_tensors("candidates", (B, K, n), like, dtypes, x)
         _check(x.is_contiguous(), "contiguous candidates", x.stride())
     _check(K * n < 2048, "K * n < 2048", K, n)
     return K, n
