@@ -14,12 +14,11 @@
     accept_path         the walk down the tree
     filtered_sample     a sample after top-k, top-p and min-p
 
-The first five move the bytes of a step, the others save launches between them. Each has its formula
-and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
-same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but no values:
-lengths and ids must be in range. It runs the kernel for CUDA tensors, and for CPU tensors if
-TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
-reference. Strides are free. This file needs torch and, where it exists, triton.
+The first five move the bytes of a step, the others save launches. Each has its formula and bytes,
+its kernel, a function that launches it, and a torch reference (`*_reference`) of its signature. The
+function checks ranks, sizes, dtypes and devices (ValueError), but no values. It runs the kernel for
+CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and
+where a gradient is wanted, the reference. Strides are free.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -72,8 +71,7 @@ NO_NOISE = 0.0, 0, None, None, 0
 # query rows splits are long (`_splits`).
 #
 # The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
-# their size on each sequence's length, so that a short text is cut alike in a large and a small
-# cache.
+# their size on each sequence's length, so that a text is cut alike in caches of any size.
 
 
 @triton.jit
@@ -184,8 +182,7 @@ def _tree_attention_kernel(
         offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         positions = start + tile_rows - length
         visible = positions[None, :] > unseen[:, None] if WINDOW else None
-        # [BLOCK_S, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)  # [BLOCK_S, BLOCK_D]
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
@@ -212,8 +209,7 @@ def _tree_attention_kernel(
             visible = visible & (positions[None, :] > unseen[:, None])
         load_mask = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
-        # [BLOCK_S, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)  # [BLOCK_S, BLOCK_D]
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
@@ -653,8 +649,7 @@ def _commit_path_kernel(
     index = tl.arange(0, BLOCK_P)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     valid = (index < P) & (index < tl.load(count_ptr + b))
-    # [BLOCK_P]
-    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)
+    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)  # [BLOCK_P]
     target = tl.load(lengths_ptr + b).to(tl.int64) + index
     source = target - index + nodes
     moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
@@ -662,8 +657,7 @@ def _commit_path_kernel(
     slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside
     slice_ptr = slice_ptr + b * stride_kvb + head * stride_kvh
     slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
-    # [BLOCK_P, BLOCK_D]
-    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)
+    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
     tl.debug_barrier()  # a target row may be another's source: all warps read before any writes
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
@@ -764,7 +758,6 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
     checks that nothing spills and that the shared memory of small GPUs suffices; maxnreg keeps
     ptxas from spilling a few registers to fit one more program on a multiprocessor.
-
     From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
     flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
     latency. Exact float32, without tensor cores, and loads of single elements need small tiles; 128
@@ -796,10 +789,10 @@ def _programs_per_sm(blocks, itemsize, device):
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits, `fewest` or more, each of min_split rows or more, with the least waves
-    * rows for a full cache of S rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and
-    min_split for its start. waves: how often the programs fill the GPU, on which `at_once` run; a
-    partial wave is a whole one for latency, a part for bandwidth: hence the mean."""
+    """The number of splits, from `fewest` on, for which a full cache of S rows takes the least
+    time: waves * rows. rows: of a split, at least min_split, plus 2 * BLOCK_Q for its partial sums
+    and min_split for its start. waves: how often the programs fill the GPU, which runs `at_once`; a
+    partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
@@ -954,8 +947,7 @@ def _linear_quantized_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(first, tl.minimum(first + STEPS, ALL_STEPS), num_stages=STAGES):
-        # [BLOCK_N, WIDTH]
-        words = tl.load(packed_ptrs + step * WIDTH)
+        words = tl.load(packed_ptrs + step * WIDTH)  # [BLOCK_N, WIDTH]
         for begin in tl.static_range(0, STEP, BLOCK_C):
             if begin % GROUP == 0:
                 group += 1
@@ -1043,8 +1035,7 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
     """Program i: BLOCK_I sums."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = offsets < n
-    # [BLOCK_I]
-    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
+    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK_I]
     for part in tl.static_range(1, N):
         total += tl.load(parts_ptr + part * n + offsets, mask=mask).to(tl.float32)
     if bias_ptr is not None:
@@ -1096,8 +1087,7 @@ def _add_norm_kernel(
     columns = tl.arange(0, BLOCK_C)
     mask = columns < C
     offsets = tl.program_id(0).to(tl.int64) * C + columns
-    # [BLOCK_C]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_C]
     if weight_ptr is not None:  # loaded before the sums, which wait for x
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -1280,8 +1270,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = columns < N
-    # [BLOCK_N]
-    gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     up = tl.load(x_ptr + m * 2 * N + N + columns, mask=mask, other=0.0).to(tl.float32)
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     out_ptrs = out_ptr + m * N + columns
@@ -1323,8 +1312,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * D + tl.arange(0, BLOCK_D)
     mask = tl.arange(0, BLOCK_D) < D
-    # [BLOCK_D]
-    z = tl.load(z_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     q = tl.load(q_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(kv_ptr + m * 2 * C + columns, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(kv_ptr + m * 2 * C + C + columns, mask=mask, other=0.0).to(tl.float32)
@@ -1584,7 +1572,6 @@ def _ngram_lookup_kernel(
     last = tl.load(lengths_ptr + b)  # the newest token's index
     best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, then its last index
     for start in range(0, last, BLOCK_S):
-        # [BLOCK_S]
         index = start + tl.arange(0, BLOCK_S)
         matched = index < last
         length = tl.zeros([BLOCK_S], tl.int32)
@@ -1596,7 +1583,6 @@ def _ngram_lookup_kernel(
         best = tl.maximum(best, tl.where(length > 0, (length << 28) + index, 0))
     found = tl.max(best, 0)
     match = found & 0xFFFFFFF
-    # [BLOCK_N]
     step = tl.arange(0, BLOCK_N)
     source = match + 1 + step % tl.maximum(last - match, 1)
     token = tl.load(history_ptr + source, mask=(step < n) & (found > 0), other=-1)
@@ -1651,8 +1637,7 @@ def _merge_chain_kernel(
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
-    # [BLOCK_T]
-    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)  # [BLOCK_T]
     parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
@@ -1669,7 +1654,6 @@ def _merge_chain_kernel(
     tl.store(tree_ptr + 2 * plane + node, depth, mask=mask)
     tl.store(tree_ptr + 3 * plane + node, ancestors, mask=mask)
 
-    # [BLOCK_N]
     row = tl.arange(0, BLOCK_N)
     step = (common + row).to(tl.int32)
     token = tl.load(chain_ptr + step, mask=step < n, other=-1)
@@ -1740,8 +1724,7 @@ def _accept_path_kernel(
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
-    # [BLOCK_T]
-    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)  # [BLOCK_T]
     parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
@@ -1765,11 +1748,11 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
-    """The accepted nodes of trees from `best_tree`, and the tokens that they emit -> int64 [B, 2 P
-    + 2], P = max_path: the targets of the accepted nodes (P), these nodes, root first (P), their
-    number, and the index of the last. target: the model's own next token at each node. active: 1,
-    or 0 for an idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter
-    one is filled up with zeros, its targets with the root's."""
+    """The accepted nodes of `best_tree`s and the tokens that they emit -> int64 [B, 2 P + 2], P =
+    max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
+    the index of the last. target: the model's own next token at each node. active: 1, or 0 for an
+    idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter one is
+    filled up with zeros, its targets with the root's."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
     _check_tensors("the tree, target", (B, T), tokens, INT64, parents, depths, ancestors, target)
@@ -1848,8 +1831,7 @@ def _split_masses_kernel(
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
-    # [BLOCK_V]
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
     tl.store(max_ptr + m * splits + split, split_max)
     tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
@@ -1868,8 +1850,7 @@ def _list_tokens_kernel(
     else:
         row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
         bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
-    # [BLOCK_V]
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     listed = (x >= bound) & (x > float("-inf"))
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
     first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
@@ -1900,7 +1881,6 @@ def _filtered_sample_kernel(
     if top_p < 1:
         mass = (total * MASS_UNIT).to(tl.int64)
         if TOP_K:  # the mass of these alone
-            # [BLOCK_V]
             kept = tl.zeros([BLOCK_V], tl.int64)
             for start in range(0, count, BLOCK_V):
                 _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
@@ -1952,16 +1932,16 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
     BLOCK_SPLITS = triton.next_power_of_2(splits)
-    num_warps = _num_warps(BLOCK_V, 256)
+    blocks = dict(BLOCK_V=BLOCK_V, num_warps=_num_warps(BLOCK_V, 256))
     maxima, lse = logits.new_empty(2, M, splits)
     count = torch.zeros(M, dtype=torch.int32, device=logits.device)
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
-    _launch(_split_masses_kernel, (M, splits), logits, maxima, lse, temperature, V, splits,
-            BLOCK_V=BLOCK_V, num_warps=num_warps)
+    _launch(_split_masses_kernel, (M, splits),
+            logits, maxima, lse, temperature, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
             logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
-            BLOCK_V=BLOCK_V, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=num_warps)
+            BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
             logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
             tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
