@@ -28,6 +28,7 @@ path, K depths and W beams of a draft.
 import math
 import os
 from functools import lru_cache, reduce
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,6 @@ try:
     import triton.language as tl
     HAS_TRITON = True
 except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, which are never called
-    from types import SimpleNamespace
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
     HAS_TRITON = False
@@ -65,10 +65,10 @@ NO_NOISE = 0.0, 0, None, None, 0
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; with a window
 # min(length, window - 1) for length. Each element meets T * G query rows, so 2 * T * G FLOPs: at T
 # = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
-# being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache
-# is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split writes
-# and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so with many
-# query rows splits are long (`_splits`).
+# being memory-bound. Hence all T * G query rows of a kv head form one tile, and the cache is cut
+# into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
+# partial sums are as many bytes as 2 * T * G of its bf16 rows, so with many query rows splits are
+# long (`_splits`).
 #
 # The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
 # their size on each sequence's length, so that a text is cut alike in caches of any size.
@@ -286,13 +286,13 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
-    at_once = sm_count(q.device) * _programs_per_sm(blocks, q.element_size(), q.device)
+    gpu = _gpu(q.device)
+    at_once = gpu.multi_processor_count * _programs_per_sm(blocks, q.element_size(), gpu)
     # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
     fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
     splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial = out
-    lse = None  # a single split writes the result itself; 128 rows would spill when rounding it
+    partial, lse = out, None  # one split writes the result; 128 rows would spill when rounding it
     if splits > 1 or BLOCK_Q > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
@@ -550,7 +550,7 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=N
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    programs = max(1, 2 * sm_count(hidden.device) // m_tiles)
+    programs = max(1, 2 * _gpu(hidden.device).multi_processor_count // m_tiles)
     programs = min(triton.cdiv(V, blocks["BLOCK_V"]), programs, 512)  # no more lists can be merged
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
     columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
@@ -708,25 +708,13 @@ def runs_triton(*tensors):
 
 
 @lru_cache
-def sm_count(device):
-    """The number of a GPU's multiprocessors."""
-    if device.type != "cuda":
-        return 4  # for the interpreter: a few, so that tests meet several splits
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _capability(device):
-    """The first number of a GPU's compute capability, 9 for Hopper, and where there is no GPU."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-
-
-@lru_cache
-def _shared_memory(device):
-    """Bytes of shared memory of a GPU's multiprocessor; an H200's where there is no GPU."""
-    if device.type != "cuda":
-        return 233472
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+def _gpu(device):
+    """Properties of a GPU; for the interpreter an H200's, but few multiprocessors, so that tests
+    meet several splits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device)
+    return SimpleNamespace(
+        major=9, multi_processor_count=4, shared_memory_per_multiprocessor=233472)
 
 
 def _launch(kernel, grid, *args, **options):
@@ -760,9 +748,9 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     ptxas from spilling a few registers to fit one more program on a multiprocessor.
     From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
     flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
-    latency. Exact float32, without tensor cores, and loads of single elements need small tiles; 128
-    query rows fit only the commonest head sizes. A bias or a window needs registers: a tile of many
-    scores gets half the keys and one more stage, or half the query rows."""
+    latency. Exact float32, without tensor cores, and loads of single elements need small tiles. A
+    bias or a window needs registers: a tile of many scores gets half the keys and one more stage,
+    or half the query rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -778,12 +766,11 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
                 maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
 
 
-def _programs_per_sm(blocks, itemsize, device):
-    """How many programs of these attention blocks a multiprocessor runs at once: as many as its
-    65536 registers and, on small GPUs, its shared memory have room for."""
+def _programs_per_sm(blocks, itemsize, gpu):
+    """How many programs fit a multiprocessor's 65536 registers and its shared memory."""
     by_registers = 65536 // (32 * blocks["num_warps"] * (blocks["maxnreg"] or 255))
     rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
-    by_memory = _shared_memory(device) // (rows * blocks["BLOCK_D"] * itemsize)
+    by_memory = gpu.shared_memory_per_multiprocessor // (rows * blocks["BLOCK_D"] * itemsize)
     return max(min(by_registers, by_memory), 1)
 
 
@@ -989,10 +976,11 @@ def linear_quantized(x, packed, scales, zeros, kind, bias=None):
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
     GROUP = C // G if G > 1 else 128
-    blocks = _quantized_blocks(M, x.dtype, GROUP, _capability(x.device))
+    blocks = _quantized_blocks(M, x.dtype, GROUP, _gpu(x.device).major)
     grid = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])
     steps = triton.cdiv(C, 128)
-    STEPS = max(triton.cdiv(steps * grid[1], 2 * sm_count(x.device)), min(steps, 4))
+    programs = 2 * _gpu(x.device).multi_processor_count
+    STEPS = max(triton.cdiv(steps * grid[1], programs), min(steps, 4))
     splits = triton.cdiv(steps, STEPS)
     inputs = map(_contiguous, (packed, scales, zeros, bias if splits == 1 else None))
     out = x.new_empty((splits, M, N), dtype=x.dtype if splits == 1 else torch.float32)
@@ -1361,8 +1349,7 @@ def cosine_mix_reference(z, q, kv, n_head):
 
 
 class Candidates(NamedTuple):
-    """The n best proposals of each depth, each [B, K, n], contiguous; K * n under 2048. Where there
-    are fewer, the rest is -inf, 0 and -1."""
+    """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
     joint: torch.Tensor    # float32: log-probability of the path from the root
     tokens: torch.Tensor   # int64
     parents: torch.Tensor  # int64: the beam that proposed it, an index into the depth before
@@ -1558,14 +1545,12 @@ def best_tree_reference(root, candidates, tree_size):
 # A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
 # itself from the match on, so that a run of one token proposes more of it.
 #
-# Bytes: 4 * length of history per sequence, read once: the floor, by one program, since a launch to
-# merge the results of several would take longer.
+# Bytes: 4 * length of history per sequence, read once, by one program, which saves a launch.
 
 
 @triton.jit(do_not_specialize=["S", "n"])
-def _ngram_lookup_kernel(
-    history_ptr, lengths_ptr, chain_ptr, S, n, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
+                         BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program b: the chain of one sequence."""
     b = tl.program_id(0).to(tl.int64)
     history_ptr += b * S
@@ -1668,10 +1653,9 @@ def _merge_chain_kernel(
 
 
 def merge_chain(tokens, parents, depths, ancestors, chain):
-    """A token tree with a chain below its root, merged where they begin alike -> (tokens, parents,
-    depths, ancestors), int64 [B, T + n]: the tree's nodes as they were, then the chain's that are
-    not among them; spare nodes are 0 in all four. The trees are those of `best_tree`, or roots
-    alone. chain: the tokens after the root, or -1 in all n columns."""
+    """A `best_tree`, or a root alone, and a chain below its root, merged where they begin alike ->
+    as `best_tree`, int64 [B, T + n]: the tree's nodes as they were, then the chain's that are not
+    among them. chain: the tokens after the root, or -1 in all n columns."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     _, n = _sizes("chain", chain, 2, INT64)
     _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
@@ -1790,11 +1774,11 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   argmax(x + gumbel(seed, sequence, position, token)).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They give a bound that all kept tokens reach: those under lse + log((1 - top_p) / V)
-# have less than 1 - top_p of the mass together. A second pass lists the tokens from the bound on,
-# some hundreds, and one program per row searches that list for the nucleus's cut, as an integer
-# that orders as the logits do, four bits a turn: the highest of 16 candidates with enough mass from
-# it on. Masses are sums of integers, so they do not depend on the list's order, which varies.
+# of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
+# top_p of the mass together. A second pass lists the others, some hundreds, and one program per row
+# searches that list for the nucleus's cut, as an integer that orders as the logits do, four bits a
+# turn: the highest of 16 candidates with enough mass from it on. Masses are sums of integers, so
+# they do not depend on the list's order.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1824,9 +1808,8 @@ def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _split_masses_kernel(
-    logits_ptr, max_ptr, lse_ptr, temperature, V, splits, BLOCK_V: tl.constexpr,
-):
+def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature, V, splits,
+                         BLOCK_V: tl.constexpr):
     """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -1979,8 +1962,7 @@ def nucleus_cut(logits, top_p):
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with -inf for tokens outside the top_k, then those outside the nucleus of mass
-    top_p, then those under min_p times the likeliest. What ties with the last one kept stays."""
+    """logits [M, V] with -inf for what is not kept, see above; ties with the last kept stay."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
