@@ -22,8 +22,7 @@ where a gradient is wanted, the reference. Strides are free.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
-path, K depths and W beams of a draft.
-"""
+path, K depths and W beams of a draft."""
 
 import math
 import os
@@ -48,7 +47,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
-NO_NOISE = 0.0, 0, None, None, 0
+NO_NOISE = 0.0, 0, None, None, 0  # temperature, seed_key, sequence, position, first_token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -67,8 +66,7 @@ NO_NOISE = 0.0, 0, None, None, 0
 # = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
 # being memory-bound. Hence all T * G query rows of a kv head form one tile, and the cache is cut
 # into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
-# partial sums are as many bytes as 2 * T * G of its bf16 rows, so with many query rows splits are
-# long (`_splits`).
+# partial sums are as many bytes as 2 * T * G of its bf16 rows, so many query rows make splits long.
 #
 # The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
 # their size on each sequence's length, so that a text is cut alike in caches of any size.
@@ -286,8 +284,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
-    gpu = _gpu(q.device)
-    at_once = gpu.multi_processor_count * _programs_per_sm(blocks, q.element_size(), gpu)
+    at_once = _programs_at_once(blocks, q.element_size(), _gpu(q.device))
     # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
     fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
     splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
@@ -541,8 +538,7 @@ def _merge_lists_kernel(
 
 
 def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
-    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given. noise: (temperature,
-    seed_key, sequence, position, first_token)."""
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
     temperature, seed_key, sequence, position, first_token = noise
     vocab_ids, scales, sequence, position = map(
@@ -673,8 +669,7 @@ def commit_path(kv, lengths, path, count):
     _check_tensors("count", (B,), kv, INTS, count)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
-    BLOCK_P = triton.next_power_of_2(P)
-    BLOCK_D = triton.next_power_of_2(D)
+    BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
     _launch(_commit_path_kernel, (B * Hkv, L * 2),
             kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(),
             P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
@@ -709,8 +704,7 @@ def runs_triton(*tensors):
 
 @lru_cache
 def _gpu(device):
-    """Properties of a GPU; for the interpreter an H200's, but few multiprocessors, so that tests
-    meet several splits."""
+    """Properties of a GPU; elsewhere an H200's, but with few multiprocessors, for the tests."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device)
     return SimpleNamespace(
@@ -749,8 +743,7 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
     flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
     latency. Exact float32, without tensor cores, and loads of single elements need small tiles. A
-    bias or a window needs registers: a tile of many scores gets half the keys and one more stage,
-    or half the query rows."""
+    bias or a window needs registers: a large tile gets half the keys, or half the query rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -766,12 +759,12 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
                 maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
 
 
-def _programs_per_sm(blocks, itemsize, gpu):
-    """How many programs fit a multiprocessor's 65536 registers and its shared memory."""
+def _programs_at_once(blocks, itemsize, gpu):
+    """How many programs a GPU runs: by a multiprocessor's 65536 registers and shared memory."""
     by_registers = 65536 // (32 * blocks["num_warps"] * (blocks["maxnreg"] or 255))
     rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
     by_memory = gpu.shared_memory_per_multiprocessor // (rows * blocks["BLOCK_D"] * itemsize)
-    return max(min(by_registers, by_memory), 1)
+    return gpu.multi_processor_count * max(min(by_registers, by_memory), 1)
 
 
 @lru_cache
@@ -836,11 +829,9 @@ def _constant(value, device):
 #   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
 #
 # N outputs, G groups of C. q - zero is exact in half precision: only sums and results are rounded.
-#
 # Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros add a 20th to 4
 # bits in groups of 128. Weights are unpacked in registers, from which Hopper reads the first
-# operand. So they come first whatever M is, and sums have one order. Outputs too few to fill a GPU
-# are computed in splits over C, whose number does not depend on M.
+# operand: they come first. Few outputs are split over C. M changes neither, nor a sum's order.
 #
 # A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
 # Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
@@ -1139,8 +1130,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its token's angles. rope [B, T, 2, D]: cos and sin,
-    sin with a minus in the first half."""
+    """Rotates x [B, T, H, D] by rope [B, T, 2, D]: cos, and sin with a minus in the first half."""
     cos, sin = rope.split(1, dim=2)  # (B, T, 1, D)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -1196,9 +1186,8 @@ def _rope_cache_kernel(
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
     queries [B, T, Hq, D], a view of qkv. qkv: H = Hq + 2 Hkv query, key and value heads, in this
-    order; its queries are overwritten. rope: as in `rotate`; None for no rotation. kv: one layer of
-    a cache, float64 beside another dtype for the reference alone. q_weight, k_weight: of a RMSNorm
-    of each query and key head before the rotation."""
+    order; its queries are overwritten. rope: as in `rotate`, or None. kv: one layer of a cache,
+    float64 beside another dtype for the reference alone. q_weight, k_weight: of the heads' norm."""
     B, T, H, D = _sizes("qkv", qkv, 4, REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
@@ -1409,10 +1398,9 @@ def _select_candidates_kernel(
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
-    """Fills [:, depth] of the `Candidates` with the best proposals of this depth. logprobs, tokens
-    [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. The beams
-    are the root at depth 0, then the first W candidates of the depth before; w is their number, or
-    1 where all propose the same."""
+    """Fills [:, depth] of the `Candidates` with its best proposals. logprobs, tokens [B, w, W]: the
+    W best next tokens of each beam; those above 0 count as 0, NaN as -inf. Beams: the root, then
+    the first W candidates of the depth before; w: their number, or 1 if all propose the same."""
     B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
@@ -1732,11 +1720,10 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
-    """The accepted nodes of `best_tree`s and the tokens that they emit -> int64 [B, 2 P + 2], P =
-    max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
-    the index of the last. target: the model's own next token at each node. active: 1, or 0 for an
-    idle sequence, whose number and index are 0. A path is cut after P nodes; a shorter one is
-    filled up with zeros, its targets with the root's."""
+    """The accepted nodes of `best_tree`s -> int64 [B, 2 P + 2], P = max_path: their targets, which
+    are emitted (P), these nodes, root first (P), their number, and the index of the last. target:
+    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
+    index are 0. A path ends after P nodes; a shorter one is filled with the root and its target."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
     _check_tensors("the tree, target", (B, T), tokens, INT64, parents, depths, ancestors, target)
@@ -1775,10 +1762,9 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
 # of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
-# top_p of the mass together. A second pass lists the others, some hundreds, and one program per row
-# searches that list for the nucleus's cut, as an integer that orders as the logits do, four bits a
-# turn: the highest of 16 candidates with enough mass from it on. Masses are sums of integers, so
-# they do not depend on the list's order.
+# top_p of the mass together. A second pass lists the others, some hundreds, in any order: masses
+# are sums of integers. One program per row searches the list for the nucleus's cut, an integer that
+# orders as the logits do, four bits a turn: the highest of 16 with enough mass from it on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 

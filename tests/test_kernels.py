@@ -284,8 +284,8 @@ def test_splits_follow_the_work():
     wide, near, far = (attention_grid(2, 16, 8, 2, S, window=window)[1]
                        for S, window in ((50000, 1025), (1041, 1025), (50000, 20000)))
     assert wide == near < far
-    small = SimpleNamespace(shared_memory_per_multiprocessor=102400)  # room for one program, not for two
-    assert kernels._programs_per_sm(kernels._attention_blocks(64, 128, BF16, True), 2, small) == 1
+    small = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=102400)  # room for one program
+    assert kernels._programs_at_once(kernels._attention_blocks(64, 128, BF16, True), 2, small) == 1
 
 
 @records
