@@ -14,21 +14,20 @@
     accept_path         the walk down the tree
     filtered_sample     a sample after top-k, top-p and min-p
 
-The first five move the bytes of a step, the others save launches between them. Each has its formula
-and bytes, its kernel, a function that launches it, and a torch reference (`*_reference`) of the
-same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but no values:
-lengths and ids must be in range. It runs the kernel for CUDA tensors, and for CPU tensors if
-TRITON_INTERPRET=1 was set before the import; elsewhere, and where a gradient is wanted, the
-reference. Strides are free. This file needs torch and, where it exists, triton.
+The first five move the bytes of a step, the others save launches. Each has its formula and bytes,
+its kernel, a function that launches it, and a torch reference (`*_reference`) of its signature. The
+function checks ranks, sizes, dtypes and devices (ValueError), but no values. It runs the kernel for
+CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and
+where a gradient is wanted, the reference. Strides are free.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
-path, K depths and W beams of a draft.
-"""
+path, K depths and W beams of a draft."""
 
 import math
 import os
-from functools import lru_cache
+from functools import lru_cache, reduce
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,6 @@ try:
     import triton.language as tl
     HAS_TRITON = True
 except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, which are never called
-    from types import SimpleNamespace
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
     HAS_TRITON = False
@@ -49,6 +47,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
+NO_NOISE = 0.0, 0, None, None, 0  # temperature, seed_key, sequence, position, first_token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -65,14 +64,12 @@ NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
 # Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; with a window
 # min(length, window - 1) for length. Each element meets T * G query rows, so 2 * T * G FLOPs: at T
 # = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
-# being memory-bound. Hence all T * G query rows that share a kv head form one tile, and the cache
-# is cut into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split writes
-# and reads back float32 partial sums, in bf16 as many bytes as 2 * T * G of its rows, so with many
-# query rows splits are long (`_splits`).
+# being memory-bound. Hence all T * G query rows of a kv head form one tile, and the cache is cut
+# into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
+# partial sums are as many bytes as 2 * T * G of its bf16 rows, so many query rows make splits long.
 #
-# The number of splits depends on shapes alone, because a captured CUDA graph needs a fixed grid.
-# Their size depends on each sequence's length, so a short text is cut alike in a large cache and in
-# a small one. Programs beyond the end of their sequence return.
+# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
+# their size on each sequence's length, so that a text is cut alike in caches of any size.
 
 
 @triton.jit
@@ -183,8 +180,7 @@ def _tree_attention_kernel(
         offsets = (start + tile_rows).to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
         positions = start + tile_rows - length
         visible = positions[None, :] > unseen[:, None] if WINDOW else None
-        # [BLOCK_S, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=dim_mask, other=0.0)  # [BLOCK_S, BLOCK_D]
         values = tl.load(v_ptr + offsets, mask=dim_mask, other=0.0)
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
@@ -211,8 +207,7 @@ def _tree_attention_kernel(
             visible = visible & (positions[None, :] > unseen[:, None])
         load_mask = (tl.max(visible.to(tl.int32), 0) > 0)[:, None] & dim_mask
         offsets = cache_rows.to(tl.int64)[:, None] * stride_ks + dims[None, :] * stride_kd
-        # [BLOCK_S, BLOCK_D]
-        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)
+        keys = tl.load(k_ptr + offsets, mask=load_mask, other=0.0)  # [BLOCK_S, BLOCK_D]
         values = tl.load(v_ptr + offsets, mask=load_mask, other=0.0)
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
@@ -262,21 +257,18 @@ def _combine_splits_kernel(
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
     """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
-
     Node j's keys and values are at cache row lengths[b] + j already; rows that no node sees may
     hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. Nodes that see
     nothing give zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window: a
-    node sees this many positions, its own too; 0: all. float64 caches are for the reference alone.
-    """
+    node sees this many positions, its own too; 0: all. float64 caches: for the reference alone."""
     B, T, Hq, D = _sizes("q", q, 4, FLOATS)
     _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
            "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    _check_tensor("k_cache", k_cache, (B, Hkv, S, D), q, (k_cache.dtype,))
-    _check_tensor("v_cache", v_cache, (B, Hkv, S, D), k_cache)
-    _check_tensor("lengths", lengths, (B,), q, INT32)
-    _check_tensor("ancestors", ancestors, (B, T), q, INT64)
-    _check_tensor("slopes", slopes, (Hq,), q, FLOAT32)
+    _check_tensors("k_cache, v_cache", (B, Hkv, S, D), q, (k_cache.dtype,), k_cache, v_cache)
+    _check_tensors("lengths", (B,), q, INT32, lengths)
+    _check_tensors("ancestors", (B, T), q, INT64, ancestors)
+    _check_tensors("slopes", (Hq,), q, FLOAT32, slopes)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
@@ -292,13 +284,12 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
-    at_once = sm_count(q.device) * _programs_per_sm(blocks, q.element_size(), q.device)
+    at_once = _programs_at_once(blocks, q.element_size(), _gpu(q.device))
     # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
     fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
     splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial = out
-    lse = None  # a single split writes the result itself; 128 rows would spill when rounding it
+    partial, lse = out, None  # one split writes the result; 128 rows would spill when rounding it
     if splits > 1 or BLOCK_Q > 64:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
@@ -349,13 +340,12 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #
 # Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22
 # ms at 4.8 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
-# beyond. The M * V logits would be written once and read twice, at M = 64 another 10% of the bytes.
-# So two programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp
-# and a running list of its k best, and a small second kernel merges the lists.
+# beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
+# programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
+# of its k best, and a small second kernel merges the lists.
 #
-# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry: k
-# rounds in a program's first tile, and with many rows and few tiles per program hardly fewer in the
-# next. So the search costs in proportion to k; drafting asks for 4 to 8.
+# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry:
+# up to k rounds a tile, so the search costs in proportion to k. Drafting asks for 4 to 8.
 #
 # The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
 # (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
@@ -390,8 +380,8 @@ def _gumbel_noise(low, high, tokens):
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for sequence and
-    position int [M] and tokens int [n] or [M, n]; seed of at most 64 bits."""
+    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for each token's
+    sequence and position there, int [M], and tokens int [n] or [M, n]; seed of at most 64 bits."""
     key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
     key = _splitmix64_torch(key)[:, None]  # (M, 1)
     x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
@@ -547,27 +537,21 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
-    """Launches both kernels -> (logprobs [M, k], tokens [M, k]). noise: for samples, with k = 1 and
-    no logprobs: (temperature, seed_key, sequence, position, first_token)."""
+def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
+    temperature, seed_key, sequence, position, first_token = noise
+    vocab_ids, scales, sequence, position = map(
+        _contiguous, (vocab_ids, scales, sequence, position))
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    programs = max(1, 2 * sm_count(hidden.device) // m_tiles)
+    programs = max(1, 2 * _gpu(hidden.device).multi_processor_count // m_tiles)
     programs = min(triton.cdiv(V, blocks["BLOCK_V"]), programs, 512)  # no more lists can be merged
     values = hidden.new_empty((M, programs, k), dtype=torch.float32)
     columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    lse = logprobs = sequence = position = None
-    temperature, seed_key, first_token = 0.0, 0, 0
-    if noise is None:
-        lse = values.new_empty(M, programs)
-        logprobs = values.new_empty(M, k)
-    elif noise[0] > 0:
-        temperature, seed_key, sequence, position, first_token = noise
-        sequence, position = map(_contiguous, (sequence, position))
+    lse = None if logprobs is None else values.new_empty(M, programs)
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
@@ -577,22 +561,22 @@ def _project_triton(hidden, weight, vocab_ids, k, noise=None, scales=None):
     _launch(_merge_lists_kernel, (M,),
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
-    return logprobs, tokens
+    return tokens
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
-    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). The weight is read once per
-    128 hidden states. vocab_ids: only these rows of the weight count, in the normalisation too; of
-    equals the one listed first wins (FR-Spec, arXiv 2502.14856). scales: of the rows of an int8
-    weight."""
+    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
+    the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
+    2502.14856). scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     V = len(weight if vocab_ids is None else vocab_ids)
-    _check_tensor("vocab_ids", vocab_ids, (V,), hidden, INT32)
+    _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, scales)
-    return _project_triton(hidden, weight, vocab_ids, k, scales=scales)
+    logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, scales, logprobs)
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
@@ -606,19 +590,18 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins. seed: int of at most 64 bits.
-    sequence, position: the token's sequence and its position there. first_token: where the weight
-    is a part of a larger one, the token id of its first row; the noise depends on token ids, not on
-    rows. scales: of the rows of an int8 weight."""
+    at temperature 0, else a sample. Of equals the lowest wins. seed, sequence, position: as in
+    `gumbel`. first_token: the token id of the weight's first row, where it is a part of a larger
+    one; the noise depends on token ids. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
-    _check_tensor("sequence", sequence, (len(hidden),), hidden, INTS)
-    _check_tensor("position", position, (len(hidden),), hidden, INTS)
+    _check_tensors("sequence, position", (len(hidden),), hidden, INTS, sequence, position)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
     noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(hidden, weight, None, 1, noise, scales)[1][:, 0]
+    return _project_triton(
+        hidden, weight, 1, None, scales, noise=noise if temperature else NO_NOISE)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -662,8 +645,7 @@ def _commit_path_kernel(
     index = tl.arange(0, BLOCK_P)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     valid = (index < P) & (index < tl.load(count_ptr + b))
-    # [BLOCK_P]
-    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)
+    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)  # [BLOCK_P]
     target = tl.load(lengths_ptr + b).to(tl.int64) + index
     source = target - index + nodes
     moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
@@ -671,8 +653,7 @@ def _commit_path_kernel(
     slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside
     slice_ptr = slice_ptr + b * stride_kvb + head * stride_kvh
     slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
-    # [BLOCK_P, BLOCK_D]
-    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)
+    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
     tl.debug_barrier()  # a target row may be another's source: all warps read before any writes
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
@@ -683,13 +664,12 @@ def commit_path(kv, lengths, path, count):
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
     _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
-    _check_tensor("lengths", lengths, (B,), kv, INT32)
-    _check_tensor("path", path, (B, P), kv, INTS)
-    _check_tensor("count", count, (B,), kv, INTS)
+    _check_tensors("lengths", (B,), kv, INT32, lengths)
+    _check_tensors("path", (B, P), kv, INTS, path)
+    _check_tensors("count", (B,), kv, INTS, count)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
-    BLOCK_P = triton.next_power_of_2(P)
-    BLOCK_D = triton.next_power_of_2(D)
+    BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
     _launch(_commit_path_kernel, (B * Hkv, L * 2),
             kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(),
             P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
@@ -723,25 +703,12 @@ def runs_triton(*tensors):
 
 
 @lru_cache
-def sm_count(device):
-    """The number of a GPU's multiprocessors."""
-    if device.type != "cuda":
-        return 4  # for the interpreter: a few, so that tests meet several splits
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _capability(device):
-    """The first number of a GPU's compute capability, 9 for Hopper, and where there is no GPU."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-
-
-@lru_cache
-def _shared_memory(device):
-    """Bytes of shared memory of a GPU's multiprocessor; an H200's where there is no GPU."""
-    if device.type != "cuda":
-        return 233472
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+def _gpu(device):
+    """Properties of a GPU; elsewhere an H200's, but with few multiprocessors, for the tests."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device)
+    return SimpleNamespace(
+        major=9, multi_processor_count=4, shared_memory_per_multiprocessor=233472)
 
 
 def _launch(kernel, grid, *args, **options):
@@ -773,14 +740,10 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
     """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
     checks that nothing spills and that the shared memory of small GPUs suffices; maxnreg keeps
     ptxas from spilling a few registers to fit one more program on a multiprocessor.
-
-    From D = 64 on a tile of keys is 8 kB, a tile of values as much. Each program keeps two or three
-    such pairs in flight, and up to 64 query rows of D = 128 leave room for two programs per
-    multiprocessor: enough to hide memory latency. Exact float32 has no tensor cores and needs small
-    tiles; so do loads of single elements. 128 query rows fit only with the commonest head sizes. A
-    bias or a window needs registers: a tile of many scores gets half the keys and one more stage,
-    or half the query rows; with a window a large tile gets more warps.
-    """
+    From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
+    flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
+    latency. Exact float32, without tensor cores, and loads of single elements need small tiles. A
+    bias or a window needs registers: a large tile gets half the keys, or half the query rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -796,22 +759,20 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
                 maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
 
 
-def _programs_per_sm(blocks, itemsize, device):
-    """How many programs of these attention blocks a multiprocessor runs at once: as many as its
-    65536 registers and, on small GPUs, its shared memory have room for."""
+def _programs_at_once(blocks, itemsize, gpu):
+    """How many programs a GPU runs: by a multiprocessor's 65536 registers and shared memory."""
     by_registers = 65536 // (32 * blocks["num_warps"] * (blocks["maxnreg"] or 255))
     rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
-    by_memory = _shared_memory(device) // (rows * blocks["BLOCK_D"] * itemsize)
-    return max(min(by_registers, by_memory), 1)
+    by_memory = gpu.shared_memory_per_multiprocessor // (rows * blocks["BLOCK_D"] * itemsize)
+    return gpu.multi_processor_count * max(min(by_registers, by_memory), 1)
 
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits of a cache of S rows, none under min_split, for this many tiles of query
-    rows, where `at_once` programs run at a time: of those from `fewest` on, the one with the least
-    waves * rows for a full cache. rows: of a split, plus 2 * BLOCK_Q for its partial sums and
-    min_split for its start. waves: how often the programs fill the GPU, a partial wave as a whole
-    one for latency, as a part for bandwidth: hence the mean."""
+    """The number of splits, from `fewest` on, for which a full cache of S rows takes the least
+    time: waves * rows. rows: of a split, at least min_split, plus 2 * BLOCK_Q for its partial sums
+    and min_split for its start. waves: how often the programs fill the GPU, which runs `at_once`; a
+    partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
@@ -819,10 +780,9 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
 
 
 def _project_blocks(M, dtype, aligned, gathered):
-    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
-    tile of weights is 16 kB, and each program keeps two or three in flight; gathered rows wait for
-    their indices, so they get one stage more. Above 64 rows arithmetic counts: twice as many rows
-    meet a tile of half the weights. Exact float32 and single elements need smaller tiles."""
+    """As `_attention_blocks`. A tile of weights is 16 kB, and each program keeps two or three in
+    flight; gathered rows wait for their indices, so they get one stage more. Above 64 rows
+    arithmetic counts: twice as many rows meet a tile of half the weights."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
@@ -837,10 +797,9 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _quantized_blocks(M, dtype, group, capability):
-    """Tile sizes and launch options by shape class, checked as those of `_attention_blocks` are. A
-    step's tile of weights is 8 or 16 kB, and each program keeps two or three in flight. Hopper
-    takes the planes of a step as one operand. Other GPUs would move them through shared memory, so
-    there a plane is an operand, as it is for groups of fewer channels than a step."""
+    """As `_attention_blocks`. A step's tile of weights is 8 or 16 kB, and each program keeps two or
+    three in flight. Hopper takes the planes of a step as one operand. Other GPUs would move them
+    through shared memory, so there, and for smaller groups than a step, a plane is an operand."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     if dtype == torch.float32:
         return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, JOINED=False, num_warps=8, maxnreg=128)
@@ -870,11 +829,9 @@ def _constant(value, device):
 #   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
 #
 # N outputs, G groups of C. q - zero is exact in half precision: only sums and results are rounded.
-#
-# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros are a 20th of 4
-# bits in groups of 128. Weights are unpacked in registers, from which Hopper's wide instructions
-# read the first operand. So weights come first whatever M is, and sums have one order. Outputs too
-# few to fill a GPU are computed in splits over C, whose number does not depend on M.
+# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros add a 20th to 4
+# bits in groups of 128. Weights are unpacked in registers, from which Hopper reads the first
+# operand: they come first. Few outputs are split over C. M changes neither, nor a sum's order.
 #
 # A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
 # Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
@@ -968,8 +925,7 @@ def _linear_quantized_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(first, tl.minimum(first + STEPS, ALL_STEPS), num_stages=STAGES):
-        # [BLOCK_N, WIDTH]
-        words = tl.load(packed_ptrs + step * WIDTH)
+        words = tl.load(packed_ptrs + step * WIDTH)  # [BLOCK_N, WIDTH]
         for begin in tl.static_range(0, STEP, BLOCK_C):
             if begin % GROUP == 0:
                 group += 1
@@ -1004,17 +960,18 @@ def linear_quantized(x, packed, scales, zeros, kind, bias=None):
     _check(M <= 128 and kind in ("int4", "int8", "e4m3"), "M <= 128, int4, int8 or e4m3", x, kind)
     _check(G == 1 or C in (32 * G, 64 * G, 128 * G), "C / G of 32, 64 or 128", x, scales)
     words = (C + 127) // 128 * (16 if kind == "int4" else 32)
-    _check_tensor("packed", packed, (N, words), x, INT32)
-    _check_tensor("scales", scales, (G, N), x, FLOATS)
-    _check_tensor("zeros", zeros, (G, N), x, INT8)
-    _check_tensor("bias", bias, (N,), x)
+    _check_tensors("packed", (N, words), x, INT32, packed)
+    _check_tensors("scales", (G, N), x, FLOATS, scales)
+    _check_tensors("zeros", (G, N), x, INT8, zeros)
+    _check_tensors("bias", (N,), x, (x.dtype,), bias)
     if not runs_triton(x):
         return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
     GROUP = C // G if G > 1 else 128
-    blocks = _quantized_blocks(M, x.dtype, GROUP, _capability(x.device))
+    blocks = _quantized_blocks(M, x.dtype, GROUP, _gpu(x.device).major)
     grid = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])
     steps = triton.cdiv(C, 128)
-    STEPS = max(triton.cdiv(steps * grid[1], 2 * sm_count(x.device)), min(steps, 4))
+    programs = 2 * _gpu(x.device).multi_processor_count
+    STEPS = max(triton.cdiv(steps * grid[1], programs), min(steps, 4))
     splits = triton.cdiv(steps, STEPS)
     inputs = map(_contiguous, (packed, scales, zeros, bias if splits == 1 else None))
     out = x.new_empty((splits, M, N), dtype=x.dtype if splits == 1 else torch.float32)
@@ -1057,8 +1014,7 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
     """Program i: BLOCK_I sums."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = offsets < n
-    # [BLOCK_I]
-    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)
+    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK_I]
     for part in tl.static_range(1, N):
         total += tl.load(parts_ptr + part * n + offsets, mask=mask).to(tl.float32)
     if bias_ptr is not None:
@@ -1072,7 +1028,7 @@ def sum_parts(parts, bias=None, dtype=None):
     N, n = _sizes("parts", parts, 2, REALS)
     C = 1 if bias is None else len(bias)
     _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
-    _check_tensor("bias", bias, (C,), parts, (parts.dtype, *FLOATS))
+    _check_tensors("bias", (C,), parts, (parts.dtype, *FLOATS), bias)
     if not runs_triton(parts, bias):
         return sum_parts_reference(parts, bias, dtype)
     parts, bias = map(_contiguous, (parts, bias))
@@ -1084,10 +1040,7 @@ def sum_parts(parts, bias=None, dtype=None):
 
 def sum_parts_reference(parts, bias=None, dtype=None):
     """`sum_parts` by torch; it has gradients."""
-    first, *terms = parts
-    total = first.to(torch.promote_types(parts.dtype, torch.float32))
-    for term in terms:
-        total = total + term
+    total = reduce(torch.add, parts.to(torch.promote_types(parts.dtype, torch.float32)))
     if bias is not None:
         total = (total.view(-1, len(bias)) + bias).flatten()
     return total.to(dtype or parts.dtype)
@@ -1113,8 +1066,7 @@ def _add_norm_kernel(
     columns = tl.arange(0, BLOCK_C)
     mask = columns < C
     offsets = tl.program_id(0).to(tl.int64) * C + columns
-    # [BLOCK_C]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_C]
     if weight_ptr is not None:  # loaded before the sums, which wait for x
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -1139,9 +1091,8 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
     delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm."""
     C = x.shape[-1]
     _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
-    _check_tensor("delta", delta, x.shape, x)
-    _check_tensor("weight", weight, (C,), x, (x.dtype, torch.float32))
-    _check_tensor("bias", bias, (C,), x, (x.dtype, torch.float32))
+    _check_tensors("delta", x.shape, x, (x.dtype,), delta)
+    _check_tensors("weight, bias", (C,), x, (x.dtype, torch.float32), weight, bias)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
@@ -1172,16 +1123,14 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 # rope_cache
 #
 #   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
-#   (x, y) -> (x cos - y sin, y cos + x sin) for the halves x and y of each query and key head:
-#   RoPE, arXiv 2104.09864
+#   RoPE (arXiv 2104.09864): (x, y) -> (x cos - y sin, y cos + x sin) for the halves x, y of a head
 #   keys and values of token t of sequence b -> cache row lengths[b] + t
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
 
 
 def rotate(x, rope):
-    """Rotates each head of x [B, T, H, D] by its token's angles. rope [B, T, 2, D]: cos and sin,
-    sin with a minus in the first half."""
+    """Rotates x [B, T, H, D] by rope [B, T, 2, D]: cos, and sin with a minus in the first half."""
     cos, sin = rope.split(1, dim=2)  # (B, T, 1, D)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -1237,20 +1186,17 @@ def _rope_cache_kernel(
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Rotates queries and keys by position, writes keys and values to the cache, and returns the
     queries [B, T, Hq, D], a view of qkv. qkv: H = Hq + 2 Hkv query, key and value heads, in this
-    order; its queries are overwritten. rope: as in `rotate`; None for no rotation. kv: one layer of
-    a cache; float64 beside another dtype is for the reference alone. lengths: token t of sequence b
-    goes to its row lengths[b] + t. q_weight, k_weight: RMSNorm of each query and key head before
-    the rotation."""
+    order; its queries are overwritten. rope: as in `rotate`, or None. kv: one layer of a cache,
+    float64 beside another dtype for the reference alone. q_weight, k_weight: of the heads' norm."""
     B, T, H, D = _sizes("qkv", qkv, 4, REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
            "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
     _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
-    _check_tensor("kv", kv, (2, B, Hkv, S, D), qkv, (kv.dtype,))
-    _check_tensor("rope", rope, (B, T, 2, D), qkv)
-    _check_tensor("lengths", lengths, (B,), qkv, INTS)
-    _check_tensor("q_weight", q_weight, (D,), qkv)
-    _check_tensor("k_weight", k_weight, (D,), qkv)
+    _check_tensors("kv", (2, B, Hkv, S, D), qkv, (kv.dtype,), kv)
+    _check_tensors("rope", (B, T, 2, D), qkv, (qkv.dtype,), rope)
+    _check_tensors("lengths", (B,), qkv, INTS, lengths)
+    _check_tensors("q_weight, k_weight", (D,), qkv, (qkv.dtype,), q_weight, k_weight)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
     tables = map(_contiguous, (rope, q_weight, k_weight))
@@ -1301,8 +1247,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = columns < N
-    # [BLOCK_N]
-    gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     up = tl.load(x_ptr + m * 2 * N + N + columns, mask=mask, other=0.0).to(tl.float32)
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     out_ptrs = out_ptr + m * N + columns
@@ -1344,8 +1289,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * D + tl.arange(0, BLOCK_D)
     mask = tl.arange(0, BLOCK_D) < D
-    # [BLOCK_D]
-    z = tl.load(z_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     q = tl.load(q_ptr + m * C + columns, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(kv_ptr + m * 2 * C + columns, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(kv_ptr + m * 2 * C + C + columns, mask=mask, other=0.0).to(tl.float32)
@@ -1362,8 +1306,8 @@ def cosine_mix(z, q, kv, n_head):
     D = C // max(n_head, 1)
     _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
            "z [..., C] in n_head parts of at most 16384 channels", z, n_head)
-    _check_tensor("q", q, z.shape, z)
-    _check_tensor("kv", kv, (*z.shape[:-1], 2 * C), z)
+    _check_tensors("q", z.shape, z, (z.dtype,), q)
+    _check_tensors("kv", (*z.shape[:-1], 2 * C), z, (z.dtype,), kv)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
@@ -1388,16 +1332,13 @@ def cosine_mix_reference(z, q, kv, n_head):
 #   best_tree           the T - 1 of all K depths of highest joint log-probability, as a tree
 #
 # Of equals the shallower comes first, then the lower token, then the child of the better beam. A
-# child's joint log-probability is never above its parent's, so what is kept is closed under
-# ancestors, and parents come first. What is not among the best T - 1 of its depth is in no tree, so
-# n <= T - 1 is enough.
-#
-# An entry's place is the number of entries before it. All pairs of entries are compared at once.
+# child's joint log-probability is never above its parent's, so a node's ancestors are kept with it,
+# and come first. What is not among the best T - 1 of its depth is in no tree: n <= T - 1 is enough.
+# An entry's place is the number of entries before it: all pairs of entries are compared at once.
 
 
 class Candidates(NamedTuple):
-    """The n best proposals of each depth, each [B, K, n], contiguous; K * n under 2048. Where there
-    are fewer, the rest is -inf, 0 and -1."""
+    """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
     joint: torch.Tensor    # float32: log-probability of the path from the root
     tokens: torch.Tensor   # int64
     parents: torch.Tensor  # int64: the beam that proposed it, an index into the depth before
@@ -1457,15 +1398,14 @@ def _select_candidates_kernel(
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
-    """Fills [:, depth] of the `Candidates` with the best proposals of this depth. logprobs, tokens
-    [B, w, W]: the W best next tokens of each beam; those above 0 count as 0, NaN as -inf. depth: 0
-    for proposals below the root. The beams are the root at depth 0, then the first W candidates of
-    the depth before; w is their number, or 1 where all propose the same."""
+    """Fills [:, depth] of the `Candidates` with its best proposals. logprobs, tokens [B, w, W]: the
+    W best next tokens of each beam; those above 0 count as 0, NaN as -inf. Beams: the root, then
+    the first W candidates of the depth before; w: their number, or 1 if all propose the same."""
     B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check_tensor("tokens", tokens, (B, w, W), logprobs, INT64)
+    _check_tensors("tokens", (B, w, W), logprobs, INT64, tokens)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
@@ -1593,21 +1533,18 @@ def best_tree_reference(root, candidates, tree_size):
 # A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
 # itself from the match on, so that a run of one token proposes more of it.
 #
-# Bytes: 4 * length of history per sequence, read once: the floor. One program reads them, since a
-# second launch to merge the results of several would take longer.
+# Bytes: 4 * length of history per sequence, read once, by one program, which saves a launch.
 
 
 @triton.jit(do_not_specialize=["S", "n"])
-def _ngram_lookup_kernel(
-    history_ptr, lengths_ptr, chain_ptr, S, n, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
+                         BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program b: the chain of one sequence."""
     b = tl.program_id(0).to(tl.int64)
     history_ptr += b * S
     last = tl.load(lengths_ptr + b)  # the newest token's index
     best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, then its last index
     for start in range(0, last, BLOCK_S):
-        # [BLOCK_S]
         index = start + tl.arange(0, BLOCK_S)
         matched = index < last
         length = tl.zeros([BLOCK_S], tl.int32)
@@ -1619,7 +1556,6 @@ def _ngram_lookup_kernel(
         best = tl.maximum(best, tl.where(length > 0, (length << 28) + index, 0))
     found = tl.max(best, 0)
     match = found & 0xFFFFFFF
-    # [BLOCK_N]
     step = tl.arange(0, BLOCK_N)
     source = match + 1 + step % tl.maximum(last - match, 1)
     token = tl.load(history_ptr + source, mask=(step < n) & (found > 0), other=-1)
@@ -1632,7 +1568,7 @@ def ngram_lookup(history, lengths, n):
     lengths: the index of each sequence's newest token, 0..S - 1."""
     B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
-    _check_tensor("lengths", lengths, (B,), history)
+    _check_tensors("lengths", (B,), history, INT32, lengths)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
     chain = history.new_empty(B, n, dtype=torch.int64)
@@ -1645,16 +1581,14 @@ def ngram_lookup_reference(history, lengths, n):
     """`ngram_lookup` by torch."""
     S = int(lengths.max()) + 1
     last = lengths.long()[:, None]  # (B, 1)
-    index = torch.arange(S, device=history.device)[None]
+    index = torch.arange(S, device=history.device)
     history = history[:, :S]
-    before = last - _constant(range(4), history.device)
-    suffix = history.gather(1, before.clamp(min=0))  # (B, 4), the newest token first
-    suffix = torch.where(before >= 0, suffix, -1)
-    matched = (history == suffix[:, :1]) & (index < last)  # (B, S)
-    length = matched.long()
-    for i in range(1, min(4, S)):
-        matched[:, i:] &= history[:, :-i] == suffix[:, i:i + 1]
-        matched[:, i - 1].fill_(False)
+    padded = F.pad(history, (3, 0), value=-1)
+    matched = index < last  # (B, S)
+    length = torch.zeros_like(history)
+    for i in range(3, -1, -1):  # the suffix, from its newest token back
+        token = padded.gather(1, last + i)
+        matched &= padded[:, i:i + S] == token
         length += matched
     best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
     match = best % S
@@ -1676,8 +1610,7 @@ def _merge_chain_kernel(
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
-    # [BLOCK_T]
-    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)  # [BLOCK_T]
     parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
@@ -1694,7 +1627,6 @@ def _merge_chain_kernel(
     tl.store(tree_ptr + 2 * plane + node, depth, mask=mask)
     tl.store(tree_ptr + 3 * plane + node, ancestors, mask=mask)
 
-    # [BLOCK_N]
     row = tl.arange(0, BLOCK_N)
     step = (common + row).to(tl.int32)
     token = tl.load(chain_ptr + step, mask=step < n, other=-1)
@@ -1709,17 +1641,14 @@ def _merge_chain_kernel(
 
 
 def merge_chain(tokens, parents, depths, ancestors, chain):
-    """A token tree with a chain below its root, merged where they begin alike -> (tokens, parents,
-    depths, ancestors), int64 [B, T + n]: the tree's nodes as they were, then the chain's that are
-    not among them; spare nodes are 0 in all four. The trees are those of `best_tree`, or roots
-    alone. chain: the tokens after the root, or -1 in all n columns."""
+    """A `best_tree`, or a root alone, and a chain below its root, merged where they begin alike ->
+    as `best_tree`, int64 [B, T + n]: the tree's nodes as they were, then the chain's that are not
+    among them. chain: the tokens after the root, or -1 in all n columns."""
     B, T = _sizes("tokens", tokens, 2, INT64)
-    _check_tensor("parents", parents, (B, T), tokens)
-    _check_tensor("depths", depths, (B, T), tokens)
-    _check_tensor("ancestors", ancestors, (B, T), tokens)
     _, n = _sizes("chain", chain, 2, INT64)
     _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
-    _check_tensor("chain", chain, (B, n), tokens)
+    _check_tensors("the tree", (B, T), tokens, INT64, parents, depths, ancestors)
+    _check_tensors("chain", (B, n), tokens, INT64, chain)
     if not runs_triton(tokens):
         return merge_chain_reference(tokens, parents, depths, ancestors, chain)
     tree = tokens.new_empty(4, B, T + n)
@@ -1767,8 +1696,7 @@ def _accept_path_kernel(
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
-    # [BLOCK_T]
-    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)
+    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)  # [BLOCK_T]
     parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
@@ -1792,18 +1720,14 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
-    """The accepted nodes of token trees, and the tokens that they emit -> int64 [B, 2 P + 2], P =
-    max_path: the targets of the accepted nodes (P), these nodes, root first (P), their number, and
-    the index of the last. The trees are those of `best_tree`. target: the model's own next token at
-    each node. active: 1, or 0 for an idle sequence, whose number and index are 0. A path is cut
-    after P nodes; a shorter one is filled up with zeros, its targets with the root's."""
+    """The accepted nodes of `best_tree`s -> int64 [B, 2 P + 2], P = max_path: their targets, which
+    are emitted (P), these nodes, root first (P), their number, and the index of the last. target:
+    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
+    index are 0. A path ends after P nodes; a shorter one is filled with the root and its target."""
     B, T = _sizes("tokens", tokens, 2, INT64)
-    _check_tensor("parents", parents, (B, T), tokens)
-    _check_tensor("depths", depths, (B, T), tokens)
-    _check_tensor("ancestors", ancestors, (B, T), tokens)
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
-    _check_tensor("target", target, (B, T), tokens)
-    _check_tensor("active", active, (B,), tokens, INT32)
+    _check_tensors("the tree, target", (B, T), tokens, INT64, parents, depths, ancestors, target)
+    _check_tensors("active", (B,), tokens, INT32, active)
     if not runs_triton(tokens):
         return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
     out = tokens.new_empty(B, 2 * max_path + 2)
@@ -1837,12 +1761,10 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   argmax(x + gumbel(seed, sequence, position, token)).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They give a bound that all kept tokens reach: tokens under lse + log((1 - top_p) / V)
-# have less than 1 - top_p of the mass together, so none is in the nucleus. A second pass lists the
-# tokens from the bound on, some hundreds, and one program per row searches that list for the
-# nucleus's cut, as an integer that orders as the logits do, four bits a turn: the highest of 16
-# candidates with enough mass from it on. The list is in no fixed order, but masses are sums of
-# integers, so they do not depend on it.
+# of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
+# top_p of the mass together. A second pass lists the others, some hundreds, in any order: masses
+# are sums of integers. One program per row searches the list for the nucleus's cut, an integer that
+# orders as the logits do, four bits a turn: the highest of 16 with enough mass from it on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1872,15 +1794,13 @@ def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _split_masses_kernel(
-    logits_ptr, max_ptr, lse_ptr, temperature, V, splits, BLOCK_V: tl.constexpr,
-):
+def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature, V, splits,
+                         BLOCK_V: tl.constexpr):
     """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
-    # [BLOCK_V]
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
     tl.store(max_ptr + m * splits + split, split_max)
     tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
@@ -1899,8 +1819,7 @@ def _list_tokens_kernel(
     else:
         row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
         bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
-    # [BLOCK_V]
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)
+    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     listed = (x >= bound) & (x > float("-inf"))
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
     first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
@@ -1931,7 +1850,6 @@ def _filtered_sample_kernel(
     if top_p < 1:
         mass = (total * MASS_UNIT).to(tl.int64)
         if TOP_K:  # the mass of these alone
-            # [BLOCK_V]
             kept = tl.zeros([BLOCK_V], tl.int64)
             for start in range(0, count, BLOCK_V):
                 _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
@@ -1971,8 +1889,7 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
            "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
            temperature, top_k, top_p, min_p)
-    _check_tensor("sequence", sequence, (M,), logits, INTS)
-    _check_tensor("position", position, (M,), logits, INTS)
+    _check_tensors("sequence, position", (M,), logits, INTS, sequence, position)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
@@ -1984,16 +1901,16 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
     BLOCK_SPLITS = triton.next_power_of_2(splits)
-    num_warps = _num_warps(BLOCK_V, 256)
+    blocks = dict(BLOCK_V=BLOCK_V, num_warps=_num_warps(BLOCK_V, 256))
     maxima, lse = logits.new_empty(2, M, splits)
     count = torch.zeros(M, dtype=torch.int32, device=logits.device)
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
-    _launch(_split_masses_kernel, (M, splits), logits, maxima, lse, temperature, V, splits,
-            BLOCK_V=BLOCK_V, num_warps=num_warps)
+    _launch(_split_masses_kernel, (M, splits),
+            logits, maxima, lse, temperature, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
             logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
-            BLOCK_V=BLOCK_V, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=num_warps)
+            BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
             logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
             tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
@@ -2031,9 +1948,7 @@ def nucleus_cut(logits, top_p):
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with these tokens at -inf: those outside the top_k, then those outside the
-    nucleus of mass top_p (arXiv 1904.09751), then those under min_p times the likeliest token's
-    probability (arXiv 2407.01082). The likeliest stays, and what ties with the last one kept."""
+    """logits [M, V] with -inf for what is not kept, see above; ties with the last kept stay."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
@@ -2062,34 +1977,34 @@ def _check(condition, expected, *got):
 
 def _sizes(name, x, rank, dtypes):
     """The shape of a tensor of this rank and one of these dtypes that is not empty."""
-    if x.dim() != rank or x.dtype not in dtypes or x.numel() == 0:
+    shape = x.shape
+    if len(shape) != rank or x.dtype not in dtypes or 0 in shape:
         kinds = " or ".join(map(str, dtypes))
         _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
-    return x.shape
+    return shape
 
 
-def _check_tensor(name, x, shape, like, dtypes=None):
-    """x has the device of `like` and one of the dtypes, or that of `like`; or is None."""
-    if x is None:
-        return
-    same_dtype = x.dtype in dtypes if dtypes else x.dtype == like.dtype
-    if x.shape != shape or not same_dtype or x.device != like.device:
-        kinds = " or ".join(map(str, dtypes or (like.dtype,)))
-        _check(False, f"{name} {list(shape)} of {kinds} on {like.device}", x)
+def _check_tensors(names, shape, like, dtypes, *tensors):
+    """Each tensor has this shape, one of the dtypes, and the device of `like`; or is None."""
+    for x in tensors:
+        if x is not None and (x.shape != shape or x.dtype not in dtypes or x.device != like.device):
+            kinds = " or ".join(map(str, dtypes))
+            _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
 
 
 def _check_head(hidden, weight, scales):
     """hidden [M, C] and an LM head [V, C], of int8 where it has scales."""
     _, C = _sizes("hidden", hidden, 2, FLOATS)
-    _check_tensor("weight", weight, (len(weight), C), hidden, None if scales is None else INT8)
-    _check_tensor("scales", scales, (len(weight),), hidden, FLOAT32)
+    dtypes = (hidden.dtype,) if scales is None else INT8
+    _check_tensors("weight", (len(weight), C), hidden, dtypes, weight)
+    _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
 
 
 def _check_candidates(candidates, B, like):
     """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
     _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
     for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
-        _check_tensor("candidates", x, (B, K, n), like, dtypes)
+        _check_tensors("candidates", (B, K, n), like, dtypes, x)
         _check(x.is_contiguous(), "contiguous candidates", x.stride())
     _check(K * n < 2048, "K * n < 2048", K, n)
     return K, n

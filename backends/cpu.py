@@ -30,8 +30,8 @@ MIN_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors tak
 
 
 def apply(model, heads=None):
-    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. To be called again where weights
-    have changed, or the model has left the CPU: its layers then become what they were."""
+    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. Call it again after weights have
+    changed, or the model has left the CPU: its layers then become what they were."""
     if model.device.type != "cpu" or runs_triton(model.embed.weight):
         plain = {packed: layer for layer, packed in PACKED.items()}
         for module in filter(None, (model, heads)):
@@ -56,8 +56,7 @@ def replace_classes(module, classes):
 
 
 def default_dtype(device, stored):
-    """bfloat16 on a GPU, and on a CPU that has instructions for it where a checkpoint is stored so;
-    else float32."""
+    """bfloat16 on a GPU, and for a checkpoint in it on a CPU that multiplies it; else float32."""
     native = device.type == "cuda" or NATIVE_BFLOAT16 and stored == torch.bfloat16
     return torch.bfloat16 if native else torch.float32
 
@@ -67,8 +66,8 @@ def warn_of_emulation(dtype):
     if dtype.itemsize == 2 and not packs(dtype):
         name = str(dtype).removeprefix("torch.")
         faster = "bfloat16" if NATIVE_BFLOAT16 else "float32"
-        warn(f"{name} is slow on this CPU, which has no instructions for it; --dtype {faster} is "
-             "faster")
+        warn(f"{name} is slow on this CPU, which has no instructions for it; "
+             f"--dtype {faster} is faster")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,8 +79,7 @@ def packs(dtype):
 
 
 def pack(module, model, min_rows=MIN_ROWS):
-    """Makes the layers of a module packed ones, where memory has room for twice what their copies
-    take."""
+    """Makes a module's layers packed ones, if memory has room for twice what their copies take."""
     linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     missing = [layer.weight for layer in linears if getattr(layer, "packed_weight", None) is None]
     if 2 * sum(w.nbytes for w in missing) > model.free_memory():
@@ -104,8 +102,7 @@ class PackedLinear(nn.Linear):
     min_rows = MIN_ROWS
 
     def repack(self):
-        """Brings the copy up to date. Only a frozen weight has one, in a dtype that this CPU
-        multiplies."""
+        """Brings the copy up to date: of a frozen weight, in a dtype that this CPU multiplies."""
         w = self.weight
         if not w.is_cpu or not packs(w.dtype) or w.requires_grad or w.is_inference():
             self.packed_weight = None
@@ -130,13 +127,8 @@ class PackedLinear(nn.Linear):
         self.packed_weight = None  # the weight goes to another device or dtype
         return super()._apply(fn, *args, **kwargs)
 
-    def forward(self, x):
-        """x [..., in] -> [..., out]"""
-        return self.product(x)
-
     def product(self, x, activation=None, residual=None):
-        """x [..., in] -> [..., out]: a key of ACTIVATIONS, or a residual [..., out] to add, takes
-        part before the result is rounded."""
+        """x [..., in] -> [..., out], rounded after an activation or a residual [..., out]."""
         packed = self.packed()
         if packed is None:
             out = F.linear(x, self.weight, self.bias)
@@ -151,6 +143,8 @@ class PackedLinear(nn.Linear):
         out = packed_linear(padded, packed, self.bias, activation, residual)
         return out[:rows].view(*x.shape[:-1], -1)
 
+    forward = product
+
 
 def packed_linear(x, packed, bias=None, activation=None, residual=None):
     """x [..., in] times a packed weight -> [..., out]."""
@@ -160,14 +154,12 @@ def packed_linear(x, packed, bias=None, activation=None, residual=None):
 
 
 class PackedResBlock(ResBlock):
-
     def forward(self, z, e):
         return z + self.linear.product(z, "silu")
 
 
 class PackedBlock(Block):
-    """A block whose products add to the residual stream, which is padded to MIN_ROWS rows from the
-    first block to the last. Gives (the stream, None)."""
+    """A block whose products add to a stream that is padded to MIN_ROWS rows -> (stream, None)."""
     is_last = False
 
     def forward(self, hidden, residual, context, kv=None):
@@ -184,10 +176,8 @@ class PackedBlock(Block):
         stream = add_product(stream, attn.proj, pad_rows(attended, rows), self.attn_post_norm)
         normed = self.mlp_norm(stream)
         activation = mlp.config.activation
-        if mlp.config.gated:
-            x = glu(mlp.up.product(normed), activation)
-        else:
-            x = mlp.up.product(normed, activation)
+        x = mlp.up.product(normed, None if mlp.config.gated else activation)
+        x = glu(x, activation) if mlp.config.gated else x
         stream = add_product(stream, mlp.down, x, self.mlp_post_norm)
         return stream[:, :T] if self.is_last else stream, None
 
@@ -208,15 +198,14 @@ def pad_rows(x, n):
 # Exact bfloat16
 
 def is_exact(model):
-    """Whether two ways to decode give the same bits: bfloat16 from packed weights, in one
-    process."""
+    """Whether two ways to decode give the same bits: bfloat16 from packed weights."""
     packed = isinstance(model.head, PackedLMHead) and model.head.is_current()
     return packed and model.dtype == torch.bfloat16
 
 
 def same_bits(model, counts):
-    """Those numbers of threads by which a model's bfloat16 products have the bits that they have by
-    torch's own number. All, for other dtypes. Warns where bits depend on the number of rows."""
+    """Those of the numbers of threads that give bfloat16 products the bits of torch's own number;
+    all, for other dtypes. Warns where bits depend on the number of rows."""
     if model.dtype != torch.bfloat16 or not packs(model.dtype):
         return counts
     usual = torch.get_num_threads()
@@ -231,8 +220,8 @@ def same_bits(model, counts):
 
 @lru_cache
 def product_bits(N, C, threads):
-    """A hash of the bits of bfloat16 products with packed weights [N, C], by this number of
-    threads. None where a row's bits depend on the number of rows."""
+    """A hash of the bits of products with packed bfloat16 weights [N, C], by this number of
+    threads; None if a row's bits depend on the number of rows."""
     random = lambda seed: torch.randn(256, C // 2, generator=torch.Generator().manual_seed(seed))
     x, w = random(0).bfloat16(), random(1).bfloat16()
     # [x, x] times [w, -w] is 0: what comes out is how the sum was rounded, and shows its order
@@ -266,7 +255,7 @@ class PackedLMHead(PackedLinear, LMHead):
         return logprobs, columns if vocab_ids is None else vocab_ids[columns].long()
 
     def packed_rows(self, vocab_ids, packed):
-        """A packed copy of some rows, made once for each weight and vocab_ids."""
+        """A packed copy of these rows, made once."""
         known = self.packed_vocab
         if known is None or known[0] is not vocab_ids or known[1] is not packed:
             rows = torch.ops.mkldnn._reorder_linear_weight(self.weight[vocab_ids], None)
@@ -294,9 +283,8 @@ class PackedLMHead(PackedLinear, LMHead):
 def topk_logprobs(logits, k):
     """The k largest of logits [M, V], best first, of equals the first -> (logprobs float32 [M, k],
     columns int64 [M, k]). In half precision, where equals are many, they come in any order."""
+    # topk promises no order among equals; the (k + 1)st shows if an equal of the k-th is left out
     values, columns = logits.topk(min(k + 1, logits.shape[1]))
-    # topk promises no order among equals; the (k + 1)st value shows whether one equal to the k-th
-    # was left out
     if logits.dtype == torch.float32 and (values[:, 1:] == values[:, :-1]).any():
         columns = logits.sort(dim=-1, descending=True, stable=True).indices
     columns = columns[:, :k]
@@ -305,10 +293,9 @@ def topk_logprobs(logits, k):
 
 
 def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, position, first_token=0):
-    """`kernels.gumbel_argmax` for hidden [M, C] and weight [V, C] in bfloat16 whose product was
-    rounded to bfloat16: logits float32 [M, V]. Each token that may be the best but for the rounding
-    is scored again, in float64, so that a row's result neither ties nor depends on the other rows.
-    Other arguments and results as there."""
+    """`kernels.gumbel_argmax` of logits float32 [M, V], the product of hidden [M, C] and weight
+    [V, C] rounded to bfloat16. Each token that may be the best but for the rounding is scored
+    again, in float64, so that a row's result neither ties nor depends on the other rows."""
     M, V = logits.shape
     scores, scale = logits, temperature or 1.0
     if temperature:
@@ -329,8 +316,7 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
                        for r, t in zip(rows.split(4096), tokens.split(4096))])
     exact = exact / scale + noise[rows, tokens] if temperature else exact
     best = exact.new_full((M,), -math.inf).scatter_reduce_(0, rows, exact, "amax")
-    won = ~(exact < best[rows])  # also NaN
-    # the lowest of equals
+    won = ~(exact < best[rows])  # also NaN; the lowest of equals wins
     return tokens.new_full((M,), V).scatter_reduce_(0, rows[won], tokens[won], "amin")
 
 
@@ -338,8 +324,8 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
 # Attention
 
 def cache_dtype(model, n):
-    """float64 where attention adds in float64, and a cache of n numbers then takes no more than a
-    quarter of the free memory: cast in each step, it would be slower."""
+    """float64 where attention adds in it, to save casts, if n such numbers take no more than a
+    quarter of the free memory."""
     exact = model.dtype.itemsize == 2 and 8 * n <= model.free_memory() / 4
     return torch.float64 if exact else model.dtype
 
@@ -355,7 +341,6 @@ class CPUContext(AttentionContext):
             self.end = int(self.lengths.max()) + self.shape[1]
 
     def make_mask(self, window, dtype):
-        """For a tree `tree_mask`, else as of any context."""
         if self.ancestors is None:
             return super().make_mask(window, dtype)
         first = self.visible_rows(window).start
@@ -372,8 +357,7 @@ class CPUContext(AttentionContext):
             mask = None if causal else self.mask(window, dtype)
             return cached_attention(q, k, v, mask, causal, scale)
         mask, unseen = self.mask(window, dtype)
-        # A masked score is -inf, yet 0 * NaN is NaN. Only rows after the shortest sequence can hold
-        # NaN; to test their sum costs far less than to clean them in each layer.
+        # 0 * NaN is NaN. Only rows after the shortest sequence can hold it; a sum tests them fast.
         new = slice(self.start - rows.start, None)
         if unseen is not None and not math.isfinite(k[:, :, new].sum() + v[:, :, new].sum()):
             k, v = (x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
@@ -381,12 +365,10 @@ class CPUContext(AttentionContext):
 
 
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=0, first=0):
-    """What each node sees of the n cache rows from `first` to `end` -> (bias, unseen). ancestors,
-    slopes, window: as in `kernels.tree_attention`.
-
-    bias, of a dtype, is added to the scores: [B, 1, T, n] of 0 and -inf, None if every node sees
-    every row; with slopes [B, Hq, T, n] of the ALiBi bias and -inf, never None. unseen: bool
-    [B, n], the rows that no node sees, None if there are none."""
+    """What each node sees of the n cache rows from `first` to `end`, by `kernels.tree_attention`'s
+    arguments -> (bias, unseen). bias, of a dtype, is added to the scores: [B, 1, T, n] of 0 and
+    -inf, None if every node sees every row; with slopes [B, Hq, T, n] of the ALiBi bias and -inf.
+    unseen: bool [B, n], the rows that no node sees, None if there are none."""
     B, T = ancestors.shape
     device = lengths.device
     node = torch.arange(first, end, device=device) - lengths[:, None]  # (B, n), negative: committed
@@ -411,11 +393,9 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=
 
 def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
-    dtype. scale: of the scores, default D ** -0.5.
-
-    With q in half precision the sums are in float64, so that rounding hides their order: the same
-    tokens are elsewhere in the cache of another tree, and one flipped bit is enough to change a
-    text. Caches in half precision are cast a head at a time."""
+    dtype. scale: of the scores, default D ** -0.5. With q in half precision the sums are in
+    float64, so that rounding hides their order: the same tokens are elsewhere in the cache of
+    another tree. Caches in half precision are cast a head at a time."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     G = Hq // Hkv
@@ -428,8 +408,7 @@ def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
         return torch.cat([cached_attention(q, k.to(dtype), v.to(dtype), bias, is_causal, scale)
                           for q, k, v, bias in heads], dim=2)
     if dtype == torch.float64 and all_heads and G > 1 and 1 < T <= 64 and not is_causal:
-        # query heads that share keys become rows of one product, which in float64 is quicker than
-        # one for each
+        # query heads that share keys become rows of one product: in float64 quicker than one each
         q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
         bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
         out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -48,8 +49,8 @@ def recorded(multiprocessors=132, capability=9):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
-          patch.object(kernels, "_capability", lambda _: capability),
-          patch.object(kernels, "sm_count", lambda _: multiprocessors)):
+          patch.object(kernels, "_gpu", lambda _: SimpleNamespace(
+              major=capability, multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472))):
         yield launches
 
 

@@ -27,6 +27,7 @@ from test_generate import InTurns
 from tools import timing
 from train_heads import Run
 
+H200 = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_multiprocessor=233472)
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 MODELS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", norm="layer"),
@@ -207,8 +208,7 @@ def world():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for where, name, value in (
                 (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
-                (kernels, "sm_count", lambda _: 132), (kernels, "_seed_key", lambda seed: 7),
-                (kernels, "_shared_memory", lambda _: 233472),
+                (kernels, "_gpu", lambda _: H200), (kernels, "_seed_key", lambda seed: 7),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (bias, "causal_lower_right", CausalBias),
                 (module, "read_accepted", read_accepted), (Decoder, "__init__", make)):

@@ -39,6 +39,12 @@ def device(request):
     torch.use_deterministic_algorithms(False)
 
 
+def set_gpu(monkeypatch, **properties):
+    """Lets the host functions see a GPU with these properties, the others being an H200's."""
+    gpu = dict(major=9, multi_processor_count=4, shared_memory_per_multiprocessor=233472) | properties
+    monkeypatch.setattr(kernels, "_gpu", lambda device: SimpleNamespace(**gpu))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # tree_attention
 
@@ -179,7 +185,7 @@ SPLITS = {
 @pytest.mark.parametrize("multiprocessors, splits, case, biased", SPLITS.values(), ids=SPLITS)
 def test_splits_are_weighed_rightly(multiprocessors, splits, case, biased, device, monkeypatch):
     """Bug: a split that nobody wrote is read, one that saw nothing weighs, boundary rows count twice or never."""
-    monkeypatch.setattr(kernels, "sm_count", lambda device: multiprocessors)
+    set_gpu(monkeypatch, multi_processor_count=multiprocessors)
     chosen, choose = [], kernels._splits
     monkeypatch.setattr(kernels, "_splits", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     check_attention(case, device, biased=biased)
@@ -270,7 +276,7 @@ def test_programs_fill_whole_waves(heads, B, T, S):
 
 
 @records
-def test_splits_follow_the_work(monkeypatch):
+def test_splits_follow_the_work():
     """Bug: most of a GPU idles, programs for rows before a window, partial sums of gigabytes."""
     assert [attention_grid(1, T, 32, 8, 528)[:2] for T in (1, 16)] == [(8, 9), (8, 9)]
     assert attention_grid(32, 1, 32, 8, 32768)[1] >= 32
@@ -278,8 +284,8 @@ def test_splits_follow_the_work(monkeypatch):
     wide, near, far = (attention_grid(2, 16, 8, 2, S, window=window)[1]
                        for S, window in ((50000, 1025), (1041, 1025), (50000, 20000)))
     assert wide == near < far
-    monkeypatch.setattr(kernels, "_shared_memory", lambda device: 102400)  # room for one program, not for two
-    assert kernels._programs_per_sm(kernels._attention_blocks(64, 128, BF16, True), 2, "cpu") == 1
+    small = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=102400)  # room for one program
+    assert kernels._programs_at_once(kernels._attention_blocks(64, 128, BF16, True), 2, small) == 1
 
 
 @records
@@ -356,7 +362,7 @@ def test_projections_give_equals_to_the_first(V, k, order, device):
 
 def test_the_last_of_equal_worst_entries_leaves_a_list(device, monkeypatch):
     """Bug: the first of the equals at the end of a program's list makes room for a better logit of a later tile."""
-    monkeypatch.setattr(kernels, "sm_count", lambda device: 1)  # a program walks several tiles
+    set_gpu(monkeypatch, multi_processor_count=1)  # a program walks several tiles
     logits = torch.zeros(6, 300)
     logits[:, 3:60:9] = 1  # seven in the first tile, of which the list has room for five
     for row in range(6):

@@ -6,7 +6,7 @@ import torch
 
 import kernels
 from kernels import QuantizedWeight
-from test_kernels import BF16, FP16, FP32, INTERPRETED, device, slow_to_interpret
+from test_kernels import BF16, FP16, FP32, INTERPRETED, device, set_gpu, slow_to_interpret
 
 ERROR = {FP32: 1e-6, FP16: 1e-3, BF16: 2**-7}  # of the largest result; the interpreter does not round
 __all__ = ["device"]  # the fixture
@@ -64,7 +64,7 @@ CASES = {
 def test_linear_quantized(case, capability, device, monkeypatch):
     """Bug: a number of another plane, a group's scale or zero one step off, padding that counts, a split left out."""
     if device == "cpu":
-        monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+        set_gpu(monkeypatch, major=capability)
     kind, N, C, group, zeros, biased, M, dtype = case
     weight, value = quantized(kind, N, C, group, zeros)
     x = torch.full((2 * M, C + 3), torch.nan, dtype=dtype)[::2, :C]
@@ -86,7 +86,7 @@ def test_a_row_does_not_depend_on_the_others(kind, group, capability, device, mo
     if not (INTERPRETED or device == "cuda"):
         pytest.skip("the reference takes torch's products")
     if device == "cpu":
-        monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+        set_gpu(monkeypatch, major=capability)
     weight = on(device, *quantized(kind, 70, 1280, group, kind == "int4")[0])
     x = torch.randint(-8, 9, (128, 1280)).to(BF16).to(device)  # numpy's sums, too, are exact then
     x = x if device == "cpu" else torch.randn_like(x)
