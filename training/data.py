@@ -40,9 +40,8 @@ def pack(documents):
 
 def encode_record(record, encoding):
     """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it and
-    end_of_text after it, which is also the next one's prefix where they are one token; a chat
-    template writes both itself. Special tokens are recognised except in plain texts. Prompt and
-    answer are encoded separately, as in decoding."""
+    end_of_text after it, one token for both where they are the same; a chat template writes both
+    itself. Special tokens are recognised except in plain texts. Prompts end as in decoding."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -56,8 +55,8 @@ def encode_record(record, encoding):
 
 
 def encode_splits(paths, splits, encoding, template=None, log=print):
-    """All documents of some of SPLITS, encoded by all cores -> ({split: Tokens}, {kind of Record:
-    how many}). Arguments and errors as in `split_records`."""
+    """The documents of `split_records`, encoded by all cores -> ({split: Tokens}, {kind: how many
+    documents})."""
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
     kinds = Counter()
@@ -81,7 +80,7 @@ def tokens_key(paths, encoding, template=None):
     """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-                   for group in groups for file in group)
+                   for file in itertools.chain(*groups))
     template = template and (template.source, template.tokens)
     parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -106,9 +105,9 @@ def open_tokens(file):
 
 
 def set_draft_vocabulary(heads, ids, n, log=print):
-    """Lets heads draft among the n most frequent token ids of an array, most frequent first, then
-    lowest first; 0: among all. n None: as many as cover COVERAGE of the array, rounded up to a
-    multiple of VOCABULARY_STEP, but all of them unless that is under half."""
+    """Lets heads draft among the n most frequent of an array's token ids, of equals the lowest; 0:
+    among all. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
+    VOCABULARY_STEP, but all of them unless that is under half."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -123,10 +122,9 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 
 def window_batch(parts, length, seed, device, mine=slice(None)):
-    """Random windows, the same for the same seed: n of the Tokens of each (Tokens, n) in `parts`,
-    and of all these the slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each
-    [windows, length]. documents: the number of each token's document in its window, from 0; None
-    where every window lies within one document."""
+    """Random windows, the same for the same seed: n of each (Tokens, n) in `parts`, of these the
+    slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each [windows, length].
+    documents: the number of each token's document in its window, from 0; None if all are 0."""
     batch = []
     for tokens, n in parts:
         last = len(tokens.ids) - length
@@ -152,19 +150,15 @@ def to_device(array, device):
 
 def prompts(tokens, n, length, seed=0, max_len=None):
     """n prompts, lists of ids, from random documents: the same for the same seed. From a text:
-    `length` ids from a random offset, with at least one more after them. From a completion or a
-    conversation: what precedes an answer, its last max_len ids (default: 4 * length). A document
-    gives a second one only after all gave one. Where texts are too short, `length` is halved."""
+    `length` ids from a random offset, before its last. From a completion or a conversation: up to
+    max_len (default: 4 * length) ids before an answer. A document gives a second prompt only after
+    all gave one. Where texts are too short, `length` is halved."""
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
-    chosen = {}
-    for i in rng.permutation(len(tokens.starts)):
-        if len(chosen) == n:
-            break
-        if prompt := prompt_of(i):
-            chosen[i] = prompt
+    found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
+    chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
     if not chosen and n > 0:
         if length <= 1:
             raise InputError("expected documents of two tokens, for prompts; give more text")

@@ -82,7 +82,13 @@ def heads_parser():
     add_model_flags(parser)
     add_quantize_flag(parser)
     add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
-    add_head_flags(parser)
+    parser.add_argument("--preset", default="clover", choices=PRESETS)
+    add_switches(parser.add_argument_group("switches", "default: the preset's",
+                                           argument_default=argparse.SUPPRESS))
+    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
+               help="let heads draft among the N most frequent tokens of the data; 0: all; auto: "
+                    "as many as cover 97%% of the data, or all where that is half; default: auto, "
+                    "or with --resume or --evaluate what the heads in --out have")
     parser.add_argument("--out", help="default: out/ and the preset's name")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--objective", choices=("distill", "data"), default="distill",
@@ -113,23 +119,13 @@ def add_run_flags(parser, steps, batch_size, block_size, lr):
     add_number(parser, "--seed", 0, 2**31, default=1)
 
 
-def add_head_flags(parser):
-    """The flags that say which heads are trained."""
-    switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
-    parser.add_argument("--preset", default="clover", choices=PRESETS)
-    add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N",
-               **switch("how many heads, K"))
-    add_number(parser, "--augment-layers", 0, MAX_AUGMENT,
-               **switch("transformer blocks before the heads"))
-    parser.add_argument("--mix", choices=MIXERS,
-                        **switch("how a head takes in the token guessed before it"))
-    parser.add_argument("--mix-before", action=argparse.BooleanOptionalAction,
-                        **switch("take in the root before the augmenting block too"))
-    parser.add_argument("--projector", choices=PROJECTORS,
-                        **switch("what comes before the LM head"))
-    parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
-                        **switch("all heads but the first share their weights"))
-    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
-               help="let heads draft among the N most frequent tokens of the data; 0: all; auto: "
-                    "as many as cover 97%% of the data, or all where that is half; default: auto, "
-                    "or with --resume or --evaluate what the heads in --out have")
+def add_switches(group):
+    add = group.add_argument
+    add_number(group, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="K", help="how many")
+    add_number(group, "--augment-layers", 0, MAX_AUGMENT, help="transformer blocks before heads")
+    add("--mix", choices=MIXERS, help="how a head takes in the token guessed before it")
+    add("--mix-before", action=argparse.BooleanOptionalAction,
+        help="take in the root before the augmenting block too")
+    add("--projector", choices=PROJECTORS, help="what comes before the LM head")
+    add("--shared", action=argparse.BooleanOptionalAction,
+        help="all heads but the first share their weights")

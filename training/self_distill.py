@@ -15,9 +15,9 @@ TREE_SIZE = 5  # lookup drafts
 
 
 def own_text(args, model, stored, stop):
-    """The Tokens of what the model writes after --self-distill prompts from the training text,
-    greedily after one half of them, at temperature 1 after the other; None for no prompts. A file
-    in --out keeps them for a resumed run. stored: what `open_tokens` gives; stop: token ids."""
+    """The Tokens of what the model writes after --self-distill prompts from the training text, half
+    of them greedily, half at temperature 1; None for no prompts. A file in --out keeps them for a
+    resumed run. stored: what `open_tokens` gives; stop: token ids."""
     kinds = stored["kinds"]
     if args.self_distill is None:
         mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
@@ -34,7 +34,6 @@ def own_text(args, model, stored, stop):
                     model.config.block_size - length)
     print(f"self-distillation: the model continues {len(starts)} prompts by up to {length} tokens "
           "each, for the heads to learn from; --self-distill 0 switches it off", flush=True)
-    prompt_in_loss = set(kinds) == {"text"}  # a user's words are not
     documents = []
     for temperature in (0, 1):
         some = starts[temperature::2] or starts
@@ -43,9 +42,8 @@ def own_text(args, model, stored, stop):
         print(f"the model wrote {out.emitted} tokens after {len(some)} prompts at temperature "
               f"{temperature} in {out.seconds:.0f} s", flush=True)
         for prompt, text in zip(some, out.tokens):
-            in_loss = [prompt_in_loss] * len(prompt) + [True] * len(text)
-            documents.append(([*prompt, *text], in_loss))
+            prompt_mask = [set(kinds) == {"text"}] * len(prompt)  # a user's words do not count
+            documents.append((prompt + text, prompt_mask + [True] * len(text)))
     tokens = pack(documents)
-    arrays = list(map(torch.from_numpy, tokens))
-    save_file(file, dict(tokens=arrays), "make room and start it again")
+    save_file(file, dict(tokens=[*map(torch.from_numpy, tokens)]), "make room and start it again")
     return tokens
