@@ -28,13 +28,11 @@ from training.data import load_tokens, to_device, window_batch
 from training.flags import LOWEST
 
 END_OF_TEXT = "<|endoftext|>"
-SHOW_EVERY = 20   # steps
-SAVE_EVERY = 250  # steps
+SHOW_EVERY = 20  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
-    """Learns a byte-level BPE, and writes it as transformers does. The last token is END_OF_TEXT,
-    after documents in training and before a prompt."""
+    """Learns a byte-level BPE, whose last token is END_OF_TEXT, and writes it in `out`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
@@ -97,21 +95,13 @@ def train(model, tokens, args):
             optimizer.zero_grad(set_to_none=True)
         if step % SHOW_EVERY == 0 or step == args.steps:
             show(step, f"loss {loss.item():.3f}")
-        if step % SAVE_EVERY == 0:
-            save(model, args.out)
-
-
-def save(model, out):
-    with saving(f"{out}: the model cannot be saved", "make room"):
-        model.save_pretrained(out, torch.bfloat16)
 
 
 def main(args):
     sizes = {name: value for name, value in vars(args).items() if name in LOWEST}
     c = GPTConfig(block_size=args.block_size, **sizes)
     if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
-                         f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
+        raise InputError("n_head must be a multiple of n_kv_head; head_size even, from 16 to 256")
     device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:
@@ -128,7 +118,8 @@ def main(args):
     try:
         train(model, tokens, args)
     finally:  # after Ctrl-C and SIGTERM too
-        save(model, out)
+        with saving(f"{out}: the model cannot be saved", "make room"):
+            model.save_pretrained(out, torch.bfloat16)
     evaluate(model, args.data, heldout.ids)
     print(f"\nnext:  python train_heads.py --model {out}")
 

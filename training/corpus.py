@@ -138,8 +138,7 @@ def split_of(text):
 
 def split_records(paths, splits, template=None):
     """Yields (split, Record) for the documents of some of SPLITS; paths None: the built-in corpus.
-    Texts are first cut into pieces, so that one file fills both splits; neighbouring pieces of a
-    split are one document."""
+    Texts are first cut, so that one file fills both splits; neighbouring pieces are joined."""
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):

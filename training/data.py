@@ -1,4 +1,4 @@
-"""Documents into tokens: token files that are mapped into memory, training windows, prompts."""
+"""Documents into tokens: files mapped into memory, windows, prompts, text that the model writes."""
 
 import contextlib
 import hashlib
@@ -6,16 +6,19 @@ import itertools
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from generate import generate
 from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
 from training.common import load_file, save_file
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
+from training.flags import SELF_PROMPTS
 
 FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
@@ -39,9 +42,9 @@ def pack(documents):
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it and
-    end_of_text after it, one token for both where they are the same; a chat template writes both
-    itself. Special tokens are recognised except in plain texts. Prompts end as in decoding."""
+    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it, unless
+    that is the end_of_text after each document; a chat template writes both itself. Special tokens
+    are recognised except in plain texts."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -72,7 +75,6 @@ def encode_splits(paths, splits, encoding, template=None, log=print):
 
 
 def load_tokens(paths, encoding, split, template=None):
-    """The Tokens of a split, "train" or "heldout"."""
     return encode_splits(paths, [split], encoding, template)[0][split]
 
 
@@ -151,12 +153,23 @@ def to_device(array, device):
 def prompts(tokens, n, length, seed=0, max_len=None):
     """n prompts, lists of ids, from random documents: the same for the same seed. From a text:
     `length` ids from a random offset, before its last. From a completion or a conversation: up to
-    max_len (default: 4 * length) ids before an answer. A document gives a second prompt only after
+    max_len (default: 4 * length) ids before an answer. No document gives a second prompt before
     all gave one. Where texts are too short, `length` is halved."""
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
-    prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
+
+    def prompt_of(i):  # None if it has none
+        start = tokens.starts[i]
+        mask = tokens.loss_mask[start:ends[i]]
+        answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where the loss begins
+        if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
+            if len(mask) > length:
+                first = start + rng.integers(len(mask) - length)
+                return tokens.ids[first:first + length].tolist()
+        elif (answers > 0).any():
+            answer = rng.choice(answers[answers > 0])
+            return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()
     found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
     chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
     if not chosen and n > 0:
@@ -167,17 +180,35 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-def prompt_from(tokens, start, end, length, max_len, rng):
-    """A prompt from the document at offsets start..end; None if it has none."""
-    mask = tokens.loss_mask[start:end]
-    answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where a run in the loss begins
-    if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
-        if len(mask) <= length:
-            return None
-        first = start + rng.integers(len(mask) - length)
-        return tokens.ids[first:first + length].tolist()
-    answers = answers[answers > 0]
-    if not len(answers):
+def own_text(args, model, stored, stop):
+    """The Tokens of what the model writes after --self-distill prompts from the training text, half
+    of them greedily, half at temperature 1; None for no prompts. A file keeps them for --resume.
+    stored: what `open_tokens` gives; stop: token ids."""
+    kinds = stored["kinds"]
+    if args.self_distill is None:
+        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
+        args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
+    if not args.self_distill:
         return None
-    answer = rng.choice(answers)
-    return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()
+    if args.shard_base:
+        raise InputError("a sharded model does not decode; take --self-distill 0")
+    file = Path(args.out) / "self_distill.pt"
+    if args.resume:
+        return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
+    length = min(args.window, model.config.block_size // 2)
+    starts = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
+                    model.config.block_size - length)
+    print(f"self-distillation: the model continues {len(starts)} prompts by up to {length} tokens; "
+          "--self-distill 0 switches it off", flush=True)
+    documents = []
+    for temperature in (0, 1):
+        some = starts[temperature::2] or starts
+        out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
+                       tree_size=5, batch_size=32, stop=stop)
+        print(f"the model wrote {out.emitted} tokens at temperature {temperature}", flush=True)
+        for prompt, text in zip(some, out.tokens):
+            prompt_mask = [set(kinds) == {"text"}] * len(prompt)  # a user's words do not count
+            documents.append((prompt + text, prompt_mask + [True] * len(text)))
+    tokens = pack(documents)
+    save_file(file, dict(tokens=[*map(torch.from_numpy, tokens)]), "make room and start it again")
+    return tokens

@@ -123,8 +123,7 @@ def cross_entropy_(logits, target, is_token):
 @torch.no_grad()
 def top_hits(heads, outputs, hidden, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equals the
-    lower id comes first. Logits are float32, as in decoding."""
+    the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""
     model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size

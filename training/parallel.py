@@ -22,18 +22,16 @@ def too_large(args):
 
 
 def shard(model, mesh):
-    """Leaves each process its part of the blocks' weights (FSDP2); the rest stays whole. The model
-    goes from the host to the device block by block, so the device need never hold all of it."""
+    """Leaves each process its part of the blocks' weights (FSDP2); the rest stays whole. The device
+    gets the model block by block, so it need never hold all of it."""
     from torch.distributed.fsdp import fully_shard
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    whole = set()
-    for part in filter(None, (model.embed, model.embed_positions, model.norm, model.head)):
-        part.to(mesh.device_type)
-        whole |= set(part.parameters())
+    parts = (model.embed, model.embed_positions, model.norm, model.head)
+    whole = torch.nn.ModuleList(filter(None, parts)).to(mesh.device_type)
     model.tie_and_place()
     # otherwise each block is a root, and a root's weights stay gathered after a pass
-    fully_shard(model, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=set(whole.parameters()))
 
 
 def load_for_training(args, group):
