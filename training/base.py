@@ -71,8 +71,7 @@ def evaluate(model, data, ids):
     loss = sum(losses) / len(losses)
     n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass"))
                   for _, record in split_records(data, ["heldout"]))
-    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; "
-          f"{n_bytes / 1e6:.2f} MB")
+    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte")
 
 
 def train(model, tokens, args):
