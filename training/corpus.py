@@ -19,7 +19,6 @@ LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", *LINES)
 SPLITS = ("train", "heldout")
-# of the library: other packages, and tables
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
 

@@ -151,10 +151,9 @@ def to_device(array, device):
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
-    """n prompts, lists of ids, from random documents: the same for the same seed. From a text:
-    `length` ids from a random offset, before its last. From a completion or a conversation: up to
-    max_len (default: 4 * length) ids before an answer. No document gives a second prompt before
-    all gave one. Where texts are too short, `length` is halved."""
+    """n prompts, lists of ids, the same for the same seed, from random documents, one of each while
+    they last. From a text: `length` ids before its last, or half as many where no text has them.
+    From others: up to max_len ids, by default 4 * length, that precede an answer."""
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
@@ -198,8 +197,7 @@ def own_text(args, model, stored, stop):
     length = min(args.window, model.config.block_size // 2)
     starts = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
                     model.config.block_size - length)
-    print(f"self-distillation: the model continues {len(starts)} prompts by up to {length} tokens; "
-          "--self-distill 0 switches it off", flush=True)
+    print(f"the model continues {len(starts)} prompts by up to {length} tokens each", flush=True)
     documents = []
     for temperature in (0, 1):
         some = starts[temperature::2] or starts

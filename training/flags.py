@@ -33,7 +33,18 @@ def parse_heads(argv=None):
     args = parser.parse_args(argv)
     out = args.out or f"out/{args.preset}"
     if args.resume and not args.evaluate:
-        args = parse_resumed(parser, argv, out)
+        try:
+            saved = json.loads((Path(out) / RUN_FILE).read_text())
+            if set(saved) != set(SAVED):
+                raise ValueError(f"{RUN_FILE} has other flags")
+        except (OSError, TypeError, ValueError) as error:
+            parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
+        args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
+        flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
+        differ = "; ".join(f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
+                           if vars(args)[name] != saved[name])
+        if differ:
+            parser.error(f"{out} holds a run with {differ}, which --resume cannot change")
     elif not args.evaluate and (Path(out) / STATE_FILE).exists():
         parser.error(f"{out} holds a run already; --resume goes on with it, or take another --out")
     if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
@@ -41,22 +52,6 @@ def parse_heads(argv=None):
     args.out = out
     args.model = os.path.abspath(args.model)  # for --resume from anywhere
     args.data = args.data and list(map(os.path.abspath, args.data))
-    return args
-
-
-def parse_resumed(parser, argv, out):
-    try:
-        saved = json.loads((Path(out) / RUN_FILE).read_text())
-        if set(saved) != set(SAVED):
-            raise ValueError(f"{RUN_FILE} has other flags")
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
-    args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
-    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
-    differ = [f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
-              if vars(args)[name] != saved[name]]
-    if differ:
-        parser.error(f"{out} holds a run with {'; '.join(differ)}, which --resume cannot change")
     return args
 
 

@@ -36,18 +36,16 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
     T = tokens.shape[1] - K - 1
     loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
-    guessed = [slice(i + 2, i + 2 + T) for i in range(K)]
-    same = lambda at: documents[:, at] == documents[:, :T]
-    return torch.stack([loss_mask[:, at] & same(at) for at in guessed])
+    ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
+    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
 def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
-    guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token.
-
-    outputs: K tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the
-    model's states. tokens: int64 [B, T + K + 1]. objective: "distill", against the model's
-    next-token distribution, or "data", against the tokens. dtype: of products."""
+    guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
+    tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the model's states.
+    tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
+    or "data", against the tokens. dtype: of products."""
     dtype = dtype or model.head.weight.dtype
     teacher = model.norm(hidden).detach().to(dtype)
     states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
