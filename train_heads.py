@@ -36,8 +36,6 @@ from training.corpus import SPLITS
 from training.evaluate import measure, record
 from training.flags import KEEP, RUN_FILE, SAVED, STATE_FILE, TRAINING
 from training.loss import guess_masks, head_losses, teacher_forced
-from training.parallel import load_for_training
-from training.self_distill import own_text
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -176,7 +174,7 @@ def prepare(args, group):
     out = Path(args.out)
     state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
     template = load_chat_template(args.model)
-    heads, encoding = load_for_training(args, group)
+    heads, encoding = common.load_for_training(args, group)
     check_block_size(args, heads)
 
     def prepare_text():
@@ -193,7 +191,7 @@ def prepare(args, group):
             leftover.unlink()
         for split in SPLITS:  # raises where there is too little text
             data.window_batch([(stored[split], 1)], args.window, 0, "cpu")
-        own = own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
+        own = data.own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
         return args.key, args.self_distill, own
     args.key, args.self_distill, own = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, state)

@@ -10,14 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (
-    QuantizedWeight,
-    dequantize,
-    float_logits,
-    linear_quantized,
-    project_sample,
-    project_topk,
-)
+import kernels
+from kernels import QuantizedWeight, dequantize, float_logits, linear_quantized
 from model import InputError
 
 GROUPS = 128, 64, 32  # channels that share a scale
@@ -57,7 +51,7 @@ class Unpacked(NamedTuple):
     kind: str
 
     def pack(self):
-        """-> kernels.QuantizedWeight, which says how."""
+        """-> `QuantizedWeight`, which says how."""
         N, C = self.q.shape
         planes = 8 if self.kind == "int4" else 4
         q = F.pad(self.q, (0, -C % STEP)).view(N, -1, planes, STEP // planes).transpose(2, 3)
@@ -72,10 +66,8 @@ class Unpacked(NamedTuple):
 
     def columns(self, part):
         """A slice of the channels, at the borders of groups."""
-        groups = slice(0, 1)
-        if len(self.scales) > 1:
-            size = self.q.shape[1] // len(self.scales)
-            groups = slice(part.start // size, part.stop // size)
+        size = self.q.shape[1] // len(self.scales)
+        groups = slice(part.start // size, -(-part.stop // size))
         zeros = None if self.zeros is None else self.zeros[groups]
         return self._replace(q=self.q[:, part], scales=self.scales[groups], zeros=zeros)
 
@@ -118,13 +110,12 @@ class QuantizedLinear(PackedLayer):
 
     def values(self, dtype=torch.float32):
         """The weight [N, C]."""
-        C = self.in_features
-        out = self.scales.new_empty(len(self.packed), C, dtype=dtype)
+        out = self.scales.new_empty(len(self.packed), self.in_features, dtype=dtype)
         for first in range(0, len(out), CHUNK):
             rows = slice(first, first + CHUNK)
             zeros = None if self.zeros is None else self.zeros[:, rows]
-            dequantize(self.packed[rows], self.scales[:, rows], zeros, self.kind, C, dtype,
-                       out[rows])
+            dequantize(self.packed[rows], self.scales[:, rows], zeros, self.kind, self.in_features,
+                       dtype, out[rows])
         return out
 
     def forward(self, x):
@@ -141,39 +132,34 @@ class QuantizedLinear(PackedLayer):
         if cut and cut[0] == 1:  # of a weight that is stored in one piece
             weight, cut = weight.columns(*cut[1]), None
         stored = weight.pack()
-        found = [(self.packed, stored.packed, cut), (self.scales.T, stored.scales.T, cut)]
-        if stored.zeros is not None:
-            found.append((self.zeros.T, stored.zeros.T, cut))
-        return found
+        slots = [(self.packed, stored.packed, cut), (self.scales.T, stored.scales.T, cut)]
+        return slots if stored.zeros is None else [*slots, (self.zeros.T, stored.zeros.T, cut)]
 
 
 class QuantizedLMHead(PackedLayer):
-    """`model.LMHead` of int8 rows, each with a scale. Methods as there."""
+    """`model.LMHead` of int8 rows, each with a float32 scale. Methods as there."""
 
     def __init__(self, N, C):
         super().__init__(weight=torch.empty(N, C, dtype=torch.int8), scales=torch.empty(N))
 
     def slots(self, weight, cut):
-        """As `QuantizedLinear.slots`."""
         return [(self.weight, weight.q.view(torch.int8), cut), (self.scales, weight.scales[0], cut)]
 
     def topk(self, hidden, k, vocab_ids=None):
-        return project_topk(hidden, self.weight, k, vocab_ids, self.scales)
+        return kernels.project_topk(hidden, self.weight, k, vocab_ids, self.scales)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
-        return project_sample(hidden, self.weight, temperature, seed, sequence, position,
-                              first_token=first_token, scales=self.scales)
+        return kernels.project_sample(hidden, self.weight, temperature, seed, sequence, position,
+                                      first_token=first_token, scales=self.scales)
 
     def logits(self, hidden):
         parts = zip(self.weight.split(4 * CHUNK), self.scales.split(4 * CHUNK))
         return torch.cat([float_logits(hidden, rows, scales=scales) for rows, scales in parts], -1)
 
     def forward(self, x):
-        """x [..., C] -> logits [..., V]"""
         return self.logits(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
 
     def embedding(self, tokens):
-        """The rows of token ids [...], float32 [..., C]."""
         return self.weight[tokens].float() * self.scales[tokens, None]
 
 
@@ -212,14 +198,12 @@ def round_rows(value, layout):
     scales = steps.to(layout.scales)
     scales = scales.where(scales > 0, 1)  # of zeros alone
     q = (groups / scales.float()[..., None]).round()
-    zeros = None
-    if layout.has_zeros:
-        zeros = (-low / scales.float()).round().clamp(0, 15)
-        q = (q + zeros[..., None]).clamp(0, 15).to(torch.uint8)
-        zeros = zeros.to(torch.int8).T.contiguous()
-    else:
+    if not layout.has_zeros:
         q = q.clamp(-127, 127).to(torch.int8).view(torch.uint8)
-    return q.view(value.shape), scales.T.contiguous(), zeros
+        return q.view(value.shape), scales.T.contiguous(), None
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    q = (q + zeros[..., None]).clamp(0, 15).to(torch.uint8)
+    return q.view(value.shape), scales.T.contiguous(), zeros.to(torch.int8).T.contiguous()
 
 
 def rounded_layouts(model, quantize):
@@ -231,8 +215,9 @@ def rounded_layouts(model, quantize):
     found = dict.fromkeys(layers, INT8_ROWS)
     for name, C in layers.items():
         if quantize == "int4" and name != "head.weight":
-            found[name] = Layout("int4", largest_group(C), torch.bfloat16, True)
-            if found[name].group is None:
+            group = largest_group(C)
+            if group is None:
                 raise InputError(f"--quantize int4 takes groups of 128, 64 or 32 inputs, but "
                                  f"{name} has {C} inputs; take --quantize int8")
+            found[name] = Layout("int4", group, torch.bfloat16, True)
     return found

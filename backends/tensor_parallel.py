@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -20,23 +20,20 @@ import torch.nn.functional as F
 from kernels import gumbel, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
-# of a rank that waits for another, such as for a prompt; torchrun ends all when one has ended
-TIMEOUT = timedelta(hours=24)
+TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
 
 
 class SharedError(InputError):
     """All ranks raise it, so rank 0 alone prints it."""
-    shared = True
 
 
+@dataclass(eq=False)
 class Group:
     """The N ranks, of which this process is `rank`, and local_rank on its machine. Group() is one
     process alone; the others need torch.distributed to be initialised, as `start` does."""
-
-    def __init__(self, rank=0, size=1, local_rank=0):
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
 
     # Numbers and objects of all ranks
 
@@ -92,7 +89,7 @@ class Group:
     def raise_together(self, action):
         """action() on every rank, which waits for no other rank. Where one raises InputError, all
         raise the first one's."""
-        result = failed = None
+        failed = None
         try:
             result = action()
         except InputError as error:
@@ -103,18 +100,16 @@ class Group:
         return result
 
     def on_first(self, action):
-        """What action() returns on rank 0, on all ranks; or the InputError that it raises."""
+        """What action() returns on rank 0, or the InputError that it raises, on all ranks."""
         return self.broadcast(self.raise_together(lambda: None if self.rank else action()))
 
     # Turns
 
     def print(self, text):
-        """Prints a text once, on rank 0."""
         if self.rank == 0:
             print(text, flush=True)
 
     def barrier(self):
-        """Waits for all ranks."""
         if self.size > 1:
             dist.barrier()
 
@@ -129,8 +124,8 @@ class Group:
 
     def close(self):
         """Ends the group: no rank waits for another from here on."""
+        self.barrier()
         if self.size > 1:
-            dist.barrier()
             dist.destroy_process_group()
 
     # What a rank holds of a model
@@ -163,10 +158,8 @@ class Group:
         keys = lambda start: slice(start + first_key, start + first_key + n_keys)
         if ".attn.qkv." in name:
             return 0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]
-        if c.qk_norm == "all" and ".attn.q_norm." in name:
-            return 0, [queries]
-        if c.qk_norm == "all" and ".attn.k_norm." in name:
-            return 0, [keys(0)]
+        if c.qk_norm == "all" and ".attn." in name and "_norm." in name:
+            return 0, [queries if ".q_norm." in name else keys(0)]
         if ".mlp.up." in name:
             return 0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]
         if name.endswith("attn.proj.weight"):
@@ -176,8 +169,7 @@ class Group:
         return (0, [self.rows(c.vocab_size)]) if name == "head.weight" else None
 
     def divide(self, model):
-        """Gives a `GPT` without weights the layers of this rank's sizes. Raises as `shard_config`
-        does."""
+        """Gives a `GPT` without weights the layers of this rank's sizes."""
         own = self.shard_config(model.config)
         if self.size == 1:
             return
@@ -206,8 +198,7 @@ class Group:
         model.free_memory = lambda: self.min(free_memory(model.device))
 
         def refuse(path, dtype=None):
-            raise InputError(f"{path}: one of {self.size} ranks holds a part of the model; save it "
-                             "from one process")
+            raise InputError(f"{path}: a rank holds a part of the model; save it from one process")
         model.save_pretrained = refuse
 
 
@@ -239,19 +230,17 @@ class ParallelNorm(nn.Module):
 
     def __init__(self, local, group):
         super().__init__()
-        self.weight = local.weight
-        self.eps = local.eps
+        self.local = local
         self.group = group
 
     def forward(self, x):
         squares = x.float().pow(2).mean(dim=-1, keepdim=True)
         mean = self.group.sum(squares) / self.group.size
-        return (x * (mean + self.eps).rsqrt() * self.weight).to(x.dtype)
+        return (x * (mean + self.local.eps).rsqrt() * self.local.weight).to(x.dtype)
 
 
 class VocabParallelHead(nn.Module):
-    """An LM head of which each rank holds rows first, first + 1, ... The results are those of the
-    whole."""
+    """`LMHead`, of which each rank holds rows first, first + 1, ... Methods as there."""
 
     def __init__(self, local, group, vocab_size):
         super().__init__()
@@ -259,15 +248,18 @@ class VocabParallelHead(nn.Module):
         self.group = group
         self.vocab_size = vocab_size
         self.first = group.rows(vocab_size).start
-        self.local_ids = {}  # {vocab_ids: those among this rank's rows, counted from `first`}
+        self.local_ids = {None: None}  # {vocab_ids: those among this rank's rows, from 0}
 
     def row_logits(self, hidden, tokens):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
         return (hidden.double() * self.local.embedding(tokens).double()).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None):
-        """As `LMHead.topk`; of equal logits on two ranks, either may come first."""
-        rows = self.local_rows(vocab_ids)
+        """Of equal logits on two ranks, either may come first."""
+        if vocab_ids not in self.local_ids:
+            own = vocab_ids - self.first
+            self.local_ids[vocab_ids] = own[(own >= 0) & (own < len(self.local.weight))]
+        rows = self.local_ids[vocab_ids]
         n = min(k, len(self.local.weight if rows is None else rows))
         # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
         lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
@@ -281,17 +273,7 @@ class VocabParallelHead(nn.Module):
         logits, tokens = best_of_ranks(*lists[..., :k].unbind(2), k)
         return (logits - lists[:, :, 0, k:].logsumexp(dim=0)).float(), tokens
 
-    def local_rows(self, vocab_ids):
-        """Those of vocab_ids that are this rank's, counted from `first`; None for all."""
-        if vocab_ids is None:
-            return None
-        if vocab_ids not in self.local_ids:
-            own = vocab_ids - self.first
-            self.local_ids[vocab_ids] = own[(own >= 0) & (own < len(self.local.weight))]
-        return self.local_ids[vocab_ids]
-
     def sample(self, hidden, temperature, seed, sequence, position):
-        """As `LMHead.sample`."""
         own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
         tokens = own + self.first
         score = self.row_logits(hidden, own) / (temperature or 1.0)
@@ -301,11 +283,9 @@ class VocabParallelHead(nn.Module):
         return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
     def logits(self, hidden):
-        """float32 [M, V]."""
         return self.all_columns(self.local.logits(hidden))
 
     def forward(self, x):
-        """x [..., C] -> logits [..., V]."""
         return self.all_columns(self.local(x))
 
     def all_columns(self, logits):
@@ -316,11 +296,9 @@ class VocabParallelHead(nn.Module):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes)], dim=-1)
 
     def embedding(self, tokens):
-        """As `LMHead.embedding`."""
         own = tokens - self.first
         here = (own >= 0) & (own < len(self.local.weight))
-        rows = self.local.embedding(own.where(here, 0)) * here[..., None]
-        return self.group.sum(rows)  # of which one is not 0
+        return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])
 
 
 def best_of_ranks(scores, tokens, k):
@@ -339,33 +317,28 @@ def start(args):
     """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
     its default and the number of this rank's GPU."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    launched = dist.is_available() and dist.is_torchelastic_launched()
-    size = int(os.environ["WORLD_SIZE"]) if launched else 1
+    size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if size == 1:
         return Group()
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device.startswith("cuda:"):
-        raise SharedError("with torchrun every process takes a GPU of its own; expected --device "
-                           f"cuda, not {args.device}")
+        raise SharedError(f"each rank takes its own GPU; expected --device cuda, not {args.device}")
     if args.device == "cuda":
         args.device = f"cuda:{local_rank}"
     device = pick_device(args.device)
     backend = dict(backend="gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # a barrier has to know its device
-        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
+        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # which a barrier asks for
     dist.init_process_group(timeout=TIMEOUT, **backend)
     group = Group(int(os.environ["RANK"]), size, local_rank)
-    # NCCL takes its buffers before memory is counted
-    group.all_gather(torch.zeros(2**18, device=device))
+    group.all_gather(torch.zeros(2**18, device=device))  # NCCL's buffers, before memory is counted
     group.check_same(sys.argv[1:], "were started with different flags")
     return group
 
 
 def lost_rank(error):
-    """What to say about a RuntimeError by which a library tells that another rank has ended; None
-    for any other error."""
+    """The line for a library's RuntimeError where another rank has ended; None for any other."""
     first, *_, last = *str(error).splitlines(), ""
     if "NCCL" in first:
         return f"NCCL failed, or another process has ended ({first} {last})"  # the last has why

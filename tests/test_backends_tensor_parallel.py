@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backends.tensor_parallel import Group, start
+from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import generate
@@ -143,7 +143,7 @@ def told(action):
     try:
         return action()
     except InputError as error:
-        return str(error), error.shared
+        return str(error), isinstance(error, SharedError)
 
 
 def calls(group):

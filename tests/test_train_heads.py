@@ -24,7 +24,7 @@ from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
-from training import common, data, evaluate, self_distill
+from training import common, data, evaluate
 from training.data import load_tokens, open_tokens
 from training.flags import parse_heads
 
@@ -387,7 +387,7 @@ def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_pa
         out = generate(model, prompts, 45, temperature=temperature, seed=1, stop=[257])
         assert len(some) == 4 and [*map(list.__add__, prompts, out.tokens)] == some
     with monkeypatch.context() as patch:
-        patch.setattr(self_distill, "generate", None)  # a resumed run has it in a file
+        patch.setattr(data, "generate", None)  # a resumed run has it in a file
         run(checkpoint, texts, tmp_path / "whole", "--steps", "9", "--resume")
     assert seen[-1] == [2, 6]
 
@@ -406,7 +406,7 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
     masks, guess_masks = [], train_heads.guess_masks
     monkeypatch.setattr(train_heads, "guess_masks", lambda ids, *given: (
         masks.append((ids, guess_masks(ids, *given)[0])), guess_masks(ids, *given))[1])
-    monkeypatch.setattr(self_distill, "SELF_PROMPTS", 8)
+    monkeypatch.setattr(data, "SELF_PROMPTS", 8)
     run(folder, chats, tmp_path / "out", "--steps", "3", "--self-distill-ratio", "0")
     said = capsys.readouterr().out
     assert "the model continues 8 prompts by up to 45 tokens" in said and "--chat --prompt" in said

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo is reported
 
 import contextlib
 import json
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backends.tensor_parallel import Group
 from hf import checkpoint
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, InputError, human, pick_device
@@ -28,13 +28,11 @@ from training.data import load_tokens, to_device, window_batch
 from training.flags import LOWEST
 
 END_OF_TEXT = "<|endoftext|>"
-SHOW_EVERY = 20   # steps
-SAVE_EVERY = 250  # steps
+SHOW_EVERY = 20  # steps
 
 
 def train_tokenizer(documents, vocab_size, out):
-    """Learns a byte-level BPE of vocab_size tokens, and writes it as transformers does. The last
-    is END_OF_TEXT, after documents in training and before a prompt."""
+    """Learns a byte-level BPE, whose last token is END_OF_TEXT, and writes it in `out`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CODE_PATTERN), "isolated"),
@@ -57,8 +55,8 @@ def train_tokenizer(documents, vocab_size, out):
 
 def loss_of(model, ids):
     """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
-    on_cpu = ids.device.type == "cpu"  # where flash attention takes longer
-    attention = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
+    # on a CPU flash attention takes longer
+    attention = sdpa_kernel(SDPBackend.MATH) if ids.is_cpu else contextlib.nullcontext()
     with torch.autocast(ids.device.type, torch.bfloat16), attention:
         logits = model.lm_head(model(ids[:, :-1]))
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
@@ -73,8 +71,7 @@ def evaluate(model, data, ids):
     loss = sum(losses) / len(losses)
     n_bytes = sum(len(record.text.encode("utf-8", "surrogatepass"))
                   for _, record in split_records(data, ["heldout"]))
-    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte; "
-          f"{n_bytes / 1e6:.2f} MB")
+    print(f"held-out loss {loss:.3f} nats per token, {loss * len(ids) / n_bytes:.4f} per byte")
 
 
 def train(model, tokens, args):
@@ -84,7 +81,7 @@ def train(model, tokens, args):
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     loss_fn = torch.compile(loss_of) if args.compile else loss_of
-    show = progress(0, args.steps, args.batch_size * args.block_size, partial(print, flush=True))
+    show = progress(0, args.steps, args.batch_size * args.block_size, Group().print)
     for step in range(1, args.steps + 1):
         seed = args.seed * 1_000_003 + step - 1  # each step has windows of its own
         ids, *_ = window_batch([(tokens, args.batch_size)], args.block_size + 1, seed, model.device)
@@ -97,21 +94,13 @@ def train(model, tokens, args):
             optimizer.zero_grad(set_to_none=True)
         if step % SHOW_EVERY == 0 or step == args.steps:
             show(step, f"loss {loss.item():.3f}")
-        if step % SAVE_EVERY == 0:
-            save(model, args.out)
-
-
-def save(model, out):
-    with saving(f"{out}: the model cannot be saved", "make room"):
-        model.save_pretrained(out, torch.bfloat16)
 
 
 def main(args):
     sizes = {name: value for name, value in vars(args).items() if name in LOWEST}
     c = GPTConfig(block_size=args.block_size, **sizes)
     if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
-        raise InputError("n_head must be a multiple of n_kv_head, and head_size even, from 16 to "
-                         f"256; got {c.n_head} and {c.n_kv_head}, {c.head_size}")
+        raise InputError("n_head must be a multiple of n_kv_head; head_size even, from 16 to 256")
     device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:
@@ -123,13 +112,13 @@ def main(args):
     train_tokenizer([record.text for split, record in pairs if split == "train"], c.vocab_size, out)
     tokens, heldout = (load_tokens(args.data, load_encoding(out), split) for split in SPLITS)
     model = GPT(c).init_weights(torch.Generator().manual_seed(args.seed)).to(device)
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{human(size)} parameters; {human(len(tokens.ids))} training tokens, "
-          f"{human(len(heldout.ids))} held out", flush=True)
+    sizes = (sum(p.numel() for p in model.parameters()), len(tokens.ids), len(heldout.ids))
+    print("{} parameters; {} training tokens, {} held out".format(*map(human, sizes)), flush=True)
     try:
         train(model, tokens, args)
     finally:  # after Ctrl-C and SIGTERM too
-        save(model, out)
+        with saving(f"{out}: the model cannot be saved", "make room"):
+            model.save_pretrained(out, torch.bfloat16)
     evaluate(model, args.data, heldout.ids)
     print(f"\nnext:  python train_heads.py --model {out}")
 

@@ -19,7 +19,6 @@ LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", *LINES)
 SPLITS = ("train", "heldout")
-# folders of the library that hold other packages, or tables
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
 
@@ -51,9 +50,9 @@ def find_files(path):
     in a folder, except those of training runs. A path that does not exist is a pattern."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
-        return [file for file in sorted(Path(path).rglob("*"))
-                if file.name.endswith(TEXT_SUFFIXES) and file.is_file()
-                and not runs & set(file.parents)]
+        is_text = lambda file: file.name.endswith(TEXT_SUFFIXES) and file.is_file()
+        files = filter(is_text, sorted(Path(path).rglob("*")))
+        return [file for file in files if not runs & set(file.parents)]
     if os.path.exists(path):
         return [Path(path)]
     matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
@@ -64,9 +63,8 @@ def find_files(path):
 
 
 def read_records(paths, template=None):
-    """Yields each document that is not empty as a `Record`. A file is one document, but of LINES
-    each line is one. template: the `ChatTemplate` that turns messages into text. InputError for a
-    path without a document, and for a broken line."""
+    """Yields each document that is not empty as a `Record`. template: the `ChatTemplate` that turns
+    messages into text. InputError for a path without a document, and for a broken line."""
     for path in paths:
         empty = True
         for file in find_files(path):
@@ -89,8 +87,7 @@ def read_file(file, template=None):
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield parse_line(line, template)
-    except (AttributeError, EOFError, InputError, OSError, RecursionError, ValueError,
-            zlib.error) as error:
+    except (AttributeError, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
         raise InputError(f'{file}: line {number}: expected an object with "text", "prompt" and '
                          f'"completion", or "messages", but: {error}; correct it') from None
 
@@ -113,8 +110,7 @@ def parse_line(line, template):
 def chat_parts(messages, template):
     """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
     what the conversation with an assistant's turn has beyond the prompt for it."""
-    is_text = lambda value: isinstance(value, str)
-    is_message = lambda m: is_text(m.get("role")) and is_text(m.get("content"))
+    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
     if not isinstance(messages, list) or not all(map(is_message, messages)):
         raise ValueError('it has no text, nor "messages" that are objects with role and content')
     if template is None:
@@ -140,9 +136,8 @@ def split_of(text):
 
 
 def split_records(paths, splits, template=None):
-    """Yields (split, Record) for the documents of some of SPLITS; paths None is the built-in
-    corpus. InputError as in `read_records`, and for a split without any. Texts are first cut into
-    pieces, so that one file fills both splits; neighbouring pieces of a split are one document."""
+    """Yields (split, Record) for the documents of some of SPLITS; paths None: the built-in corpus.
+    Texts are first cut, so that one file fills both splits; neighbouring pieces are joined."""
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):

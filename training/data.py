@@ -1,4 +1,4 @@
-"""Documents into tokens: token files that are mapped into memory, training windows, prompts."""
+"""Documents into tokens: files mapped into memory, windows, prompts, text that the model writes."""
 
 import contextlib
 import hashlib
@@ -6,16 +6,19 @@ import itertools
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from generate import generate
 from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
 from training.common import load_file, save_file
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
+from training.flags import SELF_PROMPTS
 
 FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
@@ -39,10 +42,9 @@ def pack(documents):
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it and
-    end_of_text after it, which is also the next one's prefix where they are one token; a chat
-    template writes both itself. Special tokens are recognised except in plain texts. Prompt and
-    answer are encoded separately, as in decoding."""
+    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it, unless
+    that is the end_of_text after each document; a chat template writes both itself. Special tokens
+    are recognised except in plain texts."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -56,8 +58,8 @@ def encode_record(record, encoding):
 
 
 def encode_splits(paths, splits, encoding, template=None, log=print):
-    """All documents of some of SPLITS, encoded by all cores -> ({split: Tokens}, {kind of Record:
-    how many}). Arguments and errors as in `split_records`."""
+    """The documents of `split_records`, encoded by all cores -> ({split: Tokens}, {kind: how many
+    documents})."""
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
     kinds = Counter()
@@ -73,7 +75,6 @@ def encode_splits(paths, splits, encoding, template=None, log=print):
 
 
 def load_tokens(paths, encoding, split, template=None):
-    """The Tokens of a split, "train" or "heldout"."""
     return encode_splits(paths, [split], encoding, template)[0][split]
 
 
@@ -81,7 +82,7 @@ def tokens_key(paths, encoding, template=None):
     """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-                   for group in groups for file in group)
+                   for file in itertools.chain(*groups))
     template = template and (template.source, template.tokens)
     parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -106,9 +107,9 @@ def open_tokens(file):
 
 
 def set_draft_vocabulary(heads, ids, n, log=print):
-    """Lets heads draft among the n most frequent token ids of an array, most frequent first, then
-    lowest first; 0: among all. n None: as many as cover COVERAGE of the array, rounded up to a
-    multiple of VOCABULARY_STEP, but all of them unless that is under half."""
+    """Lets heads draft among the n most frequent of an array's token ids, of equals the lowest; 0:
+    among all. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
+    VOCABULARY_STEP, but all of them unless that is under half."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -123,10 +124,9 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 
 def window_batch(parts, length, seed, device, mine=slice(None)):
-    """Random windows, the same for the same seed: n of the Tokens of each (Tokens, n) in `parts`,
-    and of all these the slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each
-    [windows, length]. documents: the number of each token's document in its window, from 0; None
-    where every window lies within one document."""
+    """Random windows, the same for the same seed: n of each (Tokens, n) in `parts`, of these the
+    slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each [windows, length].
+    documents: the number of each token's document in its window, from 0; None if all are 0."""
     batch = []
     for tokens, n in parts:
         last = len(tokens.ids) - length
@@ -151,20 +151,26 @@ def to_device(array, device):
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
-    """n prompts, lists of ids, from random documents: the same for the same seed. From a text:
-    `length` ids from a random offset, with at least one more after them. From a completion or a
-    conversation: what precedes an answer, its last max_len ids (default: 4 * length). A document
-    gives a second one only after all gave one. Where texts are too short, `length` is halved."""
+    """n prompts, lists of ids, the same for the same seed, from random documents, one of each while
+    they last. From a text: `length` ids before its last, or half as many where no text has them.
+    From others: up to max_len ids, by default 4 * length, that precede an answer."""
     rng = np.random.default_rng(seed)
     max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
-    prompt_of = lambda i: prompt_from(tokens, tokens.starts[i], ends[i], length, max_len, rng)
-    chosen = {}
-    for i in rng.permutation(len(tokens.starts)):
-        if len(chosen) == n:
-            break
-        if prompt := prompt_of(i):
-            chosen[i] = prompt
+
+    def prompt_of(i):  # None if it has none
+        start = tokens.starts[i]
+        mask = tokens.loss_mask[start:ends[i]]
+        answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where the loss begins
+        if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
+            if len(mask) > length:
+                first = start + rng.integers(len(mask) - length)
+                return tokens.ids[first:first + length].tolist()
+        elif (answers > 0).any():
+            answer = rng.choice(answers[answers > 0])
+            return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()
+    found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
+    chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
     if not chosen and n > 0:
         if length <= 1:
             raise InputError("expected documents of two tokens, for prompts; give more text")
@@ -173,17 +179,34 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-def prompt_from(tokens, start, end, length, max_len, rng):
-    """A prompt from the document at offsets start..end; None if it has none."""
-    mask = tokens.loss_mask[start:end]
-    answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where a run in the loss begins
-    if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
-        if len(mask) <= length:
-            return None
-        first = start + rng.integers(len(mask) - length)
-        return tokens.ids[first:first + length].tolist()
-    answers = answers[answers > 0]
-    if not len(answers):
+def own_text(args, model, stored, stop):
+    """The Tokens of what the model writes after --self-distill prompts from the training text, half
+    of them greedily, half at temperature 1; None for no prompts. A file keeps them for --resume.
+    stored: what `open_tokens` gives; stop: token ids."""
+    kinds = stored["kinds"]
+    if args.self_distill is None:
+        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
+        args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
+    if not args.self_distill:
         return None
-    answer = rng.choice(answers)
-    return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()
+    if args.shard_base:
+        raise InputError("a sharded model does not decode; take --self-distill 0")
+    file = Path(args.out) / "self_distill.pt"
+    if args.resume:
+        return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
+    length = min(args.window, model.config.block_size // 2)
+    starts = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
+                    model.config.block_size - length)
+    print(f"the model continues {len(starts)} prompts by up to {length} tokens each", flush=True)
+    documents = []
+    for temperature in (0, 1):
+        some = starts[temperature::2] or starts
+        out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
+                       tree_size=5, batch_size=32, stop=stop)
+        print(f"the model wrote {out.emitted} tokens at temperature {temperature}", flush=True)
+        for prompt, text in zip(some, out.tokens):
+            prompt_mask = [set(kinds) == {"text"}] * len(prompt)  # a user's words do not count
+            documents.append((prompt + text, prompt_mask + [True] * len(text)))
+    tokens = pack(documents)
+    save_file(file, dict(tokens=[*map(torch.from_numpy, tokens)]), "make room and start it again")
+    return tokens

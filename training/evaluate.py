@@ -22,8 +22,8 @@ def heldout_prompts(heldout, model):
 
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size, batches=16):
-    """{n: a list of K shares} for n of TOPS: in how many places of fixed held-out windows the
-    model's own greedy token is among a head's n likeliest."""
+    """{n: K shares} for n of TOPS: in how many places of fixed held-out windows the model's own
+    greedy token is among a head's n likeliest."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in range(batches):

@@ -33,7 +33,18 @@ def parse_heads(argv=None):
     args = parser.parse_args(argv)
     out = args.out or f"out/{args.preset}"
     if args.resume and not args.evaluate:
-        args = parse_resumed(parser, argv, out)
+        try:
+            saved = json.loads((Path(out) / RUN_FILE).read_text())
+            if set(saved) != set(SAVED):
+                raise ValueError(f"{RUN_FILE} has other flags")
+        except (OSError, TypeError, ValueError) as error:
+            parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
+        args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
+        flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
+        differ = "; ".join(f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
+                           if vars(args)[name] != saved[name])
+        if differ:
+            parser.error(f"{out} holds a run with {differ}, which --resume cannot change")
     elif not args.evaluate and (Path(out) / STATE_FILE).exists():
         parser.error(f"{out} holds a run already; --resume goes on with it, or take another --out")
     if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
@@ -41,22 +52,6 @@ def parse_heads(argv=None):
     args.out = out
     args.model = os.path.abspath(args.model)  # for --resume from anywhere
     args.data = args.data and list(map(os.path.abspath, args.data))
-    return args
-
-
-def parse_resumed(parser, argv, out):
-    try:
-        saved = json.loads((Path(out) / RUN_FILE).read_text())
-        if set(saved) != set(SAVED):
-            raise ValueError(f"{RUN_FILE} has other flags")
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
-    args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
-    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
-    differ = [f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
-              if vars(args)[name] != saved[name]]
-    if differ:
-        parser.error(f"{out} holds a run with {'; '.join(differ)}, which --resume cannot change")
     return args
 
 
@@ -82,19 +77,33 @@ def heads_parser():
     add_model_flags(parser)
     add_quantize_flag(parser)
     add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
-    add_head_flags(parser)
-    parser.add_argument("--out", help="default: out/ and the preset's name")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--objective", choices=("distill", "data"), default="distill",
-                        help="train towards the model's next-token distribution or the text")
+    parser.add_argument("--preset", default="clover", choices=PRESETS)
+    switches = parser.add_argument_group("switches", "default: the preset's",
+                                         argument_default=argparse.SUPPRESS)
+    add_number(switches, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="K")
+    add_number(switches, "--augment-layers", 0, MAX_AUGMENT, help="blocks before the heads")
+    switch = switches.add_argument
+    on_off = argparse.BooleanOptionalAction
+    switch("--mix", choices=MIXERS, help="how a head takes in the token guessed before it")
+    switch("--mix-before", action=on_off, help="take in the root before the augmenting block too")
+    switch("--projector", choices=PROJECTORS, help="what comes before the LM head")
+    switch("--shared", action=on_off, help="all heads but the first share their weights")
+    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
+               help="draft among the N most frequent tokens of the data; 0: all; auto: what covers "
+                    "97%% of the data, if under half; default: auto, or what heads in --out have")
+    add = parser.add_argument
+    add("--out", help="default: out/ and the preset's name")
+    add("--resume", action="store_true", help="continue the run in --out")
+    add("--objective", choices=("distill", "data"), default="distill",
+        help="train towards the model's next-token distribution or the text")
     add_number(parser, "--self-distill", 0, 10**7, metavar="N",
                help="let the model continue N prompts from the data, and train on that too; "
                     f"default: {SELF_PROMPTS} where the data are mostly chats, else 0")
     add_number(parser, "--self-distill-ratio", 0, 1, float, default=0.5, metavar="X",
                help="the share of windows from the model's own text")
-    parser.add_argument("--shard-base", action="store_true", help="with torchrun: each GPU keeps a "
-                        "part of the frozen model (FSDP2); default: if it has to")
-    parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
+    add("--shard-base", action="store_true", help="with torchrun: each GPU keeps a part of the "
+        "frozen model (FSDP2); default: if it has to")
+    add("--evaluate", action="store_true", help="only measure the heads in --out")
     return parser
 
 
@@ -111,25 +120,3 @@ def add_run_flags(parser, steps, batch_size, block_size, lr):
                help="tokens per sequence; default: 256, or the context")
     add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
     add_number(parser, "--seed", 0, 2**31, default=1)
-
-
-def add_head_flags(parser):
-    """The flags that say which heads are trained."""
-    switch = lambda text: dict(default=argparse.SUPPRESS, help=f"{text}; default: the preset's")
-    parser.add_argument("--preset", default="clover", choices=PRESETS)
-    add_number(parser, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="N",
-               **switch("how many heads, K"))
-    add_number(parser, "--augment-layers", 0, MAX_AUGMENT,
-               **switch("transformer blocks before the heads"))
-    parser.add_argument("--mix", choices=MIXERS,
-                        **switch("how a head takes in the token guessed before it"))
-    parser.add_argument("--mix-before", action=argparse.BooleanOptionalAction,
-                        **switch("take in the root before the augmenting block too"))
-    parser.add_argument("--projector", choices=PROJECTORS,
-                        **switch("what comes before the LM head"))
-    parser.add_argument("--shared", action=argparse.BooleanOptionalAction,
-                        **switch("all heads but the first share their weights"))
-    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
-               help="let heads draft among the N most frequent tokens of the data; 0: all; auto: "
-                    "as many as cover 97%% of the data, or all where that is half; default: auto, "
-                    "or with --resume or --evaluate what the heads in --out have")

@@ -12,18 +12,17 @@ import contextlib
 
 import torch
 
-# Logits at a time: 16 MB in float32, as a CPU's cache holds; the model's own take as much again.
-# More on a GPU, where a product of few rows takes as long to read the LM head as one of many.
+# Logits at a time: 16 MB in float32, as a CPU's cache holds; more on a GPU, where a product of few
+# rows takes as long to read the LM head as one of many. Memory holds six times as many numbers.
 CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
 
 def teacher_forced(heads, ids, documents=None, autocast=contextlib.nullcontext(), wrapped=None):
     """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
-    outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place. A
-    model in half precision runs without autocast, as in decoding."""
+    outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place."""
     K = heads.config.n_draft
-    half = heads.model.dtype.itemsize == 2
+    half = heads.model.dtype.itemsize == 2  # without autocast, as in decoding
     up_to = lambda end: None if documents is None else documents[:, :end]
     with torch.no_grad(), contextlib.nullcontext() if half else autocast:
         hidden = heads.model(ids[:, :-1], documents=up_to(-1))
@@ -37,20 +36,16 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
     T = tokens.shape[1] - K - 1
     loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
-    guessed = [slice(i + 2, i + 2 + T) for i in range(K)]
-    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T])
-                        for at in guessed])
+    ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
+    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
 def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
-    guess_mask. A hit is a guess whose top-1 is the model's greedy token.
-
-    outputs: K tensors [B, T, C], the heads' inputs to the LM head, by which sums can be
-    differentiated. hidden [B, T + K, C]: the model's states. tokens: int64 [B, T + K + 1].
-    objective: "distill", against the model's next-token distribution, or "data", against the
-    tokens. dtype: of products. At most CHUNK logits (or those of one position) exist at a time, and
-    with probabilities, gradient and copies six times as many numbers."""
+    guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
+    tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the model's states.
+    tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
+    or "data", against the tokens. dtype: of products."""
     dtype = dtype or model.head.weight.dtype
     teacher = model.norm(hidden).detach().to(dtype)
     states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
@@ -59,8 +54,7 @@ def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill",
 
 
 class HeadLosses(torch.autograd.Function):
-    """`head_losses` after the final norm: weight [V, C], teacher [B, T + K, C], outputs K times
-    [B, T, C], of one dtype."""
+    """`head_losses` after the final norm; weight [V, C], teacher, outputs of one dtype."""
 
     @staticmethod
     def forward(ctx, weight, teacher, tokens, guess_mask, objective, *outputs):
@@ -118,7 +112,7 @@ def cross_entropy_(logits, target, is_token):
     mass = logits.exp_().sum(dim=-1)
     gradient = logits.div_(mass[..., None])
     if is_token:
-        gradient.scatter_add_(-1, target, gradient.new_full((), -1.0).expand(target.shape))
+        gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
     else:
         gradient -= target
     return mass.log() - agreed, gradient
@@ -127,19 +121,16 @@ def cross_entropy_(logits, target, is_token):
 @torch.no_grad()
 def top_hits(heads, outputs, hidden, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest of its draft vocabulary; of equals the
-    lower id comes first. Logits are float32, as in decoding."""
+    the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""
     model = heads.model
     B, T, _ = outputs[0].shape
     V = model.config.vocab_size
     rows = max(1, (CUDA_CHUNK if hidden.is_cuda else CHUNK) // V)
-    drafted = torch.full((V,), heads.vocabulary is None, device=hidden.device)
-    if heads.vocabulary is not None:
-        drafted[heads.vocabulary.long()] = True
+    ids = torch.arange(V, device=hidden.device)
+    drafted = ids >= 0 if heads.vocabulary is None else torch.isin(ids, heads.vocabulary)
     logits_of = lambda states: model.head.logits(model.norm(states))
     best = [logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]
     best = torch.cat(best).view(B, -1)
-    ids = torch.arange(V, device=hidden.device)
     hits = hidden.new_zeros(len(tops), len(outputs)).float()
     for i, out in enumerate(outputs):
         targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
