@@ -69,16 +69,9 @@ GPT2_KEYS = dict(
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-UNSUPPORTED = {  # beginnings of model_type and keys of config.json -> what such a model has
-    "gpt_oss": "attention sinks; take Qwen 3",
-    "gemma2 attn_logit_softcapping final_logit_softcapping": "soft-capping; take Gemma 3",
-    "use_bidirectional_attention": "attention to later tokens; take Gemma 3",
-    "gemma3n gemma4": "embeddings by layer; take Gemma 3",
-    "kv_lora_rank": "latent attention (MLA); take Qwen 3 or Llama 3",
-    "qwen3_next qwen3_5": "recurrent layers; take Qwen 3",
-    "num_experts num_local_experts n_routed_experts": "a mixture of experts; take Qwen 3 8B",
-    "scale_attn_by_inverse_layer_idx add_cross_attention": "another attention; take GPT-2",
-}
+UNSUPPORTED = (  # keys of config.json that change the attention or the logits of our families
+    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 
 class Family(NamedTuple):
@@ -107,11 +100,6 @@ def unrotated_layers(raw, n_layer):
     rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
     period = value_of(raw, "no_rope_layer_interval", int, 4)
     return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
-
-
-def read_smollm3(raw):
-    unrotated = unrotated_layers(raw, raw["num_hidden_layers"])
-    return dict(unrotated=tuple(i for i, x in enumerate(unrotated) if x))
 
 
 def read_baichuan(raw):
@@ -143,7 +131,9 @@ FAMILIES = {  # by model_type
         write=lambda config: dict(original_max_position_embeddings=config.block_size)),
     "smollm3": Family(
         "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
-        window=4096, window_switch=True, window_layers=unrotated_layers, read=read_smollm3,
+        window=4096, window_switch=True, window_layers=unrotated_layers,
+        read=lambda raw: dict(unrotated=tuple(
+            i for i, x in enumerate(unrotated_layers(raw, raw["num_hidden_layers"])) if x)),
         write=lambda config: dict(
             no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
     "olmo2": Family("Olmo2ForCausalLM", **OLMO),
@@ -216,11 +206,9 @@ def text_config(raw):
 
 def parse_config(raw):
     """The dict of a config.json -> GPTConfig."""
-    for words, what in UNSUPPORTED.items():
-        for word in words.split():
-            unsupported = str(raw.get("model_type")).startswith(word) or raw.get(word)
-            expect(not unsupported, f"{word} is not supported: {what}")
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
+    for key in UNSUPPORTED:
+        expect(not raw.get(key), f"{key} is not supported")
     family = FAMILIES[name]
     expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
            f"a quantised checkpoint of {name} is not supported; take the plain one")
