@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
-from clover import read_record, samples_hash
+from clover import samples_hash
 from hf import chat, expect, families
 from hf.families import FAMILIES, read_config
 from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
@@ -262,71 +262,42 @@ def describe(path):
     """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only."""
     model, matches = read_headers(path)
     c = model.config
-    files = weight_files(path)
-    stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    count = sum(parameter.numel() for parameter in model.parameters())
-    cache = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024  # thousands of numbers per token
-    gb = lambda size: human(size, "B")
-    rotation = [c.positions, c.rope_scaling and c.rope_scaling["rope_type"],
-                c.rotary_size and f"{c.rotary_size} of a head's {c.head_size} dimensions",
-                c.window_theta and f"base {c.rope_theta:g}, with a window {c.window_theta:g}",
-                c.unrotated and f"none in {len(c.unrotated)} of {c.n_layer} layers"]
-    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
-               for size in sorted({*c.windows} - {0})]
-    norms = [f"{c.norm_at.replace('both', 'before and after')} attention and MLP",
-             c.qk_norm and f"of queries and keys ({c.qk_norm})"]
+    size = sum(file.stat().st_size for file in weight_files(path))
+    schemes = {str(tensor.scheme) for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)}
+    cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
+    rotation = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
         "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
         "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
         "context": f"{c.block_size:,} tokens",
-        "positions": f"by {', '.join(filter(None, rotation))}",
-        "windows": ", ".join(windows) or "none",
-        "norms": "; ".join(filter(None, norms)),
-        "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
-        "weights": f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, "
-                   f"{gb(sum(file.stat().st_size for file in files))}",
-        "quantised": stored and f"{stored[0].scheme}; {len(stored)} weights",
-        "KV cache": f"{cache * 4:.1f} KiB per token in float32, {cache * 2:.1f} KiB in bfloat16",
-        **describe_texts(Path(path), c.vocab_size)}
-    return "\n".join(f"{name:<14}{text}" for name, text in lines.items() if text)
-
-
-def describe_texts(path, vocab_size):
-    """What generate.py takes from a folder beside the weights, and what it lacks there."""
-    lacks = []
-
-    def read(load, *args):
+        "positions": f"{c.positions}{rotation}",
+        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
+                             for size in sorted({*c.windows} - {0})) or "none",
+        "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
+        "weights": f"{human(size, 'B')}{''.join(f', {scheme}' for scheme in schemes)}",
+        "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
+    for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
         try:
-            return load(*args)
+            lines[name] = tell(Path(path))
         except InputError as error:
-            lacks.append(str(error))
+            lines[name] = str(error)
+    heads = [file.parent.name for file in sorted(Path(path).glob("*/heads.json"))]
+    lines["draft heads"] = ", ".join(heads) or "none beside it: lookup drafts (train_heads.py)"
+    return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
 
-    ends, tokenizer = "", "cannot be read"
-    if encoding := read(load_encoding, path):
-        special = {index: text for text, index in encoding.special_tokens.items()}
-        names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
-        prefix = f", {names(encoding.prefix)} before a prompt" if encoding.prefix else ""
-        tokenizer = f"{encoding.n_vocab:,} tokens{prefix}"
-        if stops := read(chat.stop_tokens, path, encoding):
-            ends = f"{names(stops)} or "
-        if encoding.max_token_value >= vocab_size:
-            lacks.append(f"a tokenizer of {vocab_size} ids, not up to {encoding.max_token_value}")
-    template = read(chat.load_chat_template, path)
-    sampling = read(chat.sampling_defaults, path) or {}
-    sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
-    heads = []
-    for file in sorted(path.glob("*/heads.json")):
-        if found := read(read_record, file):
-            config, record = found
-            steps = record.get("tokens_per_step")
-            steps = f", {steps:.2f} tokens per step" if steps else ""
-            heads.append(f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads{steps})")
-    return {
-        "tokenizer": tokenizer,
-        "chat": f"template of {template.file.name}" if template else "no template, so no --chat",
-        "a text ends": f"at {ends}the end of the context",
-        "sampling": f"{sampling.replace('temperature 0.0', 'greedy')}, unless flags say otherwise",
-        "draft heads": "; ".join(heads) or "none beside it: lookup drafts (train_heads.py)",
-        "generate.py": "lacks " + "; ".join(lacks) if lacks else "has all that it needs"}
+
+def describe_tokenizer(path):
+    encoding = load_encoding(path)
+    special = {index: text for text, index in encoding.special_tokens.items()}
+    names = lambda ids: " ".join(special.get(index, str(index)) for index in ids) or "nothing"
+    stops = chat.stop_tokens(path, encoding)
+    return (f"{encoding.n_vocab:,} tokens, {names(encoding.prefix)} before a prompt; "
+            f"a text ends at {names(stops)}")
+
+
+def describe_chat(path):
+    template = chat.load_chat_template(path)
+    sampling = ", ".join(f"{name} {x}" for name, x in chat.sampling_defaults(path).items())
+    return f"{template.file.name if template else 'no template'}; sampling: {sampling}"

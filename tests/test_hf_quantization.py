@@ -151,7 +151,7 @@ def test_a_quantised_head_is_dequantised(tmp_path, monkeypatch):
     edit(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
         {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
     assert torch.equal(checkpoint.load(path, torch.float32, "cpu").head.weight, value)
-    assert "\nquantised     gptq: 8 bits, groups of 32; 15 weights\n" in describe(path)
+    assert ", gptq: 8 bits, groups of 32\n" in describe(path)
 
 
 def test_what_transformers_reads_of_fp8(tmp_path):
