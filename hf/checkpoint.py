@@ -27,7 +27,6 @@ from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
-LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
@@ -44,17 +43,13 @@ class StoredTensor(NamedTuple):
 def weight_files(path):
     """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards."""
     for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
-        index = single.with_name(f"{single.name}.index.json")
         if single.is_file():
             return [single]
+        index = single.with_name(f"{single.name}.index.json")
         if index.is_file():
-            names = read_json(index).get("weight_map")
-            expect(isinstance(names, dict) and names, f"{index}: expected a weight_map")
-            names = sorted({str(name) for name in names.values()})
-            for name in names:
-                expect(Path(name).name == name and (index.parent / name).is_file(),
-                       f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
-            return [index.parent / name for name in names]
+            shards = read_json(index).get("weight_map")
+            expect(isinstance(shards, dict), f"{index}: expected a weight_map")
+            return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
     raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
@@ -221,13 +216,11 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
 
 
 def show_files(matches):
-    """Yields the matches, file by file. Of a large checkpoint it prints which file is read."""
+    """Yields the matches, file by file. Of several files it prints which one is read."""
     files = sorted({tensor.file for tensor, *_ in matches})
-    total = sum(file.stat().st_size for file in files)
     for i, file in enumerate(files, start=1):
-        if total >= LARGE:
-            print(f"reading {file.name} ({i} of {len(files)}, {total / 1e9:.1f} GB in all)",
-                  file=sys.stderr)
+        if len(files) > 1:
+            print(f"reading {file.name} ({i} of {len(files)})", file=sys.stderr)
         yield from (match for match in matches if match[0].file == file)
 
 

@@ -11,7 +11,6 @@ import torch.nn as nn
 
 from backends.quantized import Layout, Unpacked, largest_group
 from hf import expect, one_of
-from model import InputError
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where an int32 holds each of 8 neighbours, in units of 4 bits
@@ -30,11 +29,8 @@ class Scheme(NamedTuple):
     zero_offset: int = 0    # what the folder subtracted from the zeros
 
     def __str__(self):
-        rows, columns = self.block
-        shared = f"groups of {columns}" if rows == 1 else f"blocks of {rows} x {columns}"
-        if columns is None:
-            shared = "a scale per row" if rows == 1 else "one scale per tensor"
-        return f"{self.method}: {self.bits} bits{' (e4m3)' * (self.method == 'fp8')}, {shared}"
+        rows, columns = (size or "all" for size in self.block)
+        return f"{self.method}: {self.bits} bits, blocks of {rows} x {columns}"
 
 
 def read_scheme(config):
@@ -148,41 +144,35 @@ def combine(path, tensors, scheme):
             combined[name] = tensor
     expect(layers, f"{path}: config.json says that it is quantised ({scheme}), but no tensor is "
            f"called {scales}; fetch the checkpoint again")
-    for stem, parts in layers.items():
-        try:
-            combined[f"{stem}.weight"] = combine_layer(stem, parts, scheme)
-        except InputError as error:
-            raise InputError(f"{parts[scales].file}: {stem} {error}") from None
-    return combined
+    return combined | {f"{stem}.weight": combine_layer(stem, parts, scheme)
+                       for stem, parts in layers.items()}
 
 
 def combine_layer(stem, parts, scheme):
     """{part: StoredTensor} of a layer -> QuantizedTensor."""
     values, scales, *_ = PARTS[scheme.method]
-    expect(values in parts and len(parts[values].shape) == 2,
-           f"has {scales}, but no {values} of two dimensions; fetch it again")
+    what = f"{parts[scales].file}: {stem}"
+    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
+    expect(not missing, f"{what} lacks {' '.join(missing)}, which {scheme} has")
+    expect(len(parts[values].shape) == 2, f"{what}.{values} should have two dimensions")
     first, second = parts[values].shape
     fields = 32 // scheme.bits  # in an int32
     N, C = {"awq": (second * fields, first), "gptq": (second, first * fields),
             "fp8": (first, second)}[scheme.method]
     rows, columns = (size or max(N, C) for size in scheme.block)
-    expect(rows != 1 or C % (scheme.block[1] or C) == 0,
-           f"has {C} inputs, which groups of {columns} do not divide")
     R, G = -(-N // rows), -(-C // columns)
     int32, floats = (torch.int32,), (torch.float16, torch.bfloat16, torch.float32)
     expected = dict(qweight=((first, second), int32), qzeros=((G, N // fields), int32),
                     scales=((G, N), floats), g_idx=((C,), int32),
                     weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
-    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
-    expect(not missing, f"lacks {' '.join(missing)}, which {scheme} has")
     without_ones = lambda sizes: [size for size in sizes if size != 1]
     for name, part in parts.items():
         shape, dtypes = expected[name]
         expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
-               f"has {part.dtype} {part.shape} as {name}, where {scheme} has {dtypes[0]} {shape}")
+               f"{what}.{name} is {part.dtype} {part.shape}, not {dtypes[0]} {shape} ({scheme})")
     group = 0 if columns >= C else largest_group(math.gcd(C, columns))
-    expect(group is not None,
-           f"has {C} inputs in groups of {columns}; groups of 128, 64 or 32 are supported")
+    expect(group is not None, f"{what}: {C} inputs in groups of {columns} are not supported; "
+           "groups of 128, 64 or 32 are")
     layout = Layout("e4m3" if scheme.method == "fp8" else f"int{scheme.bits}", group,
                     parts[scales].dtype, scheme.method != "fp8")
     return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from clover import CloverHeads, preset, state_hash
 from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
-from hf import checkpoint
 from hf.checkpoint import describe
 from hf.families import FAMILIES, GEMMA_KEYS, parse_config, read_config
 from model import GPT, InputError, alibi_slopes, atomic_write
@@ -316,14 +315,13 @@ def test_casts_change_neither_values_nor_the_hash(name, stored, tmp_path):
     assert state_hash(want.state_dict()) == want.hash
 
 
-def test_large_folders_say_how_far_they_are(tmp_path, capsys, monkeypatch):
+def test_folders_of_several_files_say_how_far_they_are(tmp_path, capsys):
     """Catches minutes of silence."""
     save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
-    monkeypatch.setattr(checkpoint, "LARGE", 1000)
     capsys.readouterr()  # transformers has a bar
     GPT.from_pretrained(tmp_path, device="cpu")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)}, 0.0 GB in all)" in lines[0]
+    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)})" in lines[0]
 
 
 def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
@@ -404,8 +402,8 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
-    "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "'model-2.safetensors' is no file beside it"),
-    "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "no file"),
+    "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
+    "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
         "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or more than tensors"),
     "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or more than tensors"),
