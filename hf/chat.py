@@ -31,16 +31,14 @@ def token_text(token):
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
-    for file in (Path(path) / "generation_config.json", Path(path) / "config.json"):
-        settings = optional_json(file)
-        ids = settings.get("eos_token_id")
-        ids = text_config(settings).get("eos_token_id") if ids is None else ids
-        if ids is not None:
-            break
-    ids = end_of_text(encoding) if ids is None else ids
+    files = [optional_json(Path(path) / name) for name in ("generation_config.json", "config.json")]
+    found = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
+    found = [ids for ids in found if ids is not None]
+    ids = found[0] if found else end_of_text(encoding)
     ids = ids if isinstance(ids, list) else [ids]
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
-           f"{file}: eos_token_id is {ids}, which are not ids of the tokenizer; correct the file")
+           f"{path}: eos_token_id of generation_config.json or config.json is {ids}, which are "
+           "not ids of the tokenizer; correct the file")
     text = token_text(optional_json(Path(path) / "tokenizer_config.json").get("eos_token"))
     if text in encoding.special_tokens and find_template(Path(path))[1]:
         ids = [*ids, encoding.special_tokens[text]]
@@ -70,9 +68,8 @@ def load_chat_template(path):
 
 
 def find_template(folder):
-    """(file, text of its template or None): chat_template.jinja, else tokenizer_config.json, else
-    chat_template.json, which folders of models that read pictures have. Of several templates the
-    one named "default" is taken."""
+    """(file, text of its template, of several the one named default, or None). The last file is
+    that of models that read pictures."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file, file.read_text(encoding="utf-8", errors="replace")
@@ -82,11 +79,10 @@ def find_template(folder):
         if source is not None:
             break
     if isinstance(source, list):
-        named = [entry.get("template") for entry in source
-                 if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[0] if named else source
-    expect(isinstance(source, str | None), f"{file}: expected a chat_template that is a text, or a "
-           f"list with one named default, not a {type(source).__name__}; correct the file")
+        source = next((entry.get("template") for entry in source
+                       if isinstance(entry, dict) and entry.get("name") == "default"), source)
+    expect(isinstance(source, str | None),
+           f"{file}: chat_template must be a text or a list with one named default")
     return file, source
 
 

@@ -18,6 +18,9 @@ PARTS = {  # tensors of a quantised layer: the values, the scales, others
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "fp8": ("weight", "weight_scale_inv")}
+VARIANTS = {  # config.json's key of the version, the versions and the numbers of bits that are read
+    "awq": ("version", ("gemm",), (4,)),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
 IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is not quantised here
 
 
@@ -38,21 +41,13 @@ def read_scheme(config):
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
-    expect(method != "compressed-tensors", "the checkpoint is quantised by compressed-tensors, "
-           "which is not read; docs/models.md says how to unpack it")
     one_of("quantization_config's quant_method", method, PARTS)
     if method == "fp8":
         block = config.get("weight_block_size")
         return Scheme(method, 8, (None, None) if block is None else read_block(block))
-    if method == "awq":
-        one_of("awq's version", str(config.get("version", "gemm")).lower(), ("gemm",))
-        one_of("awq's zero_point", config.get("zero_point", True), (True,))
-        bits = one_of("awq's bits", config.get("bits", config.get("w_bit")), (4,))
-        columns = config.get("group_size", config.get("q_group_size", 128))
-        return Scheme(method, bits, read_block([1, columns]))
-    version = config.get("checkpoint_format", "gptq")
-    one_of("gptq's checkpoint_format", version, ("gptq", "gptq_v2"))
-    bits = one_of("gptq's bits", config.get("bits"), (4, 8))
+    key, versions, sizes = VARIANTS[method]
+    version = one_of(f"{method}'s {key}", str(config.get(key, versions[0])).lower(), versions)
+    bits = one_of(f"{method}'s bits", config.get("bits"), sizes)
     block = read_block([1, config.get("group_size", 128)])
     return Scheme(method, bits, block, zero_offset=int(version == "gptq"))
 
@@ -62,8 +57,7 @@ def read_block(block):
     is_size = lambda size: type(size) is int and (size > 0 or size == -1)
     expect(isinstance(block, list) and len(block) == 2 and all(map(is_size, block)),
            f"a group or block must have whole sizes above 0, or -1, not {block!r}")
-    rows, columns = block
-    return rows, None if columns == -1 else columns
+    return tuple(None if size == -1 else size for size in block)
 
 
 class QuantizedTensor(NamedTuple):

@@ -188,7 +188,6 @@ LAYER = "model.layers.0.mlp.down_proj."
 tensor = lambda part, f: lambda tensors: tensors.update({LAYER + part: f(tensors[LAYER + part])})
 BROKEN = {  # case: (kind, what breaks it, what is said)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
-    "unpack it": ("awq", dict(quant_method="compressed-tensors"), "docs/models.md says how to unpack it"),
     "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
     "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, blocks of 1 x 100)"),
     "other group than the tensors": ("awq", dict(group_size=32), "qzeros is torch.int32 (3, 16), not torch.int32 "
