@@ -46,8 +46,7 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """How generation_config.json says to sample, unchecked: a dict with "temperature", and what
-    else of SAMPLING it holds. Without a do_sample that is true it is {"temperature": 0.0}."""
+    """What generation_config.json says of SAMPLING, unchecked; greedy unless do_sample is true."""
     config = optional_json(Path(path) / "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)

@@ -85,8 +85,8 @@ def open_pickle(file):
             for name, value in state.items()}
 
 
-def open_folder(path):
-    """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder."""
+def read_headers(path):
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
@@ -95,12 +95,7 @@ def open_folder(path):
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
     raw = families.text_config(read_json(Path(path) / "config.json"))
-    return config, combine(path, tensors, read_scheme(raw.get("quantization_config")))
-
-
-def read_headers(path):
-    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
-    config, tensors = open_folder(path)
+    tensors = combine(path, tensors, read_scheme(raw.get("quantization_config")))
     n = len(tensors)  # checked before anything is built for each layer
     expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but {n} tensors; fetch it again")
     with torch.device("meta"):
@@ -137,10 +132,9 @@ def match_tensors(path, model, tensors):
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
-    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
-    device: default CUDA where there is a GPU. group: the ranks that hold the model together: only
-    this rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised
-    weights stay packed where kernels run, unless `packed` is False."""
+    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen. group: the ranks
+    that hold the model together, each a part. quantize: "int8" or "int4", to which weights are
+    rounded. Quantised weights stay packed where kernels run, unless `packed` is False."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
@@ -168,17 +162,16 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    hashes = read_weights(model, matches, shapes, group, layouts, quantize)
-    model.hash, model.unrounded_hash = hashes
+    model.hash, model.unrounded_hash = read_weights(
+        model, matches, shapes, group, layouts, quantize)
     model.quantization = quantize or scheme
     group.connect(model)
     return model
 
 
 def read_weights(model, matches, shapes, group, layouts, quantize):
-    """Fills a model, or this rank's part of it, from the files -> [hash of the whole model, that of
-    the folder's values before rounding]: of dequantised values, before any cast. Takes the memory
-    of about one tensor. shapes: {name: shape} of the whole parameters."""
+    """Fills a model, or this rank's part of it, tensor by tensor -> [hash of the whole model, that
+    of its values before rounding]: of dequantised values, before any cast."""
     parameters = dict(model.named_parameters())
     samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
     for tensor, name, start in show_files(matches):
@@ -258,14 +251,13 @@ def describe(path):
     size = sum(file.stat().st_size for file in weight_files(path))
     schemes = {str(tensor.scheme) for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
-    rotation = f", {c.rope_scaling['rope_type']}" if c.rope_scaling else ""
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
         "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
         "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
         "context": f"{c.block_size:,} tokens",
-        "positions": f"{c.positions}{rotation}",
+        "positions": c.rope_scaling["rope_type"] if c.rope_scaling else c.positions,
         "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
                              for size in sorted({*c.windows} - {0})) or "none",
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),

@@ -105,16 +105,11 @@ def unrotated_layers(raw, n_layer):
 def read_baichuan(raw):
     """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM
     head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
-    alibi = "max_position_embeddings" not in raw or raw.get("hidden_size") == 5120
+    alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
     length = "model_max_length" if alibi else "max_position_embeddings"
-    return dict(unit_head="z_loss_weight" in raw or raw.get("vocab_size") == 125696,
-                positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int))
-
-
-def write_baichuan(config):
-    rope = dict(max_position_embeddings=config.block_size) if config.positions == "rope" else {}
-    head = dict(z_loss_weight=0) if config.unit_head else {}
-    return dict(model_max_length=config.block_size) | rope | head
+    unit_head = raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696
+    return dict(positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int),
+                unit_head=unit_head)
 
 
 QWEN = dict(window=4096, window_switch=True, window_layers=lambda raw, L: [
@@ -154,8 +149,10 @@ FAMILIES = {  # by model_type
     "glm": Family("GlmForCausalLM", GLM_NAMES, **GLM),
     "glm4": Family("Glm4ForCausalLM", GLM4_NAMES, fixed=dict(norm_at="both"), **GLM),
     "baichuan": Family(
-        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS,
-        read=read_baichuan, write=write_baichuan),
+        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read=read_baichuan,
+        write=lambda config: dict(
+            model_max_length=config.block_size, z_loss_weight=0 if config.unit_head else None,
+            max_position_embeddings=config.block_size if config.positions == "rope" else None)),
     "gpt2": Family(
         "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, prefix="transformer.",
         fixed=dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
@@ -214,7 +211,6 @@ def parse_config(raw):
            f"a quantised checkpoint of {name} is not supported; take the plain one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
-    check(keys["n_layer"], raw.get(keys["n_layer"]), 1, 10**5, whole=True)
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
     head_size = value_of(raw, keys["n_embd"], int) // n_head
     types = {field.name: field.type for field in fields(GPTConfig)}
@@ -286,8 +282,6 @@ def read_scaling(raw, settings, theta, context, rotary_size):
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
     if kind == "llama3":
         scaling |= {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        check("high_freq_factor", scaling["high_freq_factor"], scaling["low_freq_factor"], 1e30,
-              above=True)
         return scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
@@ -332,8 +326,7 @@ def hf_config(config, dtype):
         raw |= dict(sliding_window=max(config.windows, default=None),
                     use_sliding_window=bool(config.windows))
     if family.window_layers:
-        windows = config.windows or (0,) * config.n_layer
-        raw["layer_types"] = [LAYER_TYPES[size > 0] for size in windows]
+        raw["layer_types"] = [LAYER_TYPES[x > 0] for x in config.windows or [0] * config.n_layer]
     return raw | family.write(config)
 
 

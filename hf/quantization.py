@@ -61,8 +61,7 @@ def read_block(block):
 
 
 class QuantizedTensor(NamedTuple):
-    """A layer's weight, stored in several tensors. The first four fields are those of the
-    checkpoint's StoredTensor: to the rest of the reader it is a plain tensor [N, C]."""
+    """A layer's weight [N, C] in several tensors; a StoredTensor to the rest of the reader."""
     file: Path
     shape: tuple
     dtype: torch.dtype
