@@ -37,8 +37,8 @@ def stop_tokens(path, encoding):
     ids = found[0] if found else end_of_text(encoding)
     ids = ids if isinstance(ids, list) else [ids]
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
-           f"{path}: eos_token_id of generation_config.json or config.json is {ids}, which are "
-           "not ids of the tokenizer; correct the file")
+           f"{path}: the tokenizer has no ids {ids}, the eos_token_id of generation_config.json or "
+           "config.json; correct the file")
     text = token_text(optional_json(Path(path) / "tokenizer_config.json").get("eos_token"))
     if text in encoding.special_tokens and find_template(Path(path))[1]:
         ids = [*ids, encoding.special_tokens[text]]
@@ -104,8 +104,7 @@ class ChatTemplate:
             self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
-        template uses, such as tools. Raises InputError with the template's own reason."""
+        """The text of messages [{"role", "content"}]. variables: of the template, such as tools."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
         with self.named_errors():
@@ -118,8 +117,7 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"{self.file}: cannot render these messages: {line}{reason}; correct "
-                             "the messages or the template") from error
+            raise InputError(f"{self.file}: cannot render messages: {line}{reason}") from error
 
 
 def raise_exception(message):

@@ -268,8 +268,8 @@ def describe(path):
             lines[name] = tell(Path(path))
         except InputError as error:
             lines[name] = str(error)
-    heads = [file.parent.name for file in sorted(Path(path).glob("*/heads.json"))]
-    lines["draft heads"] = ", ".join(heads) or "none beside it: lookup drafts (train_heads.py)"
+    heads = sorted(file.parent.name for file in Path(path).glob("*/heads.json"))
+    lines["draft heads"] = ", ".join(heads) or "none beside it; train_heads.py trains them"
     return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
 
 
@@ -277,9 +277,8 @@ def describe_tokenizer(path):
     encoding = load_encoding(path)
     special = {index: text for text, index in encoding.special_tokens.items()}
     names = lambda ids: " ".join(special.get(index, str(index)) for index in ids) or "nothing"
-    stops = chat.stop_tokens(path, encoding)
     return (f"{encoding.n_vocab:,} tokens, {names(encoding.prefix)} before a prompt; "
-            f"a text ends at {names(stops)}")
+            f"a text ends at {names(chat.stop_tokens(path, encoding))}")
 
 
 def describe_chat(path):

@@ -107,9 +107,8 @@ def read_baichuan(raw):
     head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
     alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
     length = "model_max_length" if alibi else "max_position_embeddings"
-    unit_head = raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696
     return dict(positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int),
-                unit_head=unit_head)
+                unit_head=raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696)
 
 
 QWEN = dict(window=4096, window_switch=True, window_layers=lambda raw, L: [
@@ -177,8 +176,7 @@ def by_layer(raw, key, values, n_layer):
     """raw[key], a list of one of these values for each layer, or None."""
     found = raw.get(key)
     valid = isinstance(found, list) and len(found) == n_layer and all(x in values for x in found)
-    expect(found is None or valid, f"{key} must be a list of {n_layer}, one for each layer, of "
-           f"{' or '.join(map(str, values))}; found {str(found)[:100]}")
+    expect(found is None or valid, f"{key} must be {values[0]} or {values[1]} for {n_layer} layers")
     return found
 
 

@@ -1,5 +1,4 @@
-"""Quantised Hugging Face folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config). How
-activations are quantised is ignored: they never are here."""
+"""Quantised weights in folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config)."""
 
 import math
 from collections import defaultdict
@@ -33,7 +32,8 @@ class Scheme(NamedTuple):
 
     def __str__(self):
         rows, columns = (size or "all" for size in self.block)
-        return f"{self.method}: {self.bits} bits, blocks of {rows} x {columns}"
+        shared = f"groups of {columns}" if rows == 1 else f"blocks of {rows} x {columns}"
+        return f"{self.method}: {self.bits} bits, {shared}"
 
 
 def read_scheme(config):
@@ -43,8 +43,7 @@ def read_scheme(config):
     method = config.get("quant_method") if isinstance(config, dict) else None
     one_of("quantization_config's quant_method", method, PARTS)
     if method == "fp8":
-        block = config.get("weight_block_size")
-        return Scheme(method, 8, (None, None) if block is None else read_block(block))
+        return Scheme(method, 8, read_block(config.get("weight_block_size") or [-1, -1]))
     key, versions, sizes = VARIANTS[method]
     version = one_of(f"{method}'s {key}", str(config.get(key, versions[0])).lower(), versions)
     bits = one_of(f"{method}'s bits", config.get("bits"), sizes)

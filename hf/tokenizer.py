@@ -78,7 +78,7 @@ class Encoding:
             raise InputError(f"{self.file}: it has no token for this text ({error})") from error
 
     def decode(self, ids):
-        """The text of ids, none for an id without a token; some decoders take a space off it."""
+        """The text of ids; an id without a token has none. Some decoders drop a leading space."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
 
     def stream(self, stop_texts=()):
@@ -99,7 +99,7 @@ def end_of_text(encoding):
 
 class TextStream:
     """Text from token ids as they come: whole characters, and no part of a stop text. In total it
-    is what `decode` gives, with a space that some decoders take off the start."""
+    is what `decode` gives, and a space that some decoders take off the start."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode

@@ -151,7 +151,7 @@ def test_a_quantised_head_is_dequantised(tmp_path, monkeypatch):
     edit(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
         {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
     assert torch.equal(checkpoint.load(path, torch.float32, "cpu").head.weight, value)
-    assert ", gptq: 8 bits, blocks of 1 x 32\n" in describe(path)
+    assert ", gptq: 8 bits, groups of 32\n" in describe(path)
 
 
 def test_what_transformers_reads_of_fp8(tmp_path):
@@ -189,9 +189,9 @@ tensor = lambda part, f: lambda tensors: tensors.update({LAYER + part: f(tensors
 BROKEN = {  # case: (kind, what breaks it, what is said)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
     "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
-    "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, blocks of 1 x 100)"),
+    "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, groups of 100)"),
     "other group than the tensors": ("awq", dict(group_size=32), "qzeros is torch.int32 (3, 16), not torch.int32 "
-                                     "(6, 16) (awq: 4 bits, blocks of 1 x 32)"),
+                                     "(6, 16) (awq: 4 bits, groups of 32)"),
     "small group": (Kind(dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
                     "in groups of 16 are not supported"),
     "act-order": ("gptq-4", lambda p: edit(p, tensor("g_idx", lambda x: x.flip(0))), "act-order"),
