@@ -31,16 +31,14 @@ def token_text(token):
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
-    for file in (Path(path) / "generation_config.json", Path(path) / "config.json"):
-        settings = optional_json(file)
-        ids = settings.get("eos_token_id")
-        ids = text_config(settings).get("eos_token_id") if ids is None else ids
-        if ids is not None:
-            break
-    ids = end_of_text(encoding) if ids is None else ids
+    files = [optional_json(Path(path) / name) for name in ("generation_config.json", "config.json")]
+    found = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
+    found = [ids for ids in found if ids is not None]
+    ids = found[0] if found else end_of_text(encoding)
     ids = ids if isinstance(ids, list) else [ids]
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
-           f"{file}: eos_token_id is {ids}, which are not ids of the tokenizer; correct the file")
+           f"{path}: the tokenizer has no ids {ids}, the eos_token_id of generation_config.json or "
+           "config.json; correct the file")
     text = token_text(optional_json(Path(path) / "tokenizer_config.json").get("eos_token"))
     if text in encoding.special_tokens and find_template(Path(path))[1]:
         ids = [*ids, encoding.special_tokens[text]]
@@ -48,8 +46,7 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """How generation_config.json says to sample, unchecked: a dict with "temperature", and what
-    else of SAMPLING it holds. Without a do_sample that is true it is {"temperature": 0.0}."""
+    """What generation_config.json says of SAMPLING, unchecked; greedy unless do_sample is true."""
     config = optional_json(Path(path) / "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
@@ -70,9 +67,8 @@ def load_chat_template(path):
 
 
 def find_template(folder):
-    """(file, text of its template or None): chat_template.jinja, else tokenizer_config.json, else
-    chat_template.json, which folders of models that read pictures have. Of several templates the
-    one named "default" is taken."""
+    """(file, text of its template, of several the one named default, or None). The last file is
+    that of models that read pictures."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file, file.read_text(encoding="utf-8", errors="replace")
@@ -82,11 +78,10 @@ def find_template(folder):
         if source is not None:
             break
     if isinstance(source, list):
-        named = [entry.get("template") for entry in source
-                 if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[0] if named else source
-    expect(isinstance(source, str | None), f"{file}: expected a chat_template that is a text, or a "
-           f"list with one named default, not a {type(source).__name__}; correct the file")
+        source = next((entry.get("template") for entry in source
+                       if isinstance(entry, dict) and entry.get("name") == "default"), source)
+    expect(isinstance(source, str | None),
+           f"{file}: chat_template must be a text or a list with one named default")
     return file, source
 
 
@@ -109,8 +104,7 @@ class ChatTemplate:
             self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages, a list of {"role": ..., "content": ...}. variables: what else the
-        template uses, such as tools. Raises InputError with the template's own reason."""
+        """The text of messages [{"role", "content"}]. variables: of the template, such as tools."""
         given = dict(messages=messages, tools=None, documents=None,
                      add_generation_prompt=add_generation_prompt)
         with self.named_errors():
@@ -123,8 +117,7 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"{self.file}: cannot render these messages: {line}{reason}; correct "
-                             "the messages or the template") from error
+            raise InputError(f"{self.file}: cannot render messages: {line}{reason}") from error
 
 
 def raise_exception(message):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
-from clover import read_record, samples_hash
+from clover import samples_hash
 from hf import chat, expect, families
 from hf.families import FAMILIES, read_config
 from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
@@ -27,7 +27,6 @@ from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
 
-LARGE = 10**9  # bytes of weights; reading more than these is reported file by file
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
@@ -44,17 +43,13 @@ class StoredTensor(NamedTuple):
 def weight_files(path):
     """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards."""
     for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
-        index = single.with_name(f"{single.name}.index.json")
         if single.is_file():
             return [single]
+        index = single.with_name(f"{single.name}.index.json")
         if index.is_file():
-            names = read_json(index).get("weight_map")
-            expect(isinstance(names, dict) and names, f"{index}: expected a weight_map")
-            names = sorted({str(name) for name in names.values()})
-            for name in names:
-                expect(Path(name).name == name and (index.parent / name).is_file(),
-                       f"{index}: {name!r} is no file beside it; fetch the checkpoint again")
-            return [index.parent / name for name in names]
+            shards = read_json(index).get("weight_map")
+            expect(isinstance(shards, dict), f"{index}: expected a weight_map")
+            return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
     raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
@@ -90,8 +85,8 @@ def open_pickle(file):
             for name, value in state.items()}
 
 
-def open_folder(path):
-    """(GPTConfig, {name: StoredTensor or QuantizedTensor}) of a folder."""
+def read_headers(path):
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
@@ -100,12 +95,7 @@ def open_folder(path):
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
     raw = families.text_config(read_json(Path(path) / "config.json"))
-    return config, combine(path, tensors, read_scheme(raw.get("quantization_config")))
-
-
-def read_headers(path):
-    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
-    config, tensors = open_folder(path)
+    tensors = combine(path, tensors, read_scheme(raw.get("quantization_config")))
     n = len(tensors)  # checked before anything is built for each layer
     expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but {n} tensors; fetch it again")
     with torch.device("meta"):
@@ -142,10 +132,9 @@ def match_tensors(path, model, tensors):
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
-    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen.
-    device: default CUDA where there is a GPU. group: the ranks that hold the model together: only
-    this rank's part is read. quantize: "int8" or "int4", to which weights are rounded. Quantised
-    weights stay packed where kernels run, unless `packed` is False."""
+    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen. group: the ranks
+    that hold the model together, each a part. quantize: "int8" or "int4", to which weights are
+    rounded. Quantised weights stay packed where kernels run, unless `packed` is False."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
@@ -173,17 +162,16 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    hashes = read_weights(model, matches, shapes, group, layouts, quantize)
-    model.hash, model.unrounded_hash = hashes
+    model.hash, model.unrounded_hash = read_weights(
+        model, matches, shapes, group, layouts, quantize)
     model.quantization = quantize or scheme
     group.connect(model)
     return model
 
 
 def read_weights(model, matches, shapes, group, layouts, quantize):
-    """Fills a model, or this rank's part of it, from the files -> [hash of the whole model, that of
-    the folder's values before rounding]: of dequantised values, before any cast. Takes the memory
-    of about one tensor. shapes: {name: shape} of the whole parameters."""
+    """Fills a model, or this rank's part of it, tensor by tensor -> [hash of the whole model, that
+    of its values before rounding]: of dequantised values, before any cast."""
     parameters = dict(model.named_parameters())
     samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
     for tensor, name, start in show_files(matches):
@@ -221,13 +209,11 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
 
 
 def show_files(matches):
-    """Yields the matches, file by file. Of a large checkpoint it prints which file is read."""
+    """Yields the matches, file by file. Of several files it prints which one is read."""
     files = sorted({tensor.file for tensor, *_ in matches})
-    total = sum(file.stat().st_size for file in files)
     for i, file in enumerate(files, start=1):
-        if total >= LARGE:
-            print(f"reading {file.name} ({i} of {len(files)}, {total / 1e9:.1f} GB in all)",
-                  file=sys.stderr)
+        if len(files) > 1:
+            print(f"reading {file.name} ({i} of {len(files)})", file=sys.stderr)
         yield from (match for match in matches if match[0].file == file)
 
 
@@ -262,71 +248,40 @@ def describe(path):
     """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only."""
     model, matches = read_headers(path)
     c = model.config
-    files = weight_files(path)
-    stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    count = sum(parameter.numel() for parameter in model.parameters())
-    cache = 2 * c.n_layer * c.n_kv_head * c.head_size / 1024  # thousands of numbers per token
-    gb = lambda size: human(size, "B")
-    rotation = [c.positions, c.rope_scaling and c.rope_scaling["rope_type"],
-                c.rotary_size and f"{c.rotary_size} of a head's {c.head_size} dimensions",
-                c.window_theta and f"base {c.rope_theta:g}, with a window {c.window_theta:g}",
-                c.unrotated and f"none in {len(c.unrotated)} of {c.n_layer} layers"]
-    windows = [f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
-               for size in sorted({*c.windows} - {0})]
-    norms = [f"{c.norm_at.replace('both', 'before and after')} attention and MLP",
-             c.qk_norm and f"of queries and keys ({c.qk_norm})"]
+    size = sum(file.stat().st_size for file in weight_files(path))
+    schemes = {str(tensor.scheme) for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)}
+    cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
         "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
         "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
         "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
         "context": f"{c.block_size:,} tokens",
-        "positions": f"by {', '.join(filter(None, rotation))}",
-        "windows": ", ".join(windows) or "none",
-        "norms": "; ".join(filter(None, norms)),
-        "parameters": f"{human(count)}: {gb(4 * count)} in float32, {gb(2 * count)} in bfloat16",
-        "weights": f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, "
-                   f"{gb(sum(file.stat().st_size for file in files))}",
-        "quantised": stored and f"{stored[0].scheme}; {len(stored)} weights",
-        "KV cache": f"{cache * 4:.1f} KiB per token in float32, {cache * 2:.1f} KiB in bfloat16",
-        **describe_texts(Path(path), c.vocab_size)}
-    return "\n".join(f"{name:<14}{text}" for name, text in lines.items() if text)
-
-
-def describe_texts(path, vocab_size):
-    """What generate.py takes from a folder beside the weights, and what it lacks there."""
-    lacks = []
-
-    def read(load, *args):
+        "positions": c.rope_scaling["rope_type"] if c.rope_scaling else c.positions,
+        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
+                             for size in sorted({*c.windows} - {0})) or "none",
+        "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
+        "weights": f"{human(size, 'B')}{''.join(f', {scheme}' for scheme in schemes)}",
+        "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
+    for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
         try:
-            return load(*args)
+            lines[name] = tell(Path(path))
         except InputError as error:
-            lacks.append(str(error))
+            lines[name] = str(error)
+    heads = sorted(file.parent.name for file in Path(path).glob("*/heads.json"))
+    lines["draft heads"] = ", ".join(heads) or "none beside it; train_heads.py trains them"
+    return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
 
-    ends, tokenizer = "", "cannot be read"
-    if encoding := read(load_encoding, path):
-        special = {index: text for text, index in encoding.special_tokens.items()}
-        names = lambda ids: " ".join(special.get(index, str(index)) for index in ids)
-        prefix = f", {names(encoding.prefix)} before a prompt" if encoding.prefix else ""
-        tokenizer = f"{encoding.n_vocab:,} tokens{prefix}"
-        if stops := read(chat.stop_tokens, path, encoding):
-            ends = f"{names(stops)} or "
-        if encoding.max_token_value >= vocab_size:
-            lacks.append(f"a tokenizer of {vocab_size} ids, not up to {encoding.max_token_value}")
-    template = read(chat.load_chat_template, path)
-    sampling = read(chat.sampling_defaults, path) or {}
-    sampling = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
-    heads = []
-    for file in sorted(path.glob("*/heads.json")):
-        if found := read(read_record, file):
-            config, record = found
-            steps = record.get("tokens_per_step")
-            steps = f", {steps:.2f} tokens per step" if steps else ""
-            heads.append(f"{file.parent.name}/ ({config.preset}, {config.n_draft} heads{steps})")
-    return {
-        "tokenizer": tokenizer,
-        "chat": f"template of {template.file.name}" if template else "no template, so no --chat",
-        "a text ends": f"at {ends}the end of the context",
-        "sampling": f"{sampling.replace('temperature 0.0', 'greedy')}, unless flags say otherwise",
-        "draft heads": "; ".join(heads) or "none beside it: lookup drafts (train_heads.py)",
-        "generate.py": "lacks " + "; ".join(lacks) if lacks else "has all that it needs"}
+
+def describe_tokenizer(path):
+    encoding = load_encoding(path)
+    special = {index: text for text, index in encoding.special_tokens.items()}
+    names = lambda ids: " ".join(special.get(index, str(index)) for index in ids) or "nothing"
+    return (f"{encoding.n_vocab:,} tokens, {names(encoding.prefix)} before a prompt; "
+            f"a text ends at {names(chat.stop_tokens(path, encoding))}")
+
+
+def describe_chat(path):
+    template = chat.load_chat_template(path)
+    sampling = ", ".join(f"{name} {x}" for name, x in chat.sampling_defaults(path).items())
+    return f"{template.file.name if template else 'no template'}; sampling: {sampling}"

@@ -1,5 +1,4 @@
-"""Quantised Hugging Face folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config). How
-activations are quantised is ignored: they never are here."""
+"""Quantised weights in folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config)."""
 
 import math
 from collections import defaultdict
@@ -11,7 +10,6 @@ import torch.nn as nn
 
 from backends.quantized import Layout, Unpacked, largest_group
 from hf import expect, one_of
-from model import InputError
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where an int32 holds each of 8 neighbours, in units of 4 bits
@@ -19,6 +17,9 @@ PARTS = {  # tensors of a quantised layer: the values, the scales, others
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "fp8": ("weight", "weight_scale_inv")}
+VARIANTS = {  # config.json's key of the version, the versions and the numbers of bits that are read
+    "awq": ("version", ("gemm",), (4,)),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
 IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is not quantised here
 
 
@@ -30,11 +31,9 @@ class Scheme(NamedTuple):
     zero_offset: int = 0    # what the folder subtracted from the zeros
 
     def __str__(self):
-        rows, columns = self.block
+        rows, columns = (size or "all" for size in self.block)
         shared = f"groups of {columns}" if rows == 1 else f"blocks of {rows} x {columns}"
-        if columns is None:
-            shared = "a scale per row" if rows == 1 else "one scale per tensor"
-        return f"{self.method}: {self.bits} bits{' (e4m3)' * (self.method == 'fp8')}, {shared}"
+        return f"{self.method}: {self.bits} bits, {shared}"
 
 
 def read_scheme(config):
@@ -42,21 +41,12 @@ def read_scheme(config):
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
-    expect(method != "compressed-tensors", "the checkpoint is quantised by compressed-tensors, "
-           "which is not read; docs/models.md says how to unpack it")
     one_of("quantization_config's quant_method", method, PARTS)
     if method == "fp8":
-        block = config.get("weight_block_size")
-        return Scheme(method, 8, (None, None) if block is None else read_block(block))
-    if method == "awq":
-        one_of("awq's version", str(config.get("version", "gemm")).lower(), ("gemm",))
-        one_of("awq's zero_point", config.get("zero_point", True), (True,))
-        bits = one_of("awq's bits", config.get("bits", config.get("w_bit")), (4,))
-        columns = config.get("group_size", config.get("q_group_size", 128))
-        return Scheme(method, bits, read_block([1, columns]))
-    version = config.get("checkpoint_format", "gptq")
-    one_of("gptq's checkpoint_format", version, ("gptq", "gptq_v2"))
-    bits = one_of("gptq's bits", config.get("bits"), (4, 8))
+        return Scheme(method, 8, read_block(config.get("weight_block_size") or [-1, -1]))
+    key, versions, sizes = VARIANTS[method]
+    version = one_of(f"{method}'s {key}", str(config.get(key, versions[0])).lower(), versions)
+    bits = one_of(f"{method}'s bits", config.get("bits"), sizes)
     block = read_block([1, config.get("group_size", 128)])
     return Scheme(method, bits, block, zero_offset=int(version == "gptq"))
 
@@ -66,13 +56,11 @@ def read_block(block):
     is_size = lambda size: type(size) is int and (size > 0 or size == -1)
     expect(isinstance(block, list) and len(block) == 2 and all(map(is_size, block)),
            f"a group or block must have whole sizes above 0, or -1, not {block!r}")
-    rows, columns = block
-    return rows, None if columns == -1 else columns
+    return tuple(None if size == -1 else size for size in block)
 
 
 class QuantizedTensor(NamedTuple):
-    """A layer's weight, stored in several tensors. The first four fields are those of the
-    checkpoint's StoredTensor: to the rest of the reader it is a plain tensor [N, C]."""
+    """A layer's weight [N, C] in several tensors; a StoredTensor to the rest of the reader."""
     file: Path
     shape: tuple
     dtype: torch.dtype
@@ -148,41 +136,35 @@ def combine(path, tensors, scheme):
             combined[name] = tensor
     expect(layers, f"{path}: config.json says that it is quantised ({scheme}), but no tensor is "
            f"called {scales}; fetch the checkpoint again")
-    for stem, parts in layers.items():
-        try:
-            combined[f"{stem}.weight"] = combine_layer(stem, parts, scheme)
-        except InputError as error:
-            raise InputError(f"{parts[scales].file}: {stem} {error}") from None
-    return combined
+    return combined | {f"{stem}.weight": combine_layer(stem, parts, scheme)
+                       for stem, parts in layers.items()}
 
 
 def combine_layer(stem, parts, scheme):
     """{part: StoredTensor} of a layer -> QuantizedTensor."""
     values, scales, *_ = PARTS[scheme.method]
-    expect(values in parts and len(parts[values].shape) == 2,
-           f"has {scales}, but no {values} of two dimensions; fetch it again")
+    what = f"{parts[scales].file}: {stem}"
+    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
+    expect(not missing, f"{what} lacks {' '.join(missing)}, which {scheme} has")
+    expect(len(parts[values].shape) == 2, f"{what}.{values} should have two dimensions")
     first, second = parts[values].shape
     fields = 32 // scheme.bits  # in an int32
     N, C = {"awq": (second * fields, first), "gptq": (second, first * fields),
             "fp8": (first, second)}[scheme.method]
     rows, columns = (size or max(N, C) for size in scheme.block)
-    expect(rows != 1 or C % (scheme.block[1] or C) == 0,
-           f"has {C} inputs, which groups of {columns} do not divide")
     R, G = -(-N // rows), -(-C // columns)
     int32, floats = (torch.int32,), (torch.float16, torch.bfloat16, torch.float32)
     expected = dict(qweight=((first, second), int32), qzeros=((G, N // fields), int32),
                     scales=((G, N), floats), g_idx=((C,), int32),
                     weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
-    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
-    expect(not missing, f"lacks {' '.join(missing)}, which {scheme} has")
     without_ones = lambda sizes: [size for size in sizes if size != 1]
     for name, part in parts.items():
         shape, dtypes = expected[name]
         expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
-               f"has {part.dtype} {part.shape} as {name}, where {scheme} has {dtypes[0]} {shape}")
+               f"{what}.{name} is {part.dtype} {part.shape}, not {dtypes[0]} {shape} ({scheme})")
     group = 0 if columns >= C else largest_group(math.gcd(C, columns))
-    expect(group is not None,
-           f"has {C} inputs in groups of {columns}; groups of 128, 64 or 32 are supported")
+    expect(group is not None, f"{what}: {C} inputs in groups of {columns} are not supported; "
+           "groups of 128, 64 or 32 are")
     layout = Layout("e4m3" if scheme.method == "fp8" else f"int{scheme.bits}", group,
                     parts[scales].dtype, scheme.method != "fp8")
     return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)

@@ -40,7 +40,7 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
     tk.save(tmp_path, tk.byte_level(corpus, tk.BYTE_LEVEL))
     tk.write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
     encoding = tokenizer.load_encoding(tmp_path)
-    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json", "eos_token_id")
+    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path, "generation_config.json", "eos_token_id")
     tk.write(tmp_path, {"generation_config.json": "{"})
     tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
 
