@@ -1,7 +1,8 @@
-"""A folder's tokenizer.json, which the tokenizers package reads. tiktoken, which is faster, encodes
-for a byte-level BPE whose pattern stands below."""
+"""A folder's tokenizer. The tokenizers package reads a tokenizer.json; transformers makes one of
+older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below."""
 
 import hashlib
+import importlib
 import json
 from pathlib import Path
 
@@ -63,7 +64,8 @@ class Encoding:
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text, special tokens only with "all". A lone surrogate counts as U+FFFD."""
+        """The ids of a text, in which special tokens are found with allowed_special="all". A lone
+        surrogate counts as U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = allowed_special == "all"
         normalizer = self.package.normalizer
@@ -78,7 +80,8 @@ class Encoding:
             raise InputError(f"{self.file}: it has no token for this text ({error})") from error
 
     def decode(self, ids):
-        """The text of ids; an id without a token has none. Some decoders drop a leading space."""
+        """The text of ids. An id without a token gives nothing. It may take a space off the start
+        of a text, as the folder's own tokenizer does."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
 
     def stream(self, stop_texts=()):
@@ -86,12 +89,13 @@ class Encoding:
 
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt: transformers' encode(text), except that nothing follows the text."""
+    """The ids of a prompt, special tokens and `encoding.prefix` included: those of transformers'
+    encode(text), except that nothing follows the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
 def end_of_text(encoding):
-    """The id that separates documents."""
+    """The id that separates documents: the first of SEPARATORS that the encoding has."""
     found = [text for text in SEPARATORS if text in encoding.special_tokens]
     expect(found, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
     return encoding.special_tokens[found[0]]
@@ -99,16 +103,20 @@ def end_of_text(encoding):
 
 class TextStream:
     """Text from token ids as they come: whole characters, and no part of a stop text. In total it
-    is what `decode` gives, and a space that some decoders take off the start."""
+    is what decoding all ids at once gives, except for a space that some decoders take off its
+    start. encoding: any object with encode and decode. stopped: whether a stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
         self.stop_texts = stop_texts
-        self.stopped = False  # whether a stop text has come
+        self.stopped = False
         self.held = ""  # text that may be the beginning of a stop text
-        self.context = encoding.encode("a")  # after any text a space stays
+        self._continue_after(encoding.encode("a"))  # after any text a space stays
+
+    def _continue_after(self, context):
+        self.context = context
         self.pending = []  # ids that are decoded after those of the context
-        self.shown = len(self.decode(self.context))  # characters of both that have been given
+        self.shown = len(self.decode(context))  # characters of both that have been given
 
     def feed(self, tokens):
         """The text that these further ids complete."""
@@ -126,9 +134,7 @@ class TextStream:
         new = complete[self.shown:]
         self.shown += len(new)
         if new and complete == text:
-            self.context = self.pending
-            self.pending = []
-            self.shown = len(self.decode(self.context))
+            self._continue_after(self.pending)
         return new
 
     def _release(self, text):
@@ -148,13 +154,24 @@ class TextStream:
 def load_encoding(path):
     """The Encoding of a Hugging Face folder. No code of the folder is run."""
     file = Path(path) / "tokenizer.json"
-    expect(file.exists(), f"{file}: no such file; transformers writes one: from_pretrained and "
-           "save_pretrained of AutoTokenizer, or for a tokenizer.model of PreTrainedTokenizerFast")
+    older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
-        return Encoding(file, read_json(file))
+        if file.exists() or not older:
+            return Encoding(file, read_json(file))
+        import transformers
+        reader = transformers.AutoTokenizer
+        if older[0] == "tokenizer.model":  # whatever its class, such as Baichuan's
+            for package in ("sentencepiece", "google.protobuf"):
+                importlib.import_module(package)
+            reader = transformers.PreTrainedTokenizerFast
+        tokenizer = reader.from_pretrained(file.parent, trust_remote_code=False)
+        return Encoding(file, json.loads(tokenizer.backend_tokenizer.to_str()))
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the package's panics are not Exceptions
+    except ImportError as error:
+        raise InputError(f"{file}: no such file; {older[0]} takes pip install transformers "
+                         f"sentencepiece protobuf ({error})") from None
+    except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 

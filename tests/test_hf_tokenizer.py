@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 import tokenizers
@@ -351,3 +352,49 @@ def test_what_the_post_processor_puts_after_a_text_is_left_out(corpus, tmp_path)
 
 def token(text):
     return {"__type": "AddedToken", **added(0, text)} | {"id": None}
+
+
+@pytest.mark.parametrize("kind, pattern, config, prefix", [
+    ("GPT2Tokenizer", BYTE_LEVEL, {"additional_special_tokens": ["<|im_end|>"]}, []),
+    ("GPT2TokenizerFast", BYTE_LEVEL, {"add_bos_token": True, "bos_token": EOT, "eos_token": "<|im_end|>"}, [0]),
+    ("Qwen2Tokenizer", split_form(QWEN_PATTERN), {"added_tokens_decoder": {
+        "700": added(700, "<|im_start|>"), "1": added(1, "<|im_end|>")}}, []),
+])
+def test_vocab_and_merges_give_the_ids_of_transformers(kind, pattern, config, prefix, corpus, tmp_path):
+    model = byte_level(corpus, pattern)["model"]
+    merges = "\n".join(" ".join(merge) for merge in model["merges"])
+    folder_of(tmp_path, None, {"tokenizer_class": kind} | config,
+              {"vocab.json": json.dumps(model["vocab"]), "merges.txt": f"#version: 0.2\n{merges}\n"})
+    reference, encoding = auto_tokenizer(tmp_path), load_encoding(tmp_path)
+    assert encoding.bpe and encoding.special_tokens[EOT] == 0 and encoding.prefix == prefix
+    for text in random_texts(100, 3, encoding.special_tokens):
+        assert encode_prompt(encoding, text) == reference.encode(text), ascii(text)
+
+
+@pytest.mark.parametrize("config, prefix", [
+    ({}, []), ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>"}, [1]),
+    ({"tokenizer_class": "BaichuanTokenizer", "add_bos_token": False,
+      "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]}}, [])])
+def test_tokenizer_model_alone_gives_sentencepieces_ids(config, prefix, corpus, tmp_path):
+    """Catches Baichuan's folder, whose tokenizer is code of its own, refused or run."""
+    for package in ("transformers", "google.protobuf"):
+        pytest.importorskip(package, reason="a tokenizer.model is read by optional packages")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(corpus).split("\n")), model_prefix=str(tmp_path / "tokenizer"), vocab_size=700,
+        minloglevel=2, model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False,
+        normalization_rule_name="identity", split_digits=True, allow_whitespace_only_pieces=True)
+    (tmp_path / "tokenization_baichuan.py").write_text("raise SystemExit")
+    encoding = load_encoding(folder_of(tmp_path, None, config))
+    model = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert encoding.prefix == prefix and encoding.special_tokens["</s>"] == 2
+    for text in random_texts(100, 8):
+        if not {*"<▁"} & {*text}:
+            assert encoding.encode(text) == model.encode(text), ascii(text)
+            assert encoding.decode(model.encode(text)) == model.decode(model.encode(text)), ascii(text)
+
+
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    write(tmp_path, {"tokenizer.model": b"\x0a\x0e"})
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    refusal(lambda: load_encoding(tmp_path), "pip install transformers sentencepiece protobuf", tmp_path)
