@@ -435,9 +435,8 @@ class Engine:
         return bool(self.waiting or self.prefilling or self.running)
 
     def add(self, prompt, max_new_tokens, stop=(), encoding=None, index=0):
-        """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens. stop,
-        encoding: see `generate`. index: the sequence's number, of which the noise is a function.
-        Raises InputError for what cannot be decoded."""
+        """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens.
+        index: the number of which the noise is a function. The rest as in `generate`."""
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
@@ -548,9 +547,8 @@ class Engine:
         return plan, results
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None):
-        """Adds the prompts and steps until all texts have ended -> `Output`. stop, encoding: see
-        `generate`. on_step(sequence, tokens, path, plan) is called with each result of `step`.
-        Raises InputError as `add` does, Interrupted on Ctrl-C."""
+        """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
+        each result of `step`. Raises InputError as `add` does, Interrupted on Ctrl-C."""
         output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
                         batch_size=self.decoder.batch_size)
         started = time.perf_counter()
@@ -709,8 +707,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
             batch_size=None, graph=True, policy=None, **sampling):
-    """The Engine that `generate` runs, with the same arguments. policy: what selects each step's
-    plan, default as tree_size says."""
+    """The Engine that `generate` runs, of the same arguments. policy: default as tree_size says."""
     sampling = Sampling(**sampling)
     if not prompts:
         raise InputError("no prompt was given; give at least one")

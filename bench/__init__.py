@@ -33,17 +33,16 @@ def finish(args, result):
     folders only the names are kept: records are published."""
     from model import atomic_write
     out = vars(args).pop("out")
-    line = json.dumps(names_only(vars(args)) | result | dict(machine=machine()))
+    flags = {name: name_only(value) for name, value in vars(args).items()}
+    line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)
     if out:
         atomic_write(out, lambda tmp: Path(tmp).write_text(line + "\n"))
 
 
-def names_only(value):
-    if isinstance(value, dict):
-        return {key: names_only(one) for key, one in value.items()}
+def name_only(value):
     if isinstance(value, list):
-        return list(map(names_only, value))
+        return list(map(name_only, value))
     return Path(value).name if isinstance(value, (str, Path)) else value
 
 

@@ -131,7 +131,6 @@ class Session:
     """What generate.py's command line was asked for, loaded."""
 
     def __init__(self, args, conversations, group):
-        """conversations: the prompts, from `read_prompts`."""
         self.args = args
         self.group = group
         self.conversations = conversations
@@ -183,8 +182,7 @@ class Session:
         return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
 
     def engine(self, prompts, max_new_tokens=None, **options):
-        """The Engine for these prompts, by the flags and `options` of `generate.prepare`. Sets
-        torch's number of threads."""
+        """The Engine for these prompts, by the flags and `options`. Sets the number of threads."""
         args = self.args
         flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
                      beams=args.beams, batch_size=args.batch_size,
@@ -199,8 +197,7 @@ class Session:
 
 
 def sampling_flags(args):
-    """The flags that say how to sample. Those not given are as the folder says; a line on standard
-    error says which."""
+    """How to sample: as the flags say, else as the folder does, of which a line is printed."""
     dashed = lambda name: name.replace("_", "-")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)

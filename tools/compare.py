@@ -43,10 +43,8 @@ def first_difference(model, prompts, ours, plain, **sampling):
     """The first token where two outputs differ: None, or (prompt, position, gap, kind).
 
     gap: how far the worse of the two tokens is below the best score there (logit, or logit /
-    temperature + noise). kind is "tie" when the gap is within rounding of the model's dtype, so
-    that the order of summation may decide, else "bug"; in bfloat16 from packed weights, where the
-    order decides nothing, always "bug". Where one text just ends earlier, gap is None and kind is
-    "bug"."""
+    temperature + noise), None where one text just ends earlier. kind: "tie" when the gap is within
+    rounding of the model's dtype, else "bug"; always that where decoding is exact."""
     for i, (prompt, a, b) in enumerate(zip(prompts, ours, plain)):
         shorter = min(len(a), len(b))
         first = next((j for j in range(shorter) if a[j] != b[j]), shorter)

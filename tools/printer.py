@@ -85,8 +85,7 @@ class Printer:
             print(f"\r{ended} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
 
     def report(self, output):
-        """Prints what the flags ask for beside the texts: statistics, trees, times, a comparison,
-        or all of it as json."""
+        """Prints what the flags ask for beside the texts, or all of it as json."""
         session = self.session
         args = session.args
         finished = None not in output.ended

@@ -16,8 +16,7 @@ SPARE = 1024  # tokens that a conversation may grow by before its caches are mad
 
 def converse(session):
     """Reads a line, prints the model's text, and so on to the end of the input. With a chat
-    template the lines are turns of a conversation, else each is a prompt by itself. The engine
-    keeps its cache: what turns have in common is computed once."""
+    template the lines are turns of a conversation, else each is a prompt by itself."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited

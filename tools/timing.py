@@ -14,9 +14,8 @@ PREFIX = 256  # tokens in the cache while a step is timed
 
 def seconds(body, device, group=None):
     """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on
-    CUDA the mean of calls back to back, the fastest of some rounds. Takes about a tenth of a
-    second, or three rounds of what is slower. group: the ranks that run body() together; the
-    result is rank 0's."""
+    CUDA the mean of calls back to back, the fastest of some rounds. Takes about 0.1 s, or three
+    rounds of what is slower. group: the ranks that run body() together; rank 0's time counts."""
     group = group or Group()
     calls = 10 if device.type == "cuda" else 1
 
@@ -45,8 +44,7 @@ def copy_bandwidth(device):
 @torch.inference_mode()
 def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
     """A `Decoder` of one plan that can step forever: its slots are idle, with PREFIX tokens in the
-    cache, or fewer where `capacity`, the most that a sequence will have, is less. options: the
-    Decoder's."""
+    cache, or `capacity` where that is less. options: the Decoder's."""
     capacity = min(capacity, PREFIX + 1, model.config.block_size)
     decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
