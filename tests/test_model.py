@@ -96,7 +96,7 @@ def test_a_folder_can_be_looked_at(checkpoint):
     """The command line, in a process of its own."""
     said = subprocess.run([sys.executable, "model.py", str(checkpoint)], cwd=ROOT, capture_output=True, text=True)
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
-    assert said.returncode == 0 and f"parameters    {parameters / 1e3:.1f} k: " in said.stdout, said.stderr
+    assert said.returncode == 0 and f"parameters    {parameters / 1e3:.1f} k\n" in said.stdout, said.stderr
 
 
 @pytest.mark.parametrize("number, unit, said", [
