@@ -43,6 +43,11 @@ def test_at_most_five_plans(toy, heads, lookup):
         assert plans[1].head_nodes and not plans[1].lookup_tokens
 
 
+def test_heads_that_are_not_worth_their_reading_are_left_out(toy):
+    """Bug: large batches of sampled text in which heads read in every step and never draft."""
+    assert all(plan.head_nodes == 0 for plan in draft_plans(toy, Heads(), True, 32, 1.0))
+
+
 @pytest.mark.parametrize("tokens", [3, 20, 97])
 def test_a_text_finds_what_lookups_kernel_copies(tokens):
     """Catches another source than the kernel's, and a match of another length."""

@@ -34,8 +34,7 @@ class Drafts:
         return tree
 
     def show(self, sequence, tokens, path, plan):
-        """Adds a result of `Engine.step` to `steps`. The last emitted token is the model's own,
-        unless the text ended before it."""
+        """Adds a result of `Engine.step` to `steps`."""
         index = sequence.index
         tree = self.trees[index]
         self.counts[index] += 1

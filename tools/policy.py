@@ -59,6 +59,8 @@ def draft_plans(model, heads, lookup, batch_size, temperature):
     best = max(trees, key=rate)
     if not lookup:
         return DraftPlan(), best
+    if rate(best) < rate(DraftPlan()):  # as in large sampled batches: reading alone would cost
+        return draft_plans(model, None, True, batch_size, temperature)
     both = [DraftPlan(best.head_nodes, n) for n in CHAINS]
     return DraftPlan(), best, DraftPlan(0, long), *both
 
