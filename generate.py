@@ -326,8 +326,7 @@ class Decoder:
         self.slots.cache.lengths.zero_()
 
     def run_first(self, n):
-        """Steps run the first n slots alone from now on: `slots` are views of the buffers. Never
-        fewer than all with a graph, whose tensors must stay where they are."""
+        """Steps run the first n slots alone from now on; all with a graph, which holds tensors."""
         self.slots = self.buffers.first(n)
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
 

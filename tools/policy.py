@@ -43,12 +43,12 @@ def expected_tokens(tables, tree_size, temperature):
 def guessed_cost(model, heads, plan, batch_size):
     """Duration of a step, relative to a plain one of one sequence."""
     depths = min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-    return 1 + ROW.get(model.device.type, 0.06) * (batch_size * plan.tree_size - 1) + HEAD * depths
+    row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
+    return 1 + row * (batch_size * plan.tree_size - 1) + HEAD * depths
 
 
 def draft_plans(model, heads, lookup, batch_size, temperature):
-    """The plans to select among, at most five: plain decoding, the best tree of the heads, chains
-    of lookup, and both together."""
+    """At most five plans to select among: plain, the heads' best tree, lookup alone, and both."""
     short, long = CHAINS
     if not heads:
         return (DraftPlan(), DraftPlan(0, long), DraftPlan(0, short)) if lookup else (DraftPlan(),)
@@ -179,8 +179,9 @@ def choose_threads(decoder):
     """Sets torch's number of threads: one, unless as many as it has now are quicker. Means count,
     not the quickest steps: where other work runs, threads wait for one another."""
     most = torch.get_num_threads()
-    counts = cpu.same_bits(decoder.model, sorted({1, most}))
-    if len(counts) == 1 or decoder.model.device.type != "cpu" or group_of(decoder.model).size > 1:
+    on_cpu = decoder.model.device.type == "cpu" and group_of(decoder.model).size == 1
+    counts = cpu.same_bits(decoder.model, sorted({1, most})) if on_cpu else []
+    if len(counts) < 2:
         return
     torch.set_num_threads(1)
     step_seconds(decoder)  # the first one takes longer
