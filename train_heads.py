@@ -2,6 +2,7 @@
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
     python train_heads.py --preset medusa --out out/medusa
+    python train_heads.py --model DIR --data self --out out/heads    # on texts the model writes
     python train_heads.py --model DIR --data my_texts/ 'chats/*.jsonl.gz' --out out/heads
     torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
@@ -17,6 +18,7 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo is reported
 
 import contextlib
 import gc
+import hashlib
 import json
 import signal
 import time
@@ -31,11 +33,12 @@ from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
 from tools.flags import DEMO
-from training import common, data
+from training import common, data, writing
 from training.corpus import SPLITS
-from training.evaluate import measure, record
-from training.flags import KEEP, RUN_FILE, SAVED, STATE_FILE, TRAINING
-from training.loss import guess_masks, head_losses, teacher_forced
+from training.evaluate import SECONDS, measure, record
+from training.flags import KEEP, RUN_FILE, SAVED, SELF, STATE_FILE, TRAINING
+from training.loss import guess_masks, head_losses, run_heads, run_model
+from training.states import store_states
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -55,7 +58,7 @@ class Run:
         self.heads = heads.to(heads.model.device)
         self.step = state["step"] if state else 0
         self.log = state["log"] if state else []  # of log.jsonl
-        self.saved = time.monotonic()
+        self.began = self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
         self.dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16  # of products
@@ -70,14 +73,13 @@ class Run:
             self.wrapped = DistributedDataParallel(heads, forward_sync_buffers=False,
                                                    gradient_as_bucket_view=True)
 
-    def train(self, corpus, own=None):
-        """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code.
-        own: Tokens that the model wrote, for --self-distill-ratio of the windows."""
+    def train(self, corpus):
+        """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code."""
         a = self.args
         show = common.progress(self.step, a.steps, a.batch_size * a.block_size, self.group.print)
         with common.noted_signals() as signals:
             while self.step < a.steps and not self.interrupted(signals):
-                loss, accuracies = self.train_step(*self.batch(corpus, own))
+                loss, accuracies = self.train_step(*self.batch(corpus))
                 if self.step % SHOW_EVERY == 0 or self.step == a.steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
@@ -97,19 +99,16 @@ class Run:
         shown = " ".join(map("{:.3f}".format, accuracies))
         show(self.step, f"loss {loss:.3f}  accuracy {shown}")
 
-    def batch(self, corpus, own):
+    def batch(self, corpus):
         """This process's part of the step's windows."""
         a, group = self.args, self.group
-        due = lambda step: int(a.self_distill_ratio * a.batch_size * step)  # own ones up to a step
-        n = due(self.step + 1) - due(self.step) if own else 0
-        parts = [(corpus, a.batch_size - n), (own, n)] if n else [(corpus, a.batch_size)]
         seed = a.seed * 1_000_003 + self.step  # each step has windows of its own
-        return data.window_batch(parts, a.window, seed, self.heads.model.device,
-                                 slice(group.rank, None, group.size))
+        return data.window_batch(corpus, a.batch_size, a.window, seed, self.heads.model.device,
+                                 slice(group.rank, None, group.size), self.heads.model.dtype)
 
-    def train_step(self, ids, loss_mask, documents):
+    def train_step(self, *windows):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
-        losses, accuracies = self.losses(ids, loss_mask, documents)
+        losses, accuracies = self.losses(*windows)
         loss = sum(HEAD_WEIGHT ** i * head_loss for i, head_loss in enumerate(losses))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
@@ -119,14 +118,17 @@ class Run:
         self.step += 1
         return loss.detach(), accuracies
 
-    def losses(self, ids, loss_mask, documents):
+    def losses(self, ids, loss_mask, documents, teacher):
         """A batch of windows -> (losses in nats, head accuracies), each [K], over all processes.
         Only this process's part of a loss has a gradient, times their number: DDP divides by it."""
-        group = self.group
-        hidden, outputs = teacher_forced(self.heads, ids, documents, self.autocast, self.wrapped)
+        group, heads = self.group, self.heads
+        if teacher is None:  # no states are stored
+            teacher = run_model(heads.model, ids, documents, self.dtype, self.autocast)
+        with self.autocast:
+            outputs = run_heads(heads, teacher, ids, documents, self.wrapped)
         guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-        sums, hits = head_losses(self.heads.model, outputs, hidden, ids, guess_mask,
-                                 self.args.objective, self.dtype)
+        sums, hits = head_losses(heads, outputs, teacher, ids, guess_mask, self.args.objective,
+                                 self.dtype)
         count = group.all_reduce(guess_mask.sum(dim=(1, 2)).float()).clamp(min=1)
         losses = sums / count
         total = group.all_reduce(losses.detach().clone())
@@ -169,37 +171,72 @@ def data_record(paths, key):
 
 
 def prepare(args, group):
-    """All that can go wrong before the first step -> (Run, training Tokens, Tokens of the model's
-    own text or None). Process 0 tokenises; all map the file."""
+    """All that can go wrong before the first step -> (Run, training Tokens). Process 0 tokenises;
+    all map the file."""
     out = Path(args.out)
     state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
     template = load_chat_template(args.model)
+    if args.data is None and template:
+        args.data = [SELF]
+    if args.data and args.data[0] == SELF:
+        args.data = [write_texts(args, group, template)]
     heads, encoding = common.load_for_training(args, group)
     check_block_size(args, heads)
+    home = data.home(args.data, args.out, model_hash(heads.model))
 
     def prepare_text():
         if args.batch_size % group.size:
             raise InputError(f"the batch size is that of all {group.size} processes together, but "
                              f"they do not divide {args.batch_size}; take a multiple")
-        args.key = data.tokens_key(args.data, encoding, template)
-        identity = [model_hash(heads.model), args.key]
+        key = data.tokens_key(args.data, encoding, template)
+        identity = [model_hash(heads.model), key]
         if state and state["identity"] != identity:
             raise InputError(f"{out} holds a run with another model or other data (hashes "
                              f"{state['identity']}, now {identity}): --resume needs the same")
-        stored = data.store_tokens(out / data.FILE, args.key, args.data, encoding, template)
-        for leftover in out.glob("*.tmp*"):  # of a run that was killed while it saved
+        stored = data.store_tokens(home / data.FILE, key, args.data, encoding, template)
+        for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # of a run that was killed
             leftover.unlink()
         for split in SPLITS:  # raises where there is too little text
-            data.window_batch([(stored[split], 1)], args.window, 0, "cpu")
-        own = data.own_text(args, heads.model, stored, stop_tokens(args.model, encoding))
-        return args.key, args.self_distill, own
-    args.key, args.self_distill, own = group.on_first(prepare_text)
+            data.window_batch(stored[split], 1, args.window, 0, "cpu")
+        return key
+    args.key = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, state)
-    corpus = data.open_tokens(out / data.FILE)["train"]
+    corpus = data.open_tokens(home / data.FILE)["train"]
+    if args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
+        corpus = corpus._replace(states=stored_states(run, corpus, home))
     if not state or args.draft_vocabulary != KEEP:
         n = None if args.draft_vocabulary == KEEP else args.draft_vocabulary
-        data.set_draft_vocabulary(heads, corpus.ids, n, group.print)
-    return run, corpus, own
+        data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], n, group.print)
+    return run, corpus
+
+
+def write_texts(args, group, template):
+    """Lets the model write texts, in the dtype that it decodes in -> their folder."""
+    model, encoding = load_model(args)
+    folder = Path(args.out) / SELF
+    goal = args.self_tokens or args.steps * args.batch_size * (args.block_size or 256) // 4
+    questions = data.questions(args.data[1:]) if args.data[1:] else None
+    stop = stop_tokens(args.model, encoding)
+    writer = writing.Writer(folder, model, encoding, template, stop, args.seed, questions,
+                            group.print)
+    group.on_first(writer.claim)
+    group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
+    writer.write(goal, group.rank, group.size)
+    group.barrier()
+    return str(folder.absolute())
+
+
+def stored_states(run, corpus, home):
+    """The frozen model's states for the training Tokens, which are read more than once."""
+    model, group = run.heads.model, run.group
+    name = hashlib.sha256(repr([model_hash(model), run.args.key]).encode()).hexdigest()[:16]
+    file = home / f"states-{name}.npy"
+
+    def remove_others():
+        for other in set(home.glob("states-*.npy")) - {file}:
+            other.unlink()
+    group.on_first(remove_others)
+    return store_states(file, model, corpus, group, run.autocast, run.dtype)
 
 
 def check_block_size(args, heads):
@@ -215,10 +252,11 @@ def finish(run):
     """Measures the trained heads, and prints how to use them. Process 0 does so alone, but all hold
     together a model that was sharded for training."""
     args, group = run.args, run.group
-    args.data = None  # as they are in --out
     args.draft_vocabulary = KEEP
     args.batch_size //= group.size
-    args.dtype = str(run.heads.model.dtype).removeprefix("torch.")
+    if args.dtype != "float32":
+        args.dtype = None  # that of decoding
+    seconds = max(SECONDS, (time.monotonic() - run.began) / 10)
     run.heads = run.wrapped = run.optimizer = None  # frees the model
     gc.collect()  # FSDP's parts refer to each other
     if args.shard_base:
@@ -228,7 +266,7 @@ def finish(run):
         if group.rank:
             return
         group = tensor_parallel.Group()
-    evaluate(args, group)
+    evaluate(args, group, seconds)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     prompt = '--prompt "def fibonacci(n):"'
     if load_chat_template(args.model):
@@ -236,7 +274,7 @@ def finish(run):
     group.print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
 
 
-def evaluate(args, group):
+def evaluate(args, group, seconds=SECONDS):
     """Measures the heads in --out, and adds that to their record. All processes hold the model."""
     model, encoding = load_model(args, group, packed=False)
     heads = CloverHeads.from_pretrained(args.out, model, encoding.hash)
@@ -247,9 +285,11 @@ def evaluate(args, group):
     load_split, measured_on = evaluation_data(args, heads, encoding, group.print)
     chosen = args.draft_vocabulary != KEEP
     if chosen:
-        data.set_draft_vocabulary(heads, load_split("train").ids, args.draft_vocabulary,
+        train = load_split("train")
+        data.set_draft_vocabulary(heads, train.ids[train.loss_mask], args.draft_vocabulary,
                                   group.print)
-    results = measure(heads, load_split("heldout"), args.batch_size, args.block_size, group.print)
+    results = measure(heads, load_split("heldout"), args.batch_size, args.block_size, seconds,
+                      group.print)
     if group.rank == 0:
         record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on), chosen)
 
@@ -260,9 +300,10 @@ def evaluation_data(args, heads, encoding, log):
     training = heads.info.get("training", {})
     names, key = training.get("data"), training.get("key")
     if args.data is None:
-        with contextlib.suppress(InputError):
-            stored = data.open_tokens(Path(args.out) / data.FILE)
-            return stored.get, dict(data=names, key=stored["key"])
+        for home in (Path(args.out), Path(args.out) / SELF):
+            with contextlib.suppress(InputError):
+                stored = data.open_tokens(home / data.FILE)
+                return stored.get, dict(data=names, key=stored["key"])
         if names != STANDARD_LIBRARY:
             names = " ".join(names or ["data that heads.json does not name"])
             raise InputError(f"{args.out}: these heads were trained on {names}, whose tokens are "
@@ -272,6 +313,11 @@ def evaluation_data(args, heads, encoding, log):
     if measured_on["key"] != key:
         log(f"measuring on {' '.join(args.data or [STANDARD_LIBRARY])}, which is not or no longer "
             "what the heads were trained on")
+    home = data.home(args.data, args.out, heads.info["base"]["weights"])
+    with contextlib.suppress(InputError):
+        stored = data.open_tokens(home / data.FILE)
+        if stored["key"] == measured_on["key"]:
+            return stored.get, measured_on
     return lambda split: data.load_tokens(args.data, encoding, split, template), measured_on
 
 
@@ -279,13 +325,13 @@ def main(args):
     group = tensor_parallel.start(args)
     if args.evaluate:
         return evaluate(args, group)
-    run, corpus, own = prepare(args, group)
+    run, corpus = prepare(args, group)
     parameters = sum(p.numel() for p in run.heads.parameters())
     group.print(f"{args.preset} heads: {human(parameters)} parameters; "
                 f"{human(len(corpus.ids))} training tokens")
     if not run.step:
         run.save()  # so that --resume has something to continue from
-    interrupted = run.train(corpus, own)
+    interrupted = run.train(corpus)
     run.save()  # before the evaluation, so that Ctrl-C there loses nothing
     if interrupted:
         group.print(f"\ninterrupted at step {run.step}; --resume goes on from here")

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,7 +128,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_heads.Run, "train_step", unwaiting)
     start = start_accuracy(checkpoint, texts, "clover")
-    flags = ["--device", "cuda", "--steps", "60", "--self-distill", "8", "--dtype", dtype]
+    flags = ["--device", "cuda", "--steps", "60", "--dtype", dtype]
     found = run(checkpoint, texts, tmp_path, *flags)
     assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
     assert found["tokens_per_step"] >= 1 and set(found["acceptance"]) == {"0", "1"}
@@ -237,7 +236,7 @@ def run_killed(left, flags):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
         return wrapped
-    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "teacher_forced"),
+    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "run_heads"),
                         (torch.optim.AdamW, "step")):
         setattr(where, name, mortal(getattr(where, name)))
     train_heads.SAVE_EVERY = 0.0  # after each step
@@ -349,17 +348,16 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
     flags = ["--model", checkpoint, "--data", texts, chats, "--steps", "12", "--dtype", "float32"]
-    for name, more in (("two", ["--self-distill", "4"]), ("sharded", ["--shard-base"])):
+    for name, more in (("two", []), ("sharded", ["--shard-base"])):
         said, nothing = run_two(tmp_path, *flags, "--out", tmp_path / name, *more)
         assert said.count("held-out accuracy") == said.count("tokens per step") == 1 and not nothing
         assert said.count("draft vocabulary: all of 258") == 1 and record(tmp_path / name)["acceptance"]["1"]
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
-    train(*flags, "--out", tmp_path / "one", "--self-distill", "4")
-    train(*flags, "--out", tmp_path / "plain")
-    for name, other in (("one", "two"), ("plain", "sharded")):
-        one, two = losses_of(tmp_path / name), losses_of(tmp_path / other)
+    train(*flags, "--out", tmp_path / "one")
+    for other in ("two", "sharded"):
+        one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / other)
         assert len(one) == 12 and one[-1] < one[0] and two == pytest.approx(one, rel=1e-5)
-        for a, b in zip(trained(tmp_path / name).values(), trained(tmp_path / other).values()):
+        for a, b in zip(trained(tmp_path / "one").values(), trained(tmp_path / other).values()):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
@@ -370,34 +368,12 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
         assert text.startswith(f"process {rank} ends: the batch size ") and text.count("\n") == 1
 
 
-def test_heads_learn_from_what_the_model_writes_itself(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches own text that is not the model's, or not trained on, and a resumed run that sees another."""
-    flags = ["--steps", "8", "--self-distill", "8", "--self-distill-ratio", "0.75", "--dtype", "float32"]
-    window_batch, seen = data.window_batch, []
-    monkeypatch.setattr(data, "window_batch", lambda parts, *given: (
-        seen.append([n for _, n in parts]), window_batch(parts, *given))[1])
-    run(checkpoint, texts, tmp_path / "whole", *flags)
-    assert [n for n in seen if n != [1]] == [[2, 6]] * 8 and capsys.readouterr().out.count("the model wrote") == 2
-    own = data.Tokens(*(x.numpy() for x in torch.load(tmp_path / "whole" / "self_distill.pt")["tokens"]))
-    assert own.loss_mask.all()  # in texts, unlike chats, a prompt is in the loss too
-    documents = [part.tolist() for part in np.split(own.ids, own.starts[1:])]
-    model = GPT.from_pretrained(checkpoint, device="cpu")
-    for some, temperature in ((documents[:4], 0), (documents[4:], 1)):
-        prompts = [text[:10] for text in some]  # of a block of 40
-        out = generate(model, prompts, 45, temperature=temperature, seed=1, stop=[257])
-        assert len(some) == 4 and [*map(list.__add__, prompts, out.tokens)] == some
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "generate", None)  # a resumed run has it in a file
-        run(checkpoint, texts, tmp_path / "whole", "--steps", "9", "--resume")
-    assert seen[-1] == [2, 6]
-
-
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
 def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches heads that learn what users say, and self-distillation that is off by default where it is wanted."""
+    """Catches heads that learn what users say."""
     turn = lambda role, content: dict(role=role, content=content)
     says = lambda i: [turn("user", f"{i}?"), turn("assistant", f"it is {i}, and {i * i}, " * 3)]
     chats = write_lines(tmp_path / "chats.jsonl", (dict(messages=says(i)) for i in range(300)))
@@ -406,10 +382,8 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
     masks, guess_masks = [], train_heads.guess_masks
     monkeypatch.setattr(train_heads, "guess_masks", lambda ids, *given: (
         masks.append((ids, guess_masks(ids, *given)[0])), guess_masks(ids, *given))[1])
-    monkeypatch.setattr(data, "SELF_PROMPTS", 8)
-    run(folder, chats, tmp_path / "out", "--steps", "3", "--self-distill-ratio", "0")
-    said = capsys.readouterr().out
-    assert "the model continues 8 prompts by up to 45 tokens" in said and "--chat --prompt" in said
+    run(folder, chats, tmp_path / "out", "--steps", "3")
+    assert "--chat --prompt" in capsys.readouterr().out
     encoding = load_encoding(checkpoint)
     for ids, head in masks:
         for row, mask in zip(ids, head):
@@ -486,7 +460,7 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_
     for objective in ("data", "distill"):
         run = new_run(model, checkpoint, tmp_path, "--objective", objective)
         run.heads.load_state_dict(heads.state_dict())
-        found[objective], accuracy = run.losses(ids, loss_mask, None)
+        found[objective], accuracy = run.losses(ids, loss_mask, None, None)
     hidden = model(ids)
     whole = model.lm_head(hidden)
     for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the model predicts token t + 2 + i at t + 1 + i
@@ -495,7 +469,7 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_
                                    rtol=1e-4)
         torch.testing.assert_close(found["data"][i], F.nll_loss(logs.flatten(0, 1), ids[:, i + 2:i + 2 + T].flatten()))
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
-    loss, _ = run.train_step(ids, loss_mask, None)
+    loss, _ = run.train_step(ids, loss_mask, None, None)
     torch.testing.assert_close(loss, found["distill"].detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
 
 
@@ -519,7 +493,7 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--draft-vocabulary 7", "--draft-vocabulary takes auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
     ("--resume", "--resume needs a run"),
-    ("--self-distill-ratio 1.5", "--self-distill-ratio: expected"),
+    ("--self-tokens 0", "--self-tokens: expected"),
 ])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
     given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags.split()]

@@ -84,7 +84,7 @@ def train(model, tokens, args):
     show = progress(0, args.steps, args.batch_size * args.block_size, Group().print)
     for step in range(1, args.steps + 1):
         seed = args.seed * 1_000_003 + step - 1  # each step has windows of its own
-        ids, *_ = window_batch([(tokens, args.batch_size)], args.block_size + 1, seed, model.device)
+        ids, *_ = window_batch(tokens, args.batch_size, args.block_size + 1, seed, model.device)
         loss = loss_fn(model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,10 +1,10 @@
-"""Documents into tokens: files mapped into memory, windows, prompts, text that the model writes."""
+"""Documents into tokens: files mapped into memory, windows, prompts."""
 
 import contextlib
 import hashlib
 import itertools
+import json
 import os
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from generate import generate
 from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
 from training.common import load_file, save_file
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
-from training.flags import SELF_PROMPTS
+from training.states import unpack_teacher
+from training.writing import written_by
 
 FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
@@ -32,6 +32,7 @@ class Tokens(NamedTuple):
     ids: np.ndarray        # [N], uint32
     loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
     starts: np.ndarray     # int64, ascending: the offset of each document's first token
+    states: np.ndarray | None = None  # of `training.states`, where the frozen model's are stored
 
 
 def pack(documents):
@@ -58,24 +59,23 @@ def encode_record(record, encoding):
 
 
 def encode_splits(paths, splits, encoding, template=None, log=print):
-    """The documents of `split_records`, encoded by all cores -> ({split: Tokens}, {kind: how many
-    documents})."""
+    """The documents of `split_records`, encoded by all cores -> {split: Tokens}."""
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
-    kinds = Counter()
+    done = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         while chunk := list(itertools.islice(records, CHUNK)):
             encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
             for (split, record), tokens in zip(chunk, encoded):
                 documents[split].append(tokens)
-                kinds[record.kind] += 1
+            done += len(chunk)
             if len(chunk) == CHUNK:
-                log(f"tokenised {kinds.total()} documents")
-    return {split: pack(pairs) for split, pairs in documents.items()}, dict(kinds)
+                log(f"tokenised {done} documents")
+    return {split: pack(pairs) for split, pairs in documents.items()}
 
 
 def load_tokens(paths, encoding, split, template=None):
-    return encode_splits(paths, [split], encoding, template)[0][split]
+    return encode_splits(paths, [split], encoding, template)[split]
 
 
 def tokens_key(paths, encoding, template=None):
@@ -88,21 +88,29 @@ def tokens_key(paths, encoding, template=None):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def home(paths, out, model):
+    """The folder that holds tokens and states: that of texts which this model (its hash) wrote, so
+    that several runs share them, else --out."""
+    if paths and len(paths) == 1 and written_by(paths[0]) == model:
+        return Path(paths[0])
+    return Path(out)
+
+
 def store_tokens(file, key, paths, encoding, template=None, log=print):
     """The `open_tokens` of this `tokens_key`; they are made unless the file holds them."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
-    tokens, kinds = encode_splits(paths, SPLITS, encoding, template, log)
-    arrays = {split: list(map(torch.from_numpy, tokens[split])) for split in SPLITS}
-    save_file(file, dict(key=key, kinds=kinds) | arrays, "make room, or choose another --out")
+    tokens = encode_splits(paths, SPLITS, encoding, template, log)
+    arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
+    save_file(file, dict(key=key) | arrays, "make room, or choose another --out")
     return open_tokens(file)
 
 
 def open_tokens(file):
-    """A token file as a dict: its key, kinds, and the splits' Tokens, mapped into memory."""
-    stored = load_file(file, ("key", "kinds", *SPLITS), mmap=True)
+    """A token file as a dict: its key, and the splits' Tokens, mapped into memory."""
+    stored = load_file(file, ("key", *SPLITS), mmap=True)
     return stored | {split: Tokens(*(x.numpy() for x in stored[split])) for split in SPLITS}
 
 
@@ -123,24 +131,26 @@ def set_draft_vocabulary(heads, ids, n, log=print):
     heads.set_vocabulary(order[:n].tolist())
 
 
-def window_batch(parts, length, seed, device, mine=slice(None)):
-    """Random windows, the same for the same seed: n of each (Tokens, n) in `parts`, of these the
-    slice `mine` -> (ids, int64; loss_mask, bool; documents, int64), each [windows, length].
-    documents: the number of each token's document in its window, from 0; None if all are 0."""
-    batch = []
-    for tokens, n in parts:
-        last = len(tokens.ids) - length
-        if last < 0:
-            raise InputError(f"expected a window of {length} tokens in each split, but one has "
-                             f"only {len(tokens.ids)}; give more text, or a smaller --block-size")
-        starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
-        columns = starts.numpy() + np.arange(length)
-        documents = np.searchsorted(tokens.starts, columns, side="right")
-        batch.append((tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns],
-                      documents - documents[:, :1]))
-    ids, loss_mask, documents = (to_device(np.concatenate(arrays)[mine], device)
-                                 for arrays in zip(*batch))
-    return ids, loss_mask, documents if any(numbers.any() for *_, numbers in batch) else None
+def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
+    """n random windows of `Tokens`, the same for the same seed, of these the slice `mine` -> (ids,
+    int64; loss_mask, bool; documents, int64), each [windows, length], and the `Teacher` of all but
+    the last position in a dtype, or None where no states are stored. documents: the number of each
+    token's document in its window, from 0; None if all are 0."""
+    last = len(tokens.ids) - length
+    if last < 0:
+        raise InputError(f"expected a window of {length} tokens in each split, but one has only "
+                         f"{len(tokens.ids)}; give more text, or a smaller --block-size")
+    starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
+    columns = (starts.numpy() + np.arange(length))[mine]
+    documents = np.searchsorted(tokens.starts, columns, side="right")
+    documents -= documents[:, :1]
+    crosses = documents.any()
+    arrays = tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents
+    ids, loss_mask, documents = (to_device(array, device) for array in arrays)
+    teacher = None
+    if tokens.states is not None:
+        teacher = unpack_teacher(to_device(tokens.states[columns[:, :-1]], device), dtype)
+    return ids, loss_mask, documents if crosses else None, teacher
 
 
 def to_device(array, device):
@@ -148,6 +158,23 @@ def to_device(array, device):
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
+
+
+def read_messages(line):
+    return corpus.check_messages(json.loads(line).get("messages"))
+
+
+def questions(paths):
+    """The conversations in files of .jsonl, each up to the end of the user's first turn."""
+    found = []
+    for file in itertools.chain(*map(find_files, paths)):
+        for messages in corpus.read_lines(file, read_messages):
+            turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+            found += [messages[:i + 1] for i in turns[:1]]
+    if not found:
+        raise InputError(f"{' '.join(paths)}: expected conversations, whose questions the model "
+                         "answers")
+    return found
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):
@@ -177,36 +204,3 @@ def prompts(tokens, n, length, seed=0, max_len=None):
         return prompts(tokens, n, length // 2, seed, max_len)
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]
-
-
-def own_text(args, model, stored, stop):
-    """The Tokens of what the model writes after --self-distill prompts from the training text, half
-    of them greedily, half at temperature 1; None for no prompts. A file keeps them for --resume.
-    stored: what `open_tokens` gives; stop: token ids."""
-    kinds = stored["kinds"]
-    if args.self_distill is None:
-        mostly_chats = 2 * kinds.get("chat", 0) > sum(kinds.values())
-        args.self_distill = SELF_PROMPTS if mostly_chats and not args.shard_base else 0
-    if not args.self_distill:
-        return None
-    if args.shard_base:
-        raise InputError("a sharded model does not decode; take --self-distill 0")
-    file = Path(args.out) / "self_distill.pt"
-    if args.resume:
-        return Tokens(*(x.numpy() for x in load_file(file, ["tokens"])["tokens"]))
-    length = min(args.window, model.config.block_size // 2)
-    starts = prompts(stored["train"], args.self_distill, max(args.block_size // 4, 1), args.seed,
-                    model.config.block_size - length)
-    print(f"the model continues {len(starts)} prompts by up to {length} tokens each", flush=True)
-    documents = []
-    for temperature in (0, 1):
-        some = starts[temperature::2] or starts
-        out = generate(model, some, length, lookup=True, temperature=temperature, seed=args.seed,
-                       tree_size=5, batch_size=32, stop=stop)
-        print(f"the model wrote {out.emitted} tokens at temperature {temperature}", flush=True)
-        for prompt, text in zip(some, out.tokens):
-            prompt_mask = [set(kinds) == {"text"}] * len(prompt)  # a user's words do not count
-            documents.append((prompt + text, prompt_mask + [True] * len(text)))
-    tokens = pack(documents)
-    save_file(file, dict(tokens=[*map(torch.from_numpy, tokens)]), "make room and start it again")
-    return tokens

@@ -1,17 +1,23 @@
 """How good draft heads are: head accuracy, tokens per step, which nodes of trees are accepted."""
 
+import math
+import time
+
 import torch
 
-from generate import DraftPlan, FixedPolicy, generate, prepare
+from generate import DraftPlan, FixedPolicy, Output, prepare
 from model import MAX_TREE
 from training.common import saving
 from training.data import prompts, window_batch
-from training.loss import guess_masks, teacher_forced, top_hits
+from training.loss import guess_masks, run_heads, run_model, top_hits
 
-PROMPTS = 32  # held-out ones, decoded to measure the heads
-DECODED = 64  # new tokens per prompt
+WINDOWS = 16       # batches of them, for head accuracy
+PROMPTS = 32       # held-out ones, decoded to measure the heads
+DECODED = 64       # new tokens per prompt
+TOGETHER = 8       # prompts
 TREE_SIZE = 17
 TOPS = (1, 2, 4, 8)  # head accuracy is measured for these n
+SECONDS = 120.0    # that measuring may take, at least
 
 
 def heldout_prompts(heldout, model):
@@ -20,52 +26,70 @@ def heldout_prompts(heldout, model):
     return prompts(heldout, PROMPTS, max(min(64, room // 2), 1), max_len=max(min(256, room), 1))
 
 
+def until(seconds, items):
+    """Yields the first item, and others until the seconds have passed."""
+    end = time.monotonic() + seconds
+    for item in items:
+        yield item
+        if time.monotonic() > end:
+            return
+
+
 @torch.no_grad()
-def head_accuracy(heads, heldout, batch_size, block_size, batches=16):
+def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
     """{n: K shares} for n of TOPS: in how many places of fixed held-out windows the model's own
     greedy token is among a head's n likeliest."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
-    for seed in range(batches):
-        ids, loss_mask, documents = window_batch([(heldout, batch_size)], length, seed,
-                                                 heads.model.device)
-        hidden, outputs = teacher_forced(heads, ids, documents)
+    for seed in until(seconds, range(WINDOWS)):
+        ids, loss_mask, documents, _ = window_batch(heldout, batch_size, length, seed,
+                                                    heads.model.device)
+        teacher = run_model(heads.model, ids, documents)
+        outputs = run_heads(heads, teacher, ids, documents)
         guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-        hits = hits + top_hits(heads, outputs, hidden, guess_mask, TOPS)
+        hits = hits + top_hits(heads, outputs, teacher, guess_mask, TOPS)
         guesses = guesses + guess_mask.sum(dim=(1, 2))
     return dict(zip(TOPS, (hits / guesses.clamp(min=1)).tolist()))
 
 
 @torch.inference_mode()
-def acceptance(model, heads, prompts, temperature, max_new_tokens=64, batch_size=8):
+def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
     """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
-    n - 1 of [[share] * 63] * K. Counted with trees of 64 nodes and 8 beams: a smaller tree is the
-    front of a larger one, and fewer beams find nearly as much, so one table serves all sizes."""
-    engine = prepare(model, prompts, max_new_tokens, heads, batch_size=batch_size, graph=False,
-                     policy=FixedPolicy(DraftPlan(MAX_TREE - 1)), temperature=temperature)
-    hits = torch.zeros(heads.config.n_draft, MAX_TREE - 1)
+    n - 1 of [[share] * (size - 1)] * K; and over how many prompts and tokens per step. Counted with
+    trees of `size` nodes: a smaller tree is the front of a larger one, and fewer beams find nearly
+    as much, so one table serves all sizes."""
+    n = min(TOGETHER, len(prompts))
+    engine = prepare(heads.model, prompts, DECODED, heads, batch_size=n, graph=False,
+                     policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
+    hits = torch.zeros(heads.config.n_draft, size - 1)
+    total = Output()
 
-    def count(index, tokens, path, plan):
+    def count(sequence, tokens, path, plan):
+        total.count(tokens, path, plan)
         for depth, node in enumerate(path[1:]):
             hits[depth, node - 1] += 1
-    output = engine.generate(prompts, max_new_tokens, on_step=count)
-    return (hits / output.steps).tolist()
+    done = 0
+    for start in until(seconds, range(0, len(prompts), n)):
+        done += len(engine.generate(prompts[start:start + n], DECODED, on_step=count).sequences)
+    emitted = sum(length * steps for length, steps in total.step_lengths.items())
+    return (hits / total.steps).tolist(), done, emitted / total.steps
 
 
-def measure(heads, heldout, batch_size, block_size, log=print):
-    """The measurements for heads.json, as a dict. log: called with a line before each."""
-    log("measuring 1 of 4: head accuracy")
-    top = head_accuracy(heads, heldout, batch_size, block_size)
+def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
+    """The measurements for heads.json, as a dict, in about so many seconds or less. log: called
+    with a line before each."""
+    log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
+    top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
     starts = heldout_prompts(heldout, heads.model)
-    log(f"measuring 2 of 4: {len(starts)} prompts, greedy, tree size {TREE_SIZE}")
-    out = generate(heads.model, starts, DECODED, heads, tree_size=TREE_SIZE)
+    log(f"measuring 2 of 4: greedy, tree size {TREE_SIZE}")
+    _, done, tokens_per_step = acceptance(heads, starts, 0.0, TREE_SIZE, seconds / 6)
     tables = {}
     for part, temperature in enumerate((0.0, 1.0), start=3):
         log(f"measuring {part} of 4: acceptance at temperature {temperature:g}")
-        rows = acceptance(heads.model, heads, starts, temperature, DECODED)
+        rows, *_ = acceptance(heads, starts, temperature, seconds=seconds / 3)
         tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
-    return dict(accuracy=top[1], top_accuracy=top, prompts=len(starts),
-                tokens_per_step=out.tokens_per_step, acceptance=tables)
+    return dict(accuracy=top[1], top_accuracy=top, prompts=done, tokens_per_step=tokens_per_step,
+                acceptance=tables)
 
 
 def record(heads, out, tokenizer, measured, weights=False):

@@ -13,7 +13,6 @@ MIXERS = ("attention", "concat", "none")
 PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
-SELF_PROMPTS = 1024  # by default, where the data are conversations
 MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
 KEEP = -1            # --draft-vocabulary that is not given; None is auto
 LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
@@ -21,8 +20,9 @@ LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_
 STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
 RUN_FILE = "run.json"          # in --out: the flags that --resume takes over
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
-TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_distill",
-            "self_distill_ratio", "dtype")  # what heads.json says of the training
+SELF = "self"                  # of --data: texts that the model writes
+TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens",
+            "dtype")  # what heads.json says of the training
 FIXED = ("preset", *SWITCHES, *TRAINING, "quantize")  # a resumed run cannot change these
 SAVED = (*FIXED, "steps", "model", "data")
 
@@ -51,7 +51,8 @@ def parse_heads(argv=None):
         parser.error(f"--draft-vocabulary takes auto, 0 for all, or at least {MIN_VOCABULARY}")
     args.out = out
     args.model = os.path.abspath(args.model)  # for --resume from anywhere
-    args.data = args.data and list(map(os.path.abspath, args.data))
+    args.data = args.data and [path if path == SELF else os.path.abspath(path)
+                               for path in args.data]
     return args
 
 
@@ -76,7 +77,9 @@ def heads_parser():
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     add_model_flags(parser)
     add_quantize_flag(parser)
-    add_run_flags(parser, steps=500, batch_size=8, block_size=None, lr=6e-3)
+    data = ("self: texts that the model writes, or its answers to the conversations named after "
+            "it; default: self for a chat model, else Python's standard library")
+    add_run_flags(parser, data, steps=500, batch_size=8, block_size=None, lr=6e-3)
     parser.add_argument("--preset", default="clover", choices=PRESETS)
     switches = parser.add_argument_group("switches", "default: the preset's",
                                          argument_default=argparse.SUPPRESS)
@@ -96,24 +99,21 @@ def heads_parser():
     add("--resume", action="store_true", help="continue the run in --out")
     add("--objective", choices=("distill", "data"), default="distill",
         help="train towards the model's next-token distribution or the text")
-    add_number(parser, "--self-distill", 0, 10**7, metavar="N",
-               help="let the model continue N prompts from the data, and train on that too; "
-                    f"default: {SELF_PROMPTS} where the data are mostly chats, else 0")
-    add_number(parser, "--self-distill-ratio", 0, 1, float, default=0.5, metavar="X",
-               help="the share of windows from the model's own text")
+    add_number(parser, "--self-tokens", 1, 10**12, metavar="N", help="tokens that the model writes "
+               "for --data self; default: a quarter of those to train on")
     add("--shard-base", action="store_true", help="with torchrun: each GPU keeps a part of the "
         "frozen model (FSDP2); default: if it has to")
     add("--evaluate", action="store_true", help="only measure the heads in --out")
     return parser
 
 
-def add_data_flag(parser):
+def add_data_flag(parser, default="default: Python's standard library"):
     parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, "
-                        "folders, patterns; default: Python's standard library")
+                        f"folders, patterns; {default}")
 
 
-def add_run_flags(parser, steps, batch_size, block_size, lr):
-    add_data_flag(parser)
+def add_run_flags(parser, *data, steps, batch_size, block_size, lr):
+    add_data_flag(parser, *data)
     add_number(parser, "--steps", 1, 10**9, default=steps)
     add_number(parser, "--batch-size", 1, 10**9, default=batch_size, help="sequences per step")
     add_number(parser, "--block-size", 1, 10**9, default=block_size,

@@ -5,10 +5,12 @@ V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient of it
 soon as the logits are. The forward pass computes both chunk by chunk and keeps [N, C] alone.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
-t + 1 + i. Losses are sums, not means: several processes add theirs up.
+t + 1 + i. Heads with a draft vocabulary learn the model's probabilities of its tokens alone: V is
+its size. Losses are sums, not means: several processes add theirs up.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 
@@ -18,16 +20,50 @@ CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
 
-def teacher_forced(heads, ids, documents=None, autocast=contextlib.nullcontext(), wrapped=None):
-    """ids, documents [B, T + K + 1] -> (the model's hidden states [B, T + K, C], the heads' K
-    outputs [B, T, C]). wrapped: DistributedDataParallel around the heads, called in their place."""
+def chunk_rows(V, is_cuda):
+    """How many rows of logits to make at a time."""
+    return max(1, (CUDA_CHUNK if is_cuda else CHUNK) // V)
+
+
+class Teacher(NamedTuple):
+    """What heads learn from, at each position."""
+    hidden: torch.Tensor     # [B, T, C]: the model's last-block output
+    logsumexp: torch.Tensor  # float32 [B, T], of its logits
+    greedy: torch.Tensor     # int64 [B, T]: its likeliest token
+
+
+@torch.no_grad()
+def teach(model, hidden, dtype=None):
+    """The `Teacher` of hidden states [B, T, C]. dtype: of products; default: exact ones."""
+    weight = None if dtype is None else model.head.weight.to(dtype)
+    parts = []
+    for states in hidden.flatten(0, 1).split(chunk_rows(model.config.vocab_size, hidden.is_cuda)):
+        normed = model.norm(states)
+        if dtype is None:
+            logits = model.head.logits(normed)
+        else:
+            logits = (normed.to(dtype) @ weight.T).float()
+        parts.append((logits.logsumexp(dim=-1), logits.argmax(dim=-1)))
+    logsumexp, greedy = (torch.cat(part).view(hidden.shape[:2]) for part in zip(*parts))
+    return Teacher(hidden, logsumexp, greedy)
+
+
+@torch.no_grad()
+def run_model(model, ids, documents=None, dtype=None, autocast=contextlib.nullcontext()):
+    """The `Teacher` of token ids, documents [B, T + 1], of which the last is not read."""
+    half = model.dtype.itemsize == 2  # without autocast, as in decoding
+    documents = None if documents is None else documents[:, :-1]
+    with contextlib.nullcontext() if half else autocast:
+        hidden = model(ids[:, :-1], documents=documents)
+    return teach(model, hidden, dtype)
+
+
+def run_heads(heads, teacher, ids, documents=None, wrapped=None):
+    """The heads' K outputs [B, T, C] by teacher forcing. ids, documents: [B, T + K + 1]. wrapped:
+    DistributedDataParallel around the heads, called in their place."""
     K = heads.config.n_draft
-    half = heads.model.dtype.itemsize == 2  # without autocast, as in decoding
-    up_to = lambda end: None if documents is None else documents[:, :end]
-    with torch.no_grad(), contextlib.nullcontext() if half else autocast:
-        hidden = heads.model(ids[:, :-1], documents=up_to(-1))
-    with autocast:
-        return hidden, (wrapped or heads)(hidden[:, :-K], ids[:, 1:], up_to(-K - 1))
+    up_to = None if documents is None else documents[:, :-K - 1]
+    return (wrapped or heads)(teacher.hidden[:, :-K], ids[:, 1:], up_to)
 
 
 def guess_masks(tokens, K, loss_mask=None, documents=None):
@@ -40,105 +76,114 @@ def guess_masks(tokens, K, loss_mask=None, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def head_losses(model, outputs, hidden, tokens, guess_mask, objective="distill", dtype=None):
+def drafted_rows(heads, *ids):
+    """The LM head's rows that heads draft among [n, C], and each tensor of token ids as indices of
+    these rows, -1 for a token that is not drafted."""
+    weight, vocabulary = heads.model.head.weight, heads.vocabulary
+    if vocabulary is None:
+        return weight, *ids
+    index = vocabulary.new_full((len(weight),), -1, dtype=torch.int64)
+    index[vocabulary.long()] = torch.arange(len(vocabulary), device=index.device)
+    return weight[vocabulary.long()], *(index[x] for x in ids)
+
+
+def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill", dtype=None):
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
     guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
-    tensors [B, T, C], the heads' inputs to the LM head. hidden [B, T + K, C]: the model's states.
+    tensors [B, T, C], the heads' inputs to the LM head. teacher: a `Teacher` of [B, T + K].
     tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
     or "data", against the tokens. dtype: of products."""
-    dtype = dtype or model.head.weight.dtype
-    teacher = model.norm(hidden).detach().to(dtype)
-    states = [model.norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
-    weight = model.head.weight.to(dtype)
-    return HeadLosses.apply(weight, teacher, tokens, guess_mask, objective, *states)
+    norm = heads.model.norm
+    weight, greedy, tokens = drafted_rows(heads, teacher.greedy, tokens)
+    dtype = dtype or weight.dtype
+    hidden = norm(teacher.hidden).detach().to(dtype)
+    states = [norm(out.to(teacher.hidden.dtype)).to(dtype) for out in outputs]
+    text = tokens[:, 1:] if objective == "data" else None
+    return HeadLosses.apply(weight.to(dtype), hidden, teacher.logsumexp, greedy, text, guess_mask,
+                            *states)
 
 
 class HeadLosses(torch.autograd.Function):
-    """`head_losses` after the final norm; weight [V, C], teacher, outputs of one dtype."""
+    """`head_losses` after the final norm. text: what follows each position, or None to distill."""
 
     @staticmethod
-    def forward(ctx, weight, teacher, tokens, guess_mask, objective, *outputs):
-        T, K = outputs[0].shape[1], len(outputs)
+    def forward(ctx, weight, hidden, logsumexp, greedy, text, guess_mask, *outputs):
+        K, B, T = guess_mask.shape
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        ctx.grads = [torch.empty_like(x) for x in outputs]
-        for rows, start, end in chunk_ranges(teacher, len(weight)):
-            # contiguous: of a slice it would be a batch of products that each read the whole weight
-            logits = (teacher[rows, start:end].contiguous() @ weight.T).to(exact)
-            best = logits.argmax(dim=-1)                                     # (rows, end - start)
-            probs = logits.softmax(dim=-1) if objective == "distill" else None  # (..., V)
-            del logits
+        ctx.grads = [torch.zeros_like(x) for x in outputs]
+        counts = guess_mask.new_zeros(K, B, T + K)  # by the position that predicts what is guessed
+        for i in range(K):
+            counts[i, :, i + 1:i + 1 + T] = guess_mask[i]
+        for rows, positions in chunks(counts.any(dim=0), chunk_rows(len(weight), weight.is_cuda)):
+            if text is None:
+                target = (hidden[rows, positions] @ weight.T).to(exact)
+                target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
+            else:
+                target = text[rows, positions, None]  # (rows, 1)
+            best = greedy[rows, positions]
             for i, output in enumerate(outputs):
-                first = max(start - 1 - i, 0)  # of the positions from which head i guesses the same
-                last = min(end - 1 - i, T)
-                if first >= last:
-                    continue
-                at = slice(first + 1 + i - start, last + 1 + i - start)  # these in best and probs
-                here = (rows, slice(first, last))
-                logits = (output[here].contiguous() @ weight.T).to(exact)
+                counted = counts[i, rows, positions]
+                at = rows, (positions - 1 - i).clamp(0, T - 1)
+                logits = (output[at] @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
-                mask = guess_mask[i][here]
-                hits[i] += (mask & (guess[..., 0] == best[:, at])).sum()
-                text = tokens[rows, first + 2 + i:last + 2 + i, None]
-                target = text if objective == "data" else probs[:, at]
-                losses, gradient = cross_entropy_(logits.sub_(top), target, objective == "data")
-                sums[i] += (losses * mask).sum()
-                ctx.grads[i][here] = gradient.to(weight.dtype) @ weight * mask[..., None]
+                hits[i] += (counted & (guess[:, 0] == best)).sum()
+                losses, gradient = cross_entropy_(logits.sub_(top), target)
+                sums[i] += (losses * counted).sum()
+                gradient = gradient.to(weight.dtype) @ weight * counted[:, None]
+                ctx.grads[i].index_put_(at, gradient, accumulate=True)
         ctx.mark_non_differentiable(hits)
         return sums, hits
 
     @staticmethod
     def backward(ctx, d_sums, _):
         grads = (grad * d.to(grad.dtype) for grad, d in zip(ctx.grads, d_sums.unbind()))
-        return (None,) * 5 + tuple(grads)
+        return (None,) * 6 + tuple(grads)
 
 
-def chunk_ranges(states, V):
-    """Yields (slice of B, start, end) of states [B, length, C]: positions 1..length - 1, about as
-    many at a time as have CHUNK logits."""
-    B, length, _ = states.shape
-    chunk = CUDA_CHUNK if states.is_cuda else CHUNK
-    sequences = min(B, max(1, chunk // V))
-    positions = max(1, chunk // (V * sequences))
-    for b in range(0, B, sequences):
-        for start in range(1, length, positions):
-            yield slice(b, b + sequences), start, min(start + positions, length)
+def chunks(mask, n):
+    """Yields (rows, positions) of mask [B, length], n at a time: of what is set; on a GPU, where to
+    know would be to wait for it, of all."""
+    grid = torch.cartesian_prod(*(torch.arange(size, device=mask.device) for size in mask.shape))
+    if mask.device.type == "cpu":
+        grid = grid[mask.flatten()]
+    for first in range(0, len(grid), n):
+        yield grid[first:first + n].unbind(1)
 
 
-def cross_entropy_(logits, target, is_token):
-    """logits [..., V], at most 0 -> (losses [...], gradient [..., V]); overwrites the logits.
-    target: token ids [..., 1] if is_token, else probabilities [..., V]."""
-    agreed = logits.gather(-1, target)[..., 0] if is_token else (target * logits).sum(dim=-1)
-    mass = logits.exp_().sum(dim=-1)
-    gradient = logits.div_(mass[..., None])
-    if is_token:
-        gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
+def cross_entropy_(logits, target):
+    """logits [N, V], at most 0 -> (losses [N], gradient [N, V]); overwrites the logits. target:
+    probabilities [N, V], or token ids [N, 1], of which a negative one does not count."""
+    if target.is_floating_point():
+        weight = target.sum(dim=-1)
+        agreed = (target * logits).sum(dim=-1)
     else:
+        weight = (target[:, 0] >= 0).to(logits.dtype)
+        agreed = logits.gather(1, target.clamp(min=0))[:, 0] * weight
+    mass = logits.exp_().sum(dim=-1)
+    gradient = logits.mul_((weight / mass)[:, None])
+    if target.is_floating_point():
         gradient -= target
-    return mass.log() - agreed, gradient
+    else:
+        gradient.scatter_add_(1, target.clamp(min=0), -weight[:, None])
+    return weight * mass.log() - agreed, gradient
 
 
 @torch.no_grad()
-def top_hits(heads, outputs, hidden, guess_mask, tops):
+def top_hits(heads, outputs, teacher, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
     the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""
-    model = heads.model
-    B, T, _ = outputs[0].shape
-    V = model.config.vocab_size
-    rows = max(1, (CUDA_CHUNK if hidden.is_cuda else CHUNK) // V)
-    ids = torch.arange(V, device=hidden.device)
+    model, T = heads.model, outputs[0].shape[1]
+    ids = torch.arange(model.config.vocab_size, device=teacher.greedy.device)
     drafted = ids >= 0 if heads.vocabulary is None else torch.isin(ids, heads.vocabulary)
-    logits_of = lambda states: model.head.logits(model.norm(states))
-    best = [logits_of(part).argmax(dim=-1) for part in hidden.flatten(0, 1).split(rows)]
-    best = torch.cat(best).view(B, -1)
-    hits = hidden.new_zeros(len(tops), len(outputs)).float()
+    hits = torch.zeros(len(tops), len(outputs), device=ids.device)
     for i, out in enumerate(outputs):
-        targets = best[:, i + 1:i + 1 + T].reshape(-1, 1)
-        parts = (x.split(rows) for x in (out.flatten(0, 1), targets, guess_mask[i].flatten()))
-        for states, target, mask in zip(*parts):
-            logits = logits_of(states).masked_fill_(~drafted, -torch.inf)
-            score = logits.gather(1, target)
-            ranks = ((logits > score) | (logits == score) & (ids < target)).sum(dim=-1)
-            mask = mask & drafted[target[:, 0]]
-            hits[:, i] += torch.stack([((ranks < n) & mask).sum() for n in tops])
+        target = teacher.greedy[:, i + 1:i + 1 + T]
+        counted = guess_mask[i] & drafted[target]
+        for at in chunks(counted, chunk_rows(len(ids), out.is_cuda)):
+            logits = model.head.logits(model.norm(out[at])).masked_fill_(~drafted, -torch.inf)
+            best = target[at][:, None]
+            score = logits.gather(1, best)
+            ranks = ((logits > score) | (logits == score) & (ids < best)).sum(dim=-1)
+            hits[:, i] += torch.stack([((ranks < n) & counted[at]).sum() for n in tops])
     return hits

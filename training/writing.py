@@ -1,0 +1,160 @@
+"""Texts that a model writes for its own heads, so that no data are needed. Given its template up to
+where the user's words begin, a chat model writes these too, and then answers (Magpie, arXiv
+2406.08464). A base model writes from its first token."""
+
+import itertools
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from clover import model_hash
+from generate import generate
+from hf.tokenizer import encode_prompt, end_of_text
+from model import InputError, atomic_write, human, read_json
+
+ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
+ROUND = 256                          # texts of a file
+SLOTS = 64                           # texts written at once on a CPU; a GPU writes a round
+TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
+USER_TEMPERATURE = 0.9               # of the user's words
+USER_TOKENS = 128                    # at most: longer ones hardly end
+ANSWER_TOKENS = 384                  # at most
+OPENING = 8                          # words that two texts may share
+MARK = "the user's words"            # where they are in a template
+
+
+class Writer:
+    """Writes rounds of texts to a folder. template: a `ChatTemplate`, or None for a base model.
+    stop: the token ids that end a text. questions: the conversations that the model answers, lists
+    of messages; None: it asks, too."""
+
+    def __init__(self, folder, model, encoding, template, stop, seed=0, questions=None, log=print):
+        self.folder = Path(folder)
+        self.model = model
+        self.encoding = encoding
+        self.template = template
+        self.stop = set(stop)
+        self.seed = seed
+        self.questions = questions
+        self.log = log
+        self.openings = set()  # the first words of all texts
+
+    def claim(self):
+        """Makes the folder. Raises InputError if another model wrote in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = model_hash(self.model)
+        if written_by(self.folder) not in (None, mine):
+            raise InputError(f"{self.folder}: another model wrote these texts; take another --out")
+        about = json.dumps(dict(model=mine)) + "\n"
+        atomic_write(self.folder / ABOUT, lambda tmp: Path(tmp).write_text(about))
+
+    def write(self, tokens, rank=0, size=1):
+        """Writes until `size` processes together have `tokens` tokens, this one every size-th
+        round, or until no question is left. A round whose file is there is not written again."""
+        goal = tokens // size
+        began = time.monotonic()
+        held = found = 0
+        number = rank
+        while held < goal and (self.questions is None or number * ROUND < len(self.questions)):
+            file = self.folder / f"{number:05}.jsonl"
+            if file.exists():
+                texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+                found += self.count(texts)
+                for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
+                    if message["role"] == "user":
+                        self.is_new(message["content"])
+            else:
+                texts = self.round(number)
+                if not texts:
+                    raise InputError("none of the texts that the model wrote will do for training; "
+                                     "give --data")
+                lines = "".join(json.dumps(text) + "\n" for text in texts)
+                atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
+            held += self.count(texts)
+            speed = (held - found) / (time.monotonic() - began)
+            left = timedelta(seconds=int(max(goal - held, 0) / max(speed, 1)))
+            self.log(f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens  "
+                     f"{speed:.0f} tokens/s  {left} left")
+            number += size
+
+    def count(self, texts):
+        """The tokens of lines of .jsonl."""
+        words = [m["content"] for text in texts for m in text.get("messages", ())]
+        words += [text["text"] for text in texts if "text" in text]
+        return sum(len(self.encoding.encode(text)) for text in words)
+
+    def round(self, number):
+        """Up to ROUND texts, as lines of .jsonl hold them."""
+        seed = self.seed * 1_000_003 + number
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        if not self.template:
+            texts = self.extend({i: [] for i in range(ROUND)}, "text", seed, temperature or 0.8)
+            return [dict(text=message["content"]) for [message] in texts.values()]
+        if self.questions is None:
+            chats = self.extend({i: [] for i in range(ROUND)}, "user", seed, USER_TEMPERATURE)
+        else:
+            chats = dict(enumerate(self.questions[number * ROUND:][:ROUND]))
+        texts = chats = self.extend(chats, "assistant", seed, temperature)
+        chats = {i: chat for i, chat in chats.items() if i % 2}  # these have a second turn
+        chats = self.extend(chats, "user", seed, USER_TEMPERATURE)
+        texts = texts | self.extend(chats, "assistant", seed, temperature)
+        return [dict(messages=chat) for chat in texts.values()]
+
+    def extend(self, chats, role, seed, temperature):
+        """{number: messages}, each with a message that the model wrote in a role; without those
+        that are no good: empty, near-duplicates of others, runaways, with special tokens."""
+        context = self.model.config.block_size
+        longest = USER_TOKENS if role == "user" else ANSWER_TOKENS
+        longest = min(longest, context // 4)
+        prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
+        prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
+        if not prompts:
+            return {}
+        on_cpu = self.model.device.type == "cpu"
+        output = generate(self.model, list(prompts.values()), longest, temperature=temperature,
+                          seed=seed, tree_size=1, batch_size=SLOTS if on_cpu else ROUND,
+                          stop=self.stop)
+        extended = {}
+        for i, sequence in zip(prompts, output.sequences):
+            tokens = [token for token in sequence.tokens if token not in self.stop]
+            text = self.encoding.decode(tokens)
+            special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
+            runaway = repeats(tokens) or (role == "user" and sequence.ended != "stop")
+            if (text.strip() and not special and not runaway
+                    and (role == "assistant" or self.is_new(text))):
+                extended[i] = [*chats[i], dict(role=role, content=text)]
+        return extended
+
+    def prompt(self, chat, role):
+        """The token ids after which the model writes a role's next message."""
+        if role == "text":
+            return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
+        if role == "assistant":
+            text = self.template.render(chat)
+        else:
+            user = dict(role="user", content=MARK)
+            text, found, _ = self.template.render([*chat, user]).rpartition(MARK)
+            if not found:
+                raise InputError(f"{self.template.file}: the template does not show what a user "
+                                 "says; give --data")
+        return self.encoding.encode(text, allowed_special="all")
+
+    def is_new(self, text):
+        """Whether no text before began with the same words."""
+        opening = tuple(text.lower().split()[:OPENING])
+        known = opening in self.openings
+        self.openings.add(opening)
+        return not known
+
+
+def written_by(folder):
+    """The hash of the model that wrote a folder's texts; None for any other folder or file."""
+    file = Path(folder) / ABOUT
+    return read_json(file).get("model") if file.exists() else None
+
+
+def repeats(tokens, n=4):
+    """Whether over half of the n-grams are there twice."""
+    grams = list(zip(*(tokens[i:] for i in range(n))))
+    return len(set(grams)) < len(grams) / 2
