@@ -7,6 +7,9 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", speed_up="{:.2f}x",
+             extra_tokens="{:.2f}", extra_over_first="{:.2f}", speed_up_over_first="{:.2f}x",
+             over_best_plan="{:.2f}x", identical="{:.0%}")  # of a column's cells
 
 
 class Table(list):
@@ -19,13 +22,13 @@ class Table(list):
             print("\n| " + " | ".join(self.columns).replace("_", " ") + " |")
             print("|" + " --- |" * len(self.columns))
         self.append(row)
-        print("| " + " | ".join(cell(row[key]) for key in self.columns) + " |", flush=True)
+        print("| " + " | ".join(cell(key, row[key]) for key in self.columns) + " |", flush=True)
 
 
-def cell(value):
+def cell(column, value):
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return FORMS.get(column, "{:.4g}").format(value) if isinstance(value, float) else str(value)
 
 
 def finish(args, result):

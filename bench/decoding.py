@@ -1,10 +1,11 @@
 """`python -m bench decode`: plain decoding, all that can draft, and transformers, over batch sizes.
 `python -m bench heads`: draft heads against each other. What is compared takes turns, so that other
-work on the machine meets all alike."""
+work on the machine meets all alike; with --chats it does so once for each kind of prompts."""
 
+import json
 import time
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from types import SimpleNamespace
@@ -12,46 +13,106 @@ from types import SimpleNamespace
 import torch
 
 from bench import Table
-from generate import FixedPolicy, prepare
-from hf.chat import load_chat_template
-from tools.cli import load_heads, load_model
+from generate import FixedPolicy, Output, prepare
+from hf.chat import load_chat_template, stop_tokens
+from model import InputError
+from tools.cli import load_heads, load_model, read_file
 from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
 
-FIELDS = "tree_size", "tokens_per_step", "tokens_per_second"  # of an Output
-
 
 def load(args, folders):
-    """The model of --model, {folder name: heads}, the held-out tokens of --data."""
+    """The model of --model, {folder name: heads}, {kind: prompts}, and the tokens that end a text:
+    none do where prompts are held-out texts, which have no kind. Sets --prompts to their number."""
     model, encoding = load_model(args)
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
-    return model, heads, load_tokens(args.data, encoding, "heldout", load_chat_template(args.model))
+    template = load_chat_template(args.model)
+    if not args.chats:
+        heldout = load_tokens(args.data, encoding, "heldout", template)
+        n = max(args.prompts, *args.batch_sizes)
+        return model, heads, {None: prompts(heldout, n, args.prompt_length)}, ()
+    if not template:
+        raise InputError(f"{args.model}: has no chat template, which --chats needs; take a model "
+                         "that was trained to chat")
+    groups = chat_prompts(Path(args.chats), template, encoding, args.prompts)
+    fewest = min(map(len, groups.values()))
+    if max(args.batch_sizes) > fewest:
+        raise InputError(f"{args.chats}: has {fewest} prompts of a kind, fewer than decode "
+                         f"together; give --batch-sizes up to {fewest}")
+    args.prompts = sum(map(len, groups.values()))
+    return model, heads, groups, stop_tokens(args.model, encoding)
+
+
+def chat_prompts(file, template, encoding, n):
+    """{kind: token ids of each prompt} of a .jsonl file's first n chats; None: of all."""
+    chats = read_file(file, chat=True)[:n]
+    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
+    groups = {}
+    for line, messages in zip(lines, chats):
+        kind = str(json.loads(line).get("kind", "chat"))
+        ids = encoding.encode(template.render(messages), allowed_special="all")
+        groups.setdefault(kind, []).append(ids)
+    return groups
+
+
+def by_kind(ways, groups, batch_size, args):
+    """Yields (the first columns of its rows, {name: Outputs}) for each kind of prompts, and at last
+    for all of them, whose rounds are the sums of theirs. ways: as in decode_in_turns."""
+    results = []
+    for kind, texts in groups.items():
+        texts = texts[:max(args.prompts, batch_size)]
+        results.append(decode_in_turns(ways, texts, args.max_new_tokens, args.runs))
+        yield dict(kind=kind) if kind else {}, results[-1]
+    if len(results) > 1:
+        yield dict(kind="all"), {name: list(map(total, *(outputs[name] for outputs in results)))
+                                 for name in ways}
 
 
 def decode_in_turns(ways, texts, new, runs=1):
     """Decodes the prompts in each way, `runs` times in turns. ways: {name: a function of prompts
-    and new tokens}, plain decoding first -> ({name: row of medians}, {name: Outputs})."""
+    and new tokens}, plain decoding first -> {name: Outputs}."""
     outputs = {name: [] for name in ways}
     for _ in range(runs):
         for name, decode in ways.items():
             outputs[name].append(decode(texts, new))
+    return outputs
+
+
+def total(*outputs):
+    """One Output of several."""
+    whole = Output(tree_size=outputs[0].tree_size)
+    for output in outputs:
+        whole.sequences += output.sequences
+        whole.steps += output.steps
+        whole.seconds += output.seconds
+        for plan, counts in output.plans.items():
+            before = whole.plans.get(plan, [0, 0])
+            whole.plans[plan] = list(map(sum, zip(before, counts)))
+    return whole
+
+
+def medians(outputs):
+    """{name: row} of what decode_in_turns returns."""
     plain = next(iter(outputs.values()))
     rows = {}
     for name, done in outputs.items():
+        out = median_run(done)
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
-        rows[name] = {field: getattr(median_run(done), field, None) for field in FIELDS} | dict(
-            speed_up=paired_ratio(done, plain), identical=fmean(same))
-    return rows, outputs
+        rows[name] = dict(tree_size=out.tree_size,
+                          tokens_per_step=out.tokens_per_step if out.steps else None,
+                          tokens_per_second=out.tokens_per_second,
+                          speed_up=paired_ratio(done, plain), identical=fmean(same))
+    return rows
 
 
-def decode_once(model, texts, new, make_policy=lambda: None, **options):
+def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options):
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
     from which its policy does not learn. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
     engine.generate(texts[:engine.decoder.batch_size], min(8, new))
     engine.policy = make_policy() or engine.policy
-    return engine.generate(texts, new)
+    return engine.generate(texts, new, stop)
 
 
 def median_run(done):
@@ -65,58 +126,72 @@ def paired_ratio(done, others):
 
 def bench(args):
     """`bench decode`: prints the table -> the result."""
-    model, heads, heldout = load(args, [] if args.heads == "none" else [args.heads])
+    model, heads, groups, stop = load(args, [] if args.heads == "none" else [args.heads])
     own = next(iter(heads.values()), None)
     table = Table()
     for batch_size in args.batch_sizes:
-        texts = prompts(heldout, max(args.prompts, batch_size), args.prompt_length)
-        for name, row in measure_batch(model, own, texts, batch_size, args).items():
-            table.add(dict(batch_size=batch_size, drafted_by=name) | row)
+        ways = plan_ways(model, own, batch_size, args.temperature, stop)
+        plans = [name for name in ways if name != "auto"]
+        if batch_size == 1 and not args.temperature:
+            ways |= transformers_ways(model, args.model, next(iter(groups.values())), stop)
+        for label, outputs in by_kind(ways, groups, batch_size, args):
+            for name, row in decode_rows(outputs, plans).items():
+                table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
+    return setting(args, model, heads) | dict(decoding=table)
+
+
+def setting(args, model, heads):
+    """What was measured, for the JSON line."""
     return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
-                dtype=str(model.dtype), decoding=table)
+                dtype=str(model.dtype))
 
 
-def measure_batch(model, heads, texts, batch_size, args):
-    """{drafted by: row} of one batch size."""
-    auto = partial(AdaptivePolicy, model, heads, True, batch_size, args.temperature)
-    plans = auto().plans  # plain decoding first
-    policies = {str(plan): partial(FixedPolicy, plan) for plan in plans} | dict(auto=auto)
-    ways = {name: partial(decode_once, model, heads=heads, make_policy=make_policy,
-                          batch_size=batch_size, temperature=args.temperature)
+def plan_ways(model, heads, batch_size, temperature, stop):
+    """{name: a function of prompts and new tokens} for each plan of auto, plain decoding first, and
+    for auto."""
+    auto = partial(AdaptivePolicy, model, heads, True, batch_size, temperature)
+    policies = {str(plan): partial(FixedPolicy, plan) for plan in auto().plans} | dict(auto=auto)
+    return {name: partial(decode_once, model, heads=heads, make_policy=make_policy, stop=stop,
+                          batch_size=batch_size, temperature=temperature)
             for name, make_policy in policies.items()}
-    if batch_size == 1 and not args.temperature:
-        ways |= transformers_ways(model, args.model, texts)
-    rows, outputs = decode_in_turns(ways, texts, args.max_new_tokens, args.runs)
+
+
+def decode_rows(outputs, plans):
+    """The rows of `medians`; auto's also names the plans that it took, and its speed relative to
+    the best of the names in `plans`."""
+    rows = medians(outputs)
     taken = median_run(outputs["auto"]).plans
-    best = max(map(str, plans), key=lambda name: rows[name]["tokens_per_second"])
+    best = max(plans, key=lambda name: rows[name]["tokens_per_second"])
     rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
                          over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
     return rows
 
 
-def transformers_ways(model, folder, texts):
+def transformers_ways(model, folder, texts, stop=()):
     """{name: a function that decodes the checkpoint with transformers, in our dtype and on our
-    device, greedily, one prompt at a time}; empty where transformers is not installed."""
+    device, greedily, one prompt at a time}; empty where transformers is not installed or the model
+    is no folder."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         print("transformers: not installed (pip install transformers)")
         return {}
+    if not Path(folder).is_dir():
+        print(f"transformers: left out, since {folder} is no folder")
+        return {}
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
-    theirs.generation_config.eos_token_id = None  # no text ends early, as with us
+    theirs.generation_config.eos_token_id = list(stop) or None  # texts end where ours do
 
     @torch.inference_mode()
     def decode(texts, new, **options):
-        tokens = []
+        sequences = []
         start = time.perf_counter()
         for text in texts:
             ids = torch.tensor([text], device=theirs.device)
             out = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
                                   do_sample=False, max_new_tokens=new, **options)
-            tokens.append(out[0, len(text):].tolist())
-        seconds = time.perf_counter() - start
-        return SimpleNamespace(tokens=tokens, seconds=seconds,
-                               tokens_per_second=sum(map(len, tokens)) / seconds)
+            sequences.append(SimpleNamespace(tokens=out[0, len(text):].tolist()))
+        return Output(sequences, seconds=time.perf_counter() - start, tree_size=None)
     ways = {"transformers": decode,
             "transformers, prompt lookup": partial(decode, prompt_lookup_num_tokens=10)}
     for way in ways.values():
@@ -125,22 +200,33 @@ def transformers_ways(model, folder, texts):
 
 
 def bench_heads(args):
-    """`bench heads`: prints the table -> the result."""
-    model, heads, heldout = load(args, args.heads)
-    texts = prompts(heldout, args.prompts, args.prompt_length)
+    """`bench heads`: prints the tables -> the result."""
+    model, heads, groups, stop = load(args, args.heads)
+    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
+    columns = [f"head {i + 1}" for i in range(max(map(len, accuracy.values())))]
+    table = Table()
+    for name, shares in accuracy.items():
+        percent = [f"{share:.1%}" for share in shares]
+        table.add(dict(head_accuracy=name) | dict(zip_longest(columns, percent)))
     table = Table()
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
-        ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, **options)
-                for name, options in fixed_trees(heads, T).items()}
-        rows, _ = decode_in_turns(ways, texts, args.max_new_tokens)
-        first = rows[next(iter(heads))]
-        extra = first["tokens_per_step"] - 1
-        for name, row in rows.items():
-            table.add(dict(heads=name, temperature=temperature, batch_size=B) | row | dict(
-                speed_up_over_first=row["tokens_per_second"] / first["tokens_per_second"],
-                extra_over_first=(row["tokens_per_step"] - 1) / extra if extra else None))
-    return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
-                dtype=str(model.dtype), decoding=table)
+        ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
+                              **options) for name, options in fixed_trees(heads, T).items()}
+        for label, outputs in by_kind(ways, groups, B, args):
+            for name, row in heads_rows(outputs, next(iter(heads))).items():
+                table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
+    return setting(args, model, heads) | dict(accuracy=accuracy, decoding=table)
+
+
+def heads_rows(outputs, first):
+    """The rows of `medians`, each also compared to the heads named `first`."""
+    rows = medians(outputs)
+    extra = rows[first]["tokens_per_step"] - 1
+    for name, row in rows.items():
+        own = row["tokens_per_step"] - 1
+        row |= dict(speed_up_over_first=paired_ratio(outputs[name], outputs[first]),
+                    extra_tokens=own, extra_over_first=own / extra if extra else None)
+    return rows
 
 
 def fixed_trees(heads, tree_size):

@@ -1,4 +1,5 @@
-"""`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run.
+"""`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run;
+tables of results by kind of prompts.
 A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
 readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
@@ -10,7 +11,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from bench import ROOT
+from bench import ROOT, Table, cell
 from bench.sizes import SIZES, size_config
 from clover import Head, read_record
 from model import MAX_TREE, Block, read_json
@@ -120,10 +121,15 @@ def measured(result):
             f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; {where}")
 
 
+def of_all(result):
+    """The rows of all kinds of prompts together."""
+    return [row for row in result["decoding"] if row.get("kind", "all") == "all"]
+
+
 def draw_tokens_per_step(result):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
     values = {"plain": 1.0} | {
-        row["heads"]: row["tokens_per_step"] for row in result["decoding"]
+        row["heads"]: row["tokens_per_step"] for row in of_all(result)
         if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
     names = [name for name in DRAFTERS if name in values]
     unit = 590 / max(values[name] for name in names)
@@ -163,7 +169,7 @@ def line_chart(title, lines, form, below):
 def draw_batch(result):
     """Tokens per second over batch sizes, of each drafter the best plan."""
     best = {}
-    for row in result["decoding"]:
+    for row in of_all(result):
         name = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", result["heads"][-1])
         points = best.setdefault((name, DRAFTERS.get(name, GREY)), {})
         size = row["batch_size"]
@@ -211,8 +217,27 @@ def draw_roofline():
                       "cache, guesses as good as those of demo/clover.")
 
 
+def print_kinds(result):
+    """Tables of a result of --chats: a row for each drafter, a column for each kind of prompts."""
+    drafter, settings, measure = dict(
+        heads=("heads", ("temperature", "tree_size", "batch_size"), "extra_over_first"),
+        decode=("drafted_by", ("batch_size",), "tokens_per_second"))[result["command"]]
+    tables = {}  # (measure, its settings) -> {drafter: {kind: cell}}
+    for row in result["decoding"]:
+        for name in "tokens_per_step", measure, "speed_up":
+            rows = tables.setdefault((name, *(f"{x} {row[x]}" for x in settings)), {})
+            rows.setdefault(row[drafter], {})[row["kind"]] = cell(name, row[name])
+    for title, rows in tables.items():
+        if [*rows] == ["plain"]:
+            continue  # of bench heads: it has a tree size of its own
+        print("\n" + ", ".join(title).replace("_", " "))
+        table = Table()
+        for name, cells in rows.items():
+            table.add({drafter: name} | cells)
+
+
 def bench(args):
-    """Writes the pictures into args.out."""
+    """Writes the pictures into args.out, and prints tables by kind."""
     run = read_json(ROOT / "docs" / "img" / "run.json")  # by generate.py --json --show-tree
     results = ROOT / "bench" / "results"
     pictures = {"text": draw_text(run), "tree": draw_tree(run), "roofline": draw_roofline(),
@@ -222,3 +247,8 @@ def bench(args):
         path = Path(args.out) / f"{name}.svg"
         path.write_text(picture, encoding="utf-8")
         print(path)
+    for path in sorted(results.glob("*.json")):
+        result = read_json(path)
+        if result.get("chats"):
+            print(f"\n{path.name}")
+            print_kinds(result)

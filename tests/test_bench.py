@@ -14,11 +14,12 @@ import torch
 from bench import __main__ as bench
 from bench import decoding, sizes, steps
 from clover import PRESETS, CloverHeads
-from generate import DraftPlan, Engine, FixedPolicy, generate
+from generate import DraftPlan, Engine, FixedPolicy, Output, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import timing
+from tools.cli import read_file
 from tools.policy import AdaptivePolicy
 from tools.timing import PREFIX, STAGES
 from training.data import load_tokens, prompts
@@ -53,9 +54,10 @@ def flags(checkpoint, tmp_path):
 def folders(checkpoint, tmp_path):
     """Folders of Medusa and Clover heads; by their table the first guess of a step is right every other time."""
     model, table = GPT.from_pretrained(checkpoint, device="cpu"), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
-    for name in ("medusa", "clover"):
-        CloverHeads(PRESETS[name], model).save_pretrained(tmp_path / name, acceptance={"0": table, "1": table})
-    return [str(tmp_path / "medusa"), str(tmp_path / "clover")]
+    for name, accuracy in (("medusa", [0.5]), ("clover", [0.25, 0.125])):
+        CloverHeads(PRESETS[name], model).save_pretrained(tmp_path / "heads" / name, accuracy=accuracy,
+                                                          acceptance={"0": table, "1": table})
+    return [str(tmp_path / "heads" / "medusa"), str(tmp_path / "heads" / "clover")]
 
 
 def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
@@ -101,36 +103,87 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
     assert (missing in lines) == (temperature == 0)
 
 
+def chat_folder(checkpoint, tmp_path, **eos):
+    """The toy checkpoint with a chat template, and a file of three chats of two kinds."""
+    folder = shutil.copytree(checkpoint, tmp_path / "chats")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    (folder / "generation_config.json").write_text(json.dumps(eos))
+    lines = [dict(kind=kind, messages=[dict(role="user", content=text)])
+             for kind, text in (("code", "hello"), ("story", "ab"), ("code", "three"))]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    return str(folder), str(file)
+
+
+def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_path):
+    """Bug: a chat that does not go through the template, one of another kind, texts that go on after their end, a sum
+    that weighs kinds alike, accuracy of other heads, a first row that is not Medusa's."""
+    model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
+    prompt = lambda text: encoding.encode(f"user: {text};")
+    stop = generate(model, [prompt("hello")], 12).tokens[0][7]
+    folder, file = chat_folder(checkpoint, tmp_path, eos_token_id=stop)
+    lines, result = run("heads", "--model", folder, "--chats", file, "--heads", str(tmp_path / "heads"), "--runs", "2",
+                        "--tree-sizes", "3", "--temperatures", "0", "--max-new-tokens", "12")
+    assert result["heads"] == ["medusa", "clover"] and result["prompts"] == 3 and result["chats"] == "chats.jsonl"
+    assert {"| medusa | 50.0% | - |", "| clover | 25.0% | 12.5% |"} < {*lines}
+    rows = {row["kind"]: row for row in result["decoding"] if row["heads"] == "clover"}
+    assert [*rows] == ["code", "story", "all"] and {row["identical"] for row in result["decoding"]} == {1.0}
+    heads = CloverHeads.from_pretrained(folders[1], model)
+    code, story = (generate(model, list(map(prompt, texts)), 12, heads, tree_size=3, stop=[stop], batch_size=1)
+                   for texts in (["hello", "three"], ["ab"]))
+    assert code.ended[0] == "stop" and rows["code"]["tokens_per_step"] == code.tokens_per_step
+    assert rows["story"]["tokens_per_step"] == story.tokens_per_step == 1 + rows["story"]["extra_tokens"]
+    assert rows["all"]["tokens_per_step"] == (code.emitted + story.emitted) / (code.steps + story.steps)
+
+
+def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
+    """Bug: a row of a batch that there are too few prompts for, a chat read as plain text."""
+    folder, file = chat_folder(checkpoint, tmp_path)
+    common = "decode", "--heads", "none", "--chats", file, "--model"
+    with pytest.raises(InputError, match="has 1 prompts of a kind, .* --batch-sizes up to 1"):
+        run(*common, folder, "--batch-sizes", "1", "2")
+    with pytest.raises(InputError, match="has no chat template, which --chats needs"):
+        run(*common, str(checkpoint))
+
+
+def test_the_prompts_of_the_repository():
+    """Bug: a prompt twice, a kind that is missing from a run on the first lines, a chat that no answer can follow."""
+    file = decoding.Path(bench.__file__).parent / "prompts.jsonl"
+    chats, kinds = read_file(file, chat=True), [json.loads(line)["kind"] for line in file.open()]
+    assert len(chats) == len({json.dumps(chat) for chat in chats}) == len(kinds) >= 60
+    assert len({*kinds}) == 6 and all(sorted(kinds[i:i + 6]) == sorted({*kinds}) for i in range(0, len(kinds), 6))
+    for chat in chats:
+        assert [message["role"] for message in chat] == ["user", "assistant", "user"][-len(chat):]
+        assert sum(len(message["content"].split()) for message in chat) <= 220
+
+
 def spent(*seconds):
     """What each run gives that emits 12 tokens in this many seconds."""
-    return [SimpleNamespace(tokens=[[7] * 12], seconds=s, tokens_per_second=12 / s, tokens_per_step=1.0, tree_size=2,
-                            plans={DraftPlan(0, 3): [8, 9]}) for s in seconds]
+    return [Output([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, tree_size=2,
+                   plans={DraftPlan(0, 3): [8, 9]}) for s in seconds]
 
 
 def test_programs_take_turns_and_ratios_are_those_of_a_round():
     """Bug: a ratio of medians, or the wrong way round; all runs of a program in a row; a text of the first round alone
     that is compared."""
     order, runs = [], dict(plain=spent(1, 2, 4), other=spent(4, 1, 2))
-    runs["other"][2].tokens = [[8] * 12]
+    runs["other"][2].sequences[0].tokens = [8] * 12
 
     def program(name, given, new):
         order.append(name)
         return runs[name].pop(0)
     ways = {name: partial(program, name) for name in runs}
-    rows, outputs = decoding.decode_in_turns(ways, [[1]], 12, runs=3)
+    outputs = decoding.decode_in_turns(ways, [[1]], 12, runs=3)
     assert order == ["plain", "other"] * 3 and [out.seconds for out in outputs["other"]] == [4, 1, 2]
-    assert rows["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
+    assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
                                  identical=pytest.approx(2 / 3))
 
 
-def test_auto_is_held_against_the_best_plan_round_by_round(monkeypatch, toy):
+def test_auto_is_held_against_the_best_plan_round_by_round():
     """Bug: auto beside a plan that is not the best, beside transformers, or a ratio of medians."""
     runs = {"plain": spent(8, 8, 8), "lookup 10": spent(4, 2, 6), "lookup 4": spent(9, 9, 9), "auto": spent(2, 8, 3),
             "transformers": spent(1, 1, 1)}
-    rows = {name: dict(tokens_per_second=decoding.median_run(done).tokens_per_second) for name, done in runs.items()}
-    monkeypatch.setattr(decoding, "decode_in_turns", lambda *_, **__: (rows, runs))
-    args = SimpleNamespace(temperature=0.5, max_new_tokens=12, runs=3, model="none")
-    auto = decoding.measure_batch(toy, None, [[1]], 2, args)["auto"]
+    auto = decoding.decode_rows(runs, ["plain", "lookup 10", "lookup 4"])["auto"]
     assert auto["over_best_plan"] == 2.0 and auto["plans"] == {"lookup 3": 8}
 
 
@@ -141,12 +194,13 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
                 auto=partial(once, make_policy=partial(AdaptivePolicy, toy, None, True, 2, 1.0)))
     steps_before, generate = [], Engine.generate
 
-    def noted(engine, prompts, new):
+    def noted(engine, prompts, new, stop=()):
         steps_before.append((new, getattr(engine.policy, "steps", 0)))
-        return generate(engine, prompts, new)
+        return generate(engine, prompts, new, stop)
     monkeypatch.setattr(Engine, "generate", noted)
-    rows, outputs = decoding.decode_in_turns(ways, [[5, 9, 2], [7, 1]], 40, runs=2)
-    assert outputs["auto"][0].tokens == outputs["auto"][1].tokens and rows["auto"]["identical"] == 1.0
+    outputs = decoding.decode_in_turns(ways, [[5, 9, 2], [7, 1]], 40, runs=2)
+    assert outputs["auto"][0].tokens == outputs["auto"][1].tokens
+    assert decoding.medians(outputs)["auto"]["identical"] == 1.0
     assert steps_before == [(8, 0), (40, 0)] * 4
 
 
@@ -162,6 +216,10 @@ def test_transformers_decodes_a_checkpoint_as_we_do(checkpoint, tmp_path):
     for decode in ways.values():
         found = decode(given, 12)
         assert found.tokens == want.tokens and found.tokens_per_second == pytest.approx(24 / found.seconds)
+    stop = [want.tokens[0][3]]
+    decode = decoding.transformers_ways(model, folder, given, stop)["transformers"]
+    assert decode(given, 12).tokens == generate(model, given, 12, stop=stop).tokens != want.tokens
+    assert decoding.transformers_ways(model, folder / "config.json", given) == {}
 
 
 def test_decode_on_random_weights(run, monkeypatch):
@@ -194,6 +252,7 @@ def test_real_sizes_are_those_of_the_models():
     ("heads --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("kernel", "kernel"),
     ("heads --heads a/clover b/clover/", "same name"), ("kernels --models 9b", "'9b'"),
     ("decode --random-weights 7b --quantize int8", "--quantize and .* go without --random-weights"),
+    ("decode --chats x.txt", "expected a .jsonl file"), ("heads --chats x.jsonl --data y", "give one of them"),
     ("decode --out nowhere/x.json", "nowhere/x.json: its folder does not exist")])
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
