@@ -138,11 +138,13 @@ class Decoder:
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
     model's context. plans: those that a step may take. beams: W, default about the square root of
     the heads' nodes. sampling: default greedy. graph: on CUDA, capture each plan's step once and
-    replay it. Raises InputError for sizes out of range and caches without room in memory."""
+    replay it. exact: on a CPU in half precision, texts do not depend on what decodes them; without
+    it large batches are quicker. Raises InputError for sizes out of range and caches without room
+    in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
-                 beams=None, sampling=None, graph=True):
+                 beams=None, sampling=None, graph=True, exact=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
         check_beams(heads, 1 if beams is None else beams)
         self.model = model
@@ -155,7 +157,7 @@ class Decoder:
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         if find_spec("backends"):
             from backends import cpu  # on a CPU, replaces layers of the caller's model
-            cpu.apply(model, heads)
+            cpu.apply(model, heads, exact)
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j

@@ -29,9 +29,10 @@ NATIVE_BFLOAT16 = HAS_ONEDNN and torch.cpu._is_avx512_bf16_supported()
 MIN_ROWS = 4  # of a product; fewer give other bits, and on AMD's processors take more time
 
 
-def apply(model, heads=None):
+def apply(model, heads=None, exact=True):
     """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU. Call it again after weights have
-    changed, or the model has left the CPU: its layers then become what they were."""
+    changed, or the model has left the CPU: its layers then become what they were. exact: see
+    `cached_attention`."""
     if model.device.type != "cpu" or runs_triton(model.embed.weight):
         plain = {packed: layer for layer, packed in PACKED.items()}
         for module in filter(None, (model, heads)):
@@ -46,8 +47,8 @@ def apply(model, heads=None):
         pack(heads, model, min_rows=1)  # guesses may depend on what is decoded beside them
     if model.blocks and isinstance(model.blocks[-1], PackedBlock):
         model.blocks[-1].is_last = True
-    model.context_type = CPUContext
-    model.cache_dtype = partial(cache_dtype, model)
+    model.context_type = partial(CPUContext, exact=exact)
+    model.cache_dtype = partial(cache_dtype, model, exact=exact)
 
 
 def replace_classes(module, classes):
@@ -323,16 +324,17 @@ def rescored_argmax(logits, hidden, weight, temperature, seed, sequence, positio
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-def cache_dtype(model, n):
+def cache_dtype(model, n, exact=True):
     """float64 where attention adds in it, to save casts, if n such numbers take no more than a
     quarter of the free memory."""
-    exact = model.dtype.itemsize == 2 and 8 * n <= model.free_memory() / 4
+    exact = exact and model.dtype.itemsize == 2 and 8 * n <= model.free_memory() / 4
     return torch.float64 if exact else model.dtype
 
 
 @dataclass(eq=False)
 class CPUContext(AttentionContext):
     """In half precision attention over a cache adds in float64, see `cached_attention`."""
+    exact: bool = True
 
     def __post_init__(self):
         self.shape = (self.rows if self.ancestors is None else self.ancestors).shape  # (B, T)
@@ -351,17 +353,17 @@ class CPUContext(AttentionContext):
             return super().attend(q, k, v, window, scale)
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
-        dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
+        dtype = torch.float64 if self.exact and q.dtype.itemsize == 2 else k.dtype
         if self.ancestors is None:
             causal = self.is_causal(window) and q.shape[1] == self.end
             mask = None if causal else self.mask(window, dtype)
-            return cached_attention(q, k, v, mask, causal, scale)
+            return cached_attention(q, k, v, mask, causal, scale, self.exact)
         mask, unseen = self.mask(window, dtype)
         # 0 * NaN is NaN. Only rows after the shortest sequence can hold it; a sum tests them fast.
         new = slice(self.start - rows.start, None)
         if unseen is not None and not math.isfinite(k[:, :, new].sum() + v[:, :, new].sum()):
             k, v = (x.masked_fill(unseen[:, None, :, None], 0) for x in (k, v))
-        return cached_attention(q, k, v, mask, False, scale)
+        return cached_attention(q, k, v, mask, False, scale, self.exact)
 
 
 def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=0, first=0):
@@ -391,15 +393,15 @@ def tree_mask(lengths, ancestors, end, slopes=None, dtype=torch.float32, window=
     return bias, unseen if unseen.any() else None
 
 
-def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
+def cached_attention(q, k, v, bias=None, is_causal=False, scale=None, exact=True):
     """torch's own attention of q [B, T, Hq, D] over k and v [B, Hkv, S, D] -> [B, T, Hq, D] in q's
-    dtype. scale: of the scores, default D ** -0.5. With q in half precision the sums are in
+    dtype. scale: of the scores, default D ** -0.5. exact: with q in half precision the sums are in
     float64, so that rounding hides their order: the same tokens are elsewhere in the cache of
-    another tree. Caches in half precision are cast a head at a time."""
+    another tree. Caches in half precision are then cast a head at a time."""
     B, T, Hq, D = q.shape
     Hkv = k.shape[1]
     G = Hq // Hkv
-    dtype = torch.float64 if q.dtype.itemsize == 2 else k.dtype
+    dtype = torch.float64 if exact and q.dtype.itemsize == 2 else k.dtype
     bias = bias if bias is None or bias.dtype == torch.bool else bias.to(dtype)
     all_heads = bias is None or bias.shape[1] == 1
     if k.dtype != dtype:
@@ -407,8 +409,9 @@ def cached_attention(q, k, v, bias=None, is_causal=False, scale=None):
         heads = zip(q.split(G, dim=2), k.split(1, dim=1), v.split(1, dim=1), biases)
         return torch.cat([cached_attention(q, k.to(dtype), v.to(dtype), bias, is_causal, scale)
                           for q, k, v, bias in heads], dim=2)
-    if dtype == torch.float64 and all_heads and G > 1 and 1 < T <= 64 and not is_causal:
-        # query heads that share keys become rows of one product: in float64 quicker than one each
+    few = T <= 64 if dtype.itemsize == 2 else dtype == torch.float64 and 1 < T <= 64
+    if few and all_heads and G > 1 and not is_causal:
+        # query heads that share keys become rows of one product, which is quicker than one each
         q64 = q.view(B, T, Hkv, G, D).transpose(1, 2).to(dtype).reshape(B, Hkv, T * G, D)
         bias = bias if bias is None else bias.repeat_interleave(G, dim=2)
         out = F.scaled_dot_product_attention(q64, k, v, bias, scale=scale).view(B, Hkv, T, G, D)

@@ -23,16 +23,20 @@ def encoding(tmp_path):
 
 
 class Scripted:
-    """Stands in for `generate`: answers each prompt by a function of its text."""
+    """Stands in for `Engine`: answers each prompt by a function of its text."""
 
     def __init__(self, encoding, says):
         self.encoding = encoding
         self.says = says
         self.calls = []
 
-    def __call__(self, model, prompts, max_new_tokens, **options):
+    def __call__(self, model, sampling, **options):
+        self.sampling = sampling
+        return self
+
+    def generate(self, prompts, max_new_tokens, stop):
         texts = [self.encoding.decode(prompt) for prompt in prompts]
-        self.calls.append((texts, options["temperature"], options["seed"]))
+        self.calls.append((texts, self.sampling.temperature, self.sampling.seed))
         said = [self.says(i, text) for i, text in enumerate(texts)]
         tokens = [self.encoding.encode(text, allowed_special="all") for text in said]
         return SimpleNamespace(sequences=[
@@ -42,7 +46,7 @@ class Scripted:
 def writer(folder, encoding, monkeypatch, says, template=CHATML, rounds=8, **options):
     monkeypatch.setattr(writing, "ROUND", rounds)
     script = Scripted(encoding, says)
-    monkeypatch.setattr(writing, "generate", script)
+    monkeypatch.setattr(writing, "Engine", script)
     made = writing.Writer(folder, toy_model(), encoding, template, [END, 261], 1, log=lambda line: None, **options)
     made.claim()
     return made, script

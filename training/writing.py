@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from clover import model_hash
-from generate import generate
+from generate import Engine, Sampling
 from hf.tokenizer import encode_prompt, end_of_text
 from model import InputError, atomic_write, human, read_json
 
@@ -111,10 +111,11 @@ class Writer:
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
             return {}
-        on_cpu = self.model.device.type == "cpu"
-        output = generate(self.model, list(prompts.values()), longest, temperature=temperature,
-                          seed=seed, tree_size=1, batch_size=SLOTS if on_cpu else ROUND,
-                          stop=self.stop)
+        slots = SLOTS if self.model.device.type == "cpu" else ROUND
+        engine = Engine(self.model, batch_size=min(slots, len(prompts)), exact=False,
+                        capacity=max(map(len, prompts.values())) + longest,
+                        sampling=Sampling(temperature, seed=seed))
+        output = engine.generate(list(prompts.values()), longest, self.stop)
         extended = {}
         for i, sequence in zip(prompts, output.sequences):
             tokens = [token for token in sequence.tokens if token not in self.stop]
