@@ -63,10 +63,9 @@ class Reader(GGUFReader):
     """GGUFReader, but what it reads must be in the file, and a list is read at once."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
-        values = super()._get(offset, dtype, count, override_order)
-        if len(values) != int(count):
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
             raise ValueError(f"{count} values at byte {offset} are not in the file")
-        return values
+        return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs, raw_type):
         if raw_type != GGUFValueType.ARRAY:

@@ -101,7 +101,7 @@ class Encoding:
         return load_chat_template(self.path)
 
     def chat(self, messages, **options):
-        """The ids of a chat's prompt, messages [{"role": "user", "content": text}, ...], put into the
+        """The ids of a chat's prompt: messages, [{"role": "user", "content": text}, ...], in the
         model's template. options: as in `ChatTemplate.render`."""
         expect(self.template, f"{self.path}: has no chat template; take encode_prompt, or a model "
                "that was trained to chat")
