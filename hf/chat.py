@@ -5,21 +5,21 @@ import json
 import re
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 import jinja2.sandbox
 
-from hf import expect
+from hf import expect, find_model, part_file, read_part
 from hf.families import text_config
 from hf.tokenizer import end_of_text
-from model import InputError, read_json
+from model import InputError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 
 
-def optional_json(file):
-    """The object in a json file, {} if the file does not exist."""
-    return read_json(file) if file.exists() else {}
+def optional_part(path, name):
+    """As `read_part`, {} if the file does not exist."""
+    path = find_model(path)
+    return read_part(path, name) if part_file(path, name).exists() else {}
 
 
 def token_text(token):
@@ -31,7 +31,7 @@ def token_text(token):
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
-    files = [optional_json(Path(path) / name) for name in ("generation_config.json", "config.json")]
+    files = [optional_part(path, name) for name in ("generation_config.json", "config.json")]
     found = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
     found = [ids for ids in found if ids is not None]
     ids = found[0] if found else end_of_text(encoding)
@@ -39,15 +39,15 @@ def stop_tokens(path, encoding):
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
            f"{path}: the tokenizer has no ids {ids}, the eos_token_id of generation_config.json or "
            "config.json; correct the file")
-    text = token_text(optional_json(Path(path) / "tokenizer_config.json").get("eos_token"))
-    if text in encoding.special_tokens and find_template(Path(path))[1]:
+    text = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
+    if text in encoding.special_tokens and find_template(path)[1]:
         ids = [*ids, encoding.special_tokens[text]]
     return list(dict.fromkeys(ids))
 
 
 def sampling_defaults(path):
     """What generation_config.json says of SAMPLING, unchecked; greedy unless do_sample is true."""
-    config = optional_json(Path(path) / "generation_config.json")
+    config = optional_part(path, "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
     found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
@@ -56,25 +56,26 @@ def sampling_defaults(path):
 
 def load_chat_template(path):
     """A folder's ChatTemplate, or None."""
-    file, source = find_template(Path(path))
+    file, source = find_template(path)
     if source is None:
         return None
-    settings = optional_json(Path(path) / "special_tokens_map.json")  # the older file
-    settings |= optional_json(Path(path) / "tokenizer_config.json")
+    settings = optional_part(path, "special_tokens_map.json")  # the older file
+    settings |= optional_part(path, "tokenizer_config.json")
     tokens = {key: token_text(value) for key, value in settings.items()
               if key.endswith("_token") and token_text(value) is not None}
     return ChatTemplate(file, source, tokens)
 
 
-def find_template(folder):
+def find_template(path):
     """(file, text of its template, of several the one named default, or None). The last file is
     that of models that read pictures."""
-    file = folder / "chat_template.jinja"
+    path = find_model(path)
+    file = path / "chat_template.jinja"
     if file.exists():
         return file, file.read_text(encoding="utf-8", errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
-        file = folder / name
-        source = optional_json(file).get("chat_template")
+        file = part_file(path, name)
+        source = optional_part(path, name).get("chat_template")
         if source is not None:
             break
     if isinstance(source, list):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: their files, and the weights under our names."""
+"""Hugging Face checkpoint folders and GGUF files: the weights under our names."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
 from clover import samples_hash
-from hf import chat, expect, families
+from hf import chat, expect, families, find_heads, find_model, is_gguf
 from hf.families import FAMILIES, read_config
 from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
 from hf.tokenizer import load_encoding
@@ -38,6 +38,7 @@ class StoredTensor(NamedTuple):
     shape: tuple
     dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
+    packed: str | None = None # the type that a GGUF file stores it in
 
 
 def weight_files(path):
@@ -85,9 +86,19 @@ def open_pickle(file):
             for name, value in state.items()}
 
 
+def open_gguf(file):
+    """As `open_weights`. By default the model is in bfloat16, whatever the file's types are."""
+    from hf import gguf
+    return {name: StoredTensor(file, shape, torch.bfloat16, load, packed)
+            for name, (shape, packed, load) in gguf.open_tensors(file).items()}
+
+
 def read_headers(path):
-    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder."""
+    """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder or file."""
+    path = find_model(path)
     config = read_config(path)
+    if is_gguf(path):
+        return match_headers(path, config, open_gguf(path))
     tensors = {}
     for file in weight_files(path):
         tensors |= open_weights(file)
@@ -96,6 +107,10 @@ def read_headers(path):
                    if "language_model." in name or name == "lm_head.weight"}
     raw = families.text_config(read_json(Path(path) / "config.json"))
     tensors = combine(path, tensors, read_scheme(raw.get("quantization_config")))
+    return match_headers(path, config, tensors)
+
+
+def match_headers(path, config, tensors):
     n = len(tensors)  # checked before anything is built for each layer
     expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but {n} tensors; fetch it again")
     with torch.device("meta"):
@@ -132,9 +147,10 @@ def match_tensors(path, model, tensors):
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
-    """Reads a folder of one of FAMILIES, straight to the device -> GPT, frozen. group: the ranks
-    that hold the model together, each a part. quantize: "int8" or "int4", to which weights are
-    rounded. Quantised weights stay packed where kernels run, unless `packed` is False."""
+    """Reads a folder of one of FAMILIES, a GGUF file or a short name, straight to the device ->
+    GPT, frozen. group: the ranks that hold the model together, each a part. quantize: "int8" or
+    "int4", to which weights are rounded. Quantised weights stay packed where kernels run, unless
+    `packed` is False."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
@@ -245,11 +261,13 @@ def save(model, path, dtype=None):
 
 
 def describe(path):
-    """What a checkpoint folder holds, in lines of text. Of the weights it reads headers only."""
+    """What a folder or file holds, in lines of text. Of the weights it reads headers only."""
+    path = find_model(path)
     model, matches = read_headers(path)
     c = model.config
-    size = sum(file.stat().st_size for file in weight_files(path))
-    schemes = {str(tensor.scheme) for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)}
+    size = sum(file.stat().st_size for file in {tensor.file for tensor, *_ in matches})
+    schemes = {str(tensor.scheme) if isinstance(tensor, QuantizedTensor) else tensor.packed
+               for tensor, *_ in matches} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
@@ -261,14 +279,14 @@ def describe(path):
         "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
                              for size in sorted({*c.windows} - {0})) or "none",
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
-        "weights": f"{human(size, 'B')}{''.join(f', {scheme}' for scheme in schemes)}",
+        "weights": f"{human(size, 'B')}{''.join(f', {scheme}' for scheme in sorted(schemes))}",
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
     for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
         try:
-            lines[name] = tell(Path(path))
+            lines[name] = tell(path)
         except InputError as error:
             lines[name] = str(error)
-    heads = sorted(file.parent.name for file in Path(path).glob("*/heads.json"))
+    heads = [folder.name for folder in find_heads(path)]
     lines["draft heads"] = ", ".join(heads) or "none beside it; train_heads.py trains them"
     return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
 

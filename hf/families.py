@@ -5,14 +5,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from hf import expect, one_of
+from hf import expect, find_model, one_of, part_file, read_part
 from hf.quantization import read_scheme
-from model import GPTConfig, InputError, check, read_json
+from model import GPTConfig, InputError, check
 
 # Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
 # Each ends in .weight or .bias. Several tensors are stacked, in order, into one of ours.
@@ -181,10 +180,13 @@ def by_layer(raw, key, values, n_layer):
 
 
 def read_config(path):
-    """config.json of a folder -> GPTConfig. Raises InputError for a broken or unsupported one."""
-    file = Path(path) / "config.json"
-    expect(file.parent.is_dir(), f"{path}: no such folder; expected one of Hugging Face's form")
-    raw = text_config(read_json(file))
+    """config.json of a folder, or what a GGUF file says instead -> GPTConfig. Raises InputError for
+    a broken or unsupported one."""
+    path = find_model(path)
+    file = part_file(path, "config.json")
+    expect(path.exists(), f"{path}: no such folder or file; expected a folder of Hugging Face's "
+           "form, or a GGUF file")
+    raw = text_config(read_part(path, "config.json"))
     try:
         return parse_config(raw)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

@@ -4,13 +4,13 @@ older files. tiktoken, which is faster, encodes for a byte-level BPE whose patte
 import hashlib
 import importlib
 import json
-from pathlib import Path
+from functools import cached_property
 
 import tiktoken
 from tokenizers import Tokenizer
 
-from hf import expect
-from model import InputError, read_json
+from hf import expect, find_model, part_file, read_part
+from model import InputError
 
 # The pattern that ByteLevel itself splits by: GPT-2's.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -21,6 +21,14 @@ PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+# Of Mistral's tekken, and of GPT-4o: a word ends between a lower-case and an upper-case letter.
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN_PATTERN = "|".join((*CASED, r"\p{N}", MARKS))
+GPT4O_PATTERN = "|".join((*(f"{words}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for words in CASED),
+                          r"\p{N}{1,3}", MARKS))
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
@@ -28,7 +36,7 @@ LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,
 
 class Encoding:
     """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
-    added tokens. prefix: ids before a prompt. hash: 16 hex digits of what the ids depend on."""
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits of what ids mean."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys((*STRIPS, "special"), False)
@@ -37,6 +45,7 @@ class Encoding:
         spec = {"version": "1.0", "normalizer": None, "pre_tokenizer": None} | spec
         spec |= {"truncation": None, "padding": None, "added_tokens": added}
         self.file = file
+        self.path = file.parent if file.name == "tokenizer.json" else file
         self.package = Tokenizer.from_str(json.dumps(spec))
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
@@ -53,7 +62,8 @@ class Encoding:
         ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
         if ranks is None:
             self.bpe = None
-            keys = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+            # not pre_tokenizer: transformers gives a GGUF's folder another, and heads serve both
+            keys = ("normalizer", "model", "added_tokens")
             hashed = (json.dumps([spec.get(key) for key in keys], sort_keys=True),)
         else:
             self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks,
@@ -83,6 +93,19 @@ class Encoding:
         """The text of ids. An id without a token gives nothing. It may take a space off the start
         of a text, as the folder's own tokenizer does."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
+
+    @cached_property
+    def template(self):
+        """The `ChatTemplate` beside the tokenizer, or None."""
+        from hf.chat import load_chat_template  # which imports this module
+        return load_chat_template(self.path)
+
+    def chat(self, messages, **options):
+        """The ids of a chat's prompt: messages, [{"role": "user", "content": text}, ...], in the
+        model's template. options: as in `ChatTemplate.render`."""
+        expect(self.template, f"{self.path}: has no chat template; take encode_prompt, or a model "
+               "that was trained to chat")
+        return self.encode(self.template.render(messages, **options), allowed_special="all")
 
     def stream(self, stop_texts=()):
         return TextStream(self, stop_texts)
@@ -152,12 +175,14 @@ class TextStream:
 
 
 def load_encoding(path):
-    """The Encoding of a Hugging Face folder. No code of the folder is run."""
-    file = Path(path) / "tokenizer.json"
+    """The Encoding of a Hugging Face folder, a GGUF file or a short name. No code of a folder is
+    run."""
+    path = find_model(path)
+    file = part_file(path, "tokenizer.json")
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
         if file.exists() or not older:
-            return Encoding(file, read_json(file))
+            return Encoding(file, read_part(path, "tokenizer.json"))
         import transformers
         reader = transformers.AutoTokenizer
         if older[0] == "tokenizer.model":  # whatever its class, such as Baichuan's

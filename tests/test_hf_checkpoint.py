@@ -82,11 +82,13 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
 }
 
 
-def theirs_of(name):
-    """The transformers model of a folder, its weights all random: norms at 1 and biases at 0 would hide mistakes."""
+def theirs_of(name, **changes):
+    """The transformers model of a folder, its weights all random: norms at 1 and biases at 0 would hide mistakes.
+    changes: flags of its config."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     kind, flags = FOLDERS[name]
     flags = flags if kind == "GPT2" else TINY | flags | (dict(num_key_value_heads=4) if "baichuan" in name else {})
+    flags = flags | changes
     torch.manual_seed(0)
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**flags)

@@ -13,7 +13,7 @@ import torch
 from backends import tensor_parallel
 from clover import CloverHeads, read_record, state_hash
 from generate import Sampling, prepare
-from hf import checkpoint
+from hf import checkpoint, default_heads, find_model, part_file
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
@@ -151,8 +151,7 @@ class Session:
     def load_heads(self):
         """The heads that --draft and --heads ask for, or None."""
         args = self.args
-        beside = Path(args.model) / "clover"
-        path = args.heads or (beside if beside.is_dir() else "none")
+        path = args.heads or default_heads(args.model) or "none"
         if args.draft not in ("lookup", "none") and path != "none":
             return load_heads(path, self.model, self.encoding, args.heads_of_original)
         if args.draft in ("heads+lookup", "heads"):
@@ -169,8 +168,7 @@ class Session:
                 return encode_prompt(self.encoding, messages[-1]["content"])
             system = self.args.system
             start = [] if system is None else [dict(role="system", content=system)]
-            text = self.template.render([*start, *messages])
-            return self.encoding.encode(text, allowed_special="all")
+            return self.encoding.chat([*start, *messages])
         return self.group.on_first(encode_here)
 
     def decode(self, tokens):
@@ -207,7 +205,7 @@ def sampling_flags(args):
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
     of_folder = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
-    file = Path(args.model) / "generation_config.json"
+    file = part_file(find_model(args.model), "generation_config.json")
     try:
         Sampling(**of_folder)
     except InputError as error:

