@@ -36,7 +36,7 @@ from tools.flags import DEMO
 from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
-from training.flags import KEEP, RUN_FILE, SAVED, SELF, STATE_FILE, TRAINING
+from training.flags import RUN_FILE, SAVED, SELF, STATE_FILE, TRAINING
 from training.loss import guess_masks, head_losses, run_heads, run_model
 from training.states import store_states
 
@@ -182,7 +182,7 @@ def prepare(args, group):
         args.data = [write_texts(args, group, template)]
     heads, encoding = common.load_for_training(args, group)
     check_block_size(args, heads)
-    home = data.home(args.data, args.out, model_hash(heads.model))
+    args.home = home = data.home(args.data, args.out, model_hash(heads.model))
 
     def prepare_text():
         if args.batch_size % group.size:
@@ -204,9 +204,9 @@ def prepare(args, group):
     corpus = data.open_tokens(home / data.FILE)["train"]
     if args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
         corpus = corpus._replace(states=stored_states(run, corpus, home))
-    if not state or args.draft_vocabulary != KEEP:
-        n = None if args.draft_vocabulary == KEEP else args.draft_vocabulary
-        data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], n, group.print)
+    if not state:
+        data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], args.draft_vocabulary,
+                                  group.print)
     return run, corpus
 
 
@@ -252,7 +252,7 @@ def finish(run):
     """Measures the trained heads, and prints how to use them. Process 0 does so alone, but all hold
     together a model that was sharded for training."""
     args, group = run.args, run.group
-    args.draft_vocabulary = KEEP
+    args.data = None  # as they are in args.home
     args.batch_size //= group.size
     if args.dtype != "float32":
         args.dtype = None  # that of decoding
@@ -282,28 +282,23 @@ def evaluate(args, group, seconds=SECONDS):
         raise InputError(f"{args.out}: these heads were trained on the model before it was "
                          "rounded; measure them without --quantize")
     check_block_size(args, heads)
-    load_split, measured_on = evaluation_data(args, heads, encoding, group.print)
-    chosen = args.draft_vocabulary != KEEP
-    if chosen:
-        train = load_split("train")
-        data.set_draft_vocabulary(heads, train.ids[train.loss_mask], args.draft_vocabulary,
-                                  group.print)
-    results = measure(heads, load_split("heldout"), args.batch_size, args.block_size, seconds,
-                      group.print)
+    heldout, measured_on = heldout_tokens(args, heads, encoding, group.print)
+    results = measure(heads, heldout, args.batch_size, args.block_size, seconds, group.print)
     if group.rank == 0:
-        record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on), chosen)
+        record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on))
 
 
-def evaluation_data(args, heads, encoding, log):
-    """What heads are measured on: --data, else what they were trained on -> (a function that gives
-    a split's Tokens, what heads.json says about them)."""
+def heldout_tokens(args, heads, encoding, log):
+    """What heads are measured on: Tokens of --data, else of what they were trained on, and what
+    heads.json says about them."""
     training = heads.info.get("training", {})
     names, key = training.get("data"), training.get("key")
+    out = Path(args.out)
     if args.data is None:
-        for home in (Path(args.out), Path(args.out) / SELF):
+        for home in (getattr(args, "home", out), out, out / SELF):
             with contextlib.suppress(InputError):
                 stored = data.open_tokens(home / data.FILE)
-                return stored.get, dict(data=names, key=stored["key"])
+                return stored["heldout"], dict(data=names, key=stored["key"])
         if names != STANDARD_LIBRARY:
             names = " ".join(names or ["data that heads.json does not name"])
             raise InputError(f"{args.out}: these heads were trained on {names}, whose tokens are "
@@ -313,12 +308,7 @@ def evaluation_data(args, heads, encoding, log):
     if measured_on["key"] != key:
         log(f"measuring on {' '.join(args.data or [STANDARD_LIBRARY])}, which is not or no longer "
             "what the heads were trained on")
-    home = data.home(args.data, args.out, heads.info["base"]["weights"])
-    with contextlib.suppress(InputError):
-        stored = data.open_tokens(home / data.FILE)
-        if stored["key"] == measured_on["key"]:
-            return stored.get, measured_on
-    return lambda split: data.load_tokens(args.data, encoding, split, template), measured_on
+    return data.load_tokens(args.data, encoding, "heldout", template), measured_on
 
 
 def main(args):

@@ -92,8 +92,8 @@ def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
                 acceptance=tables)
 
 
-def record(heads, out, tokenizer, measured, weights=False):
-    """Prints what was measured and adds it to the heads' heads.json; weights: saves these too."""
+def record(heads, out, tokenizer, measured):
+    """Prints what was measured and adds it to the heads' heads.json."""
     print("held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS))
     for i, row in enumerate(zip(*measured["top_accuracy"].values()), start=1):
         print(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
@@ -101,7 +101,4 @@ def record(heads, out, tokenizer, measured, weights=False):
           f"prompts, greedy, tree size {TREE_SIZE}")
     info = dict(training=heads.info.get("training", {})) | measured
     with saving(f"{out}: what was measured cannot be written", "make room and --evaluate"):
-        if weights:
-            heads.save_pretrained(out, tokenizer, torch.bfloat16, **info)
-        else:
-            heads.save_record(out, tokenizer, **info)
+        heads.save_record(out, tokenizer, **info)

@@ -14,7 +14,6 @@ PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
 MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
-KEEP = -1            # --draft-vocabulary that is not given; None is auto
 LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
 
 STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
@@ -23,7 +22,8 @@ SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shar
 SELF = "self"                  # of --data: texts that the model writes
 TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens",
             "dtype")  # what heads.json says of the training
-FIXED = ("preset", *SWITCHES, *TRAINING, "quantize")  # a resumed run cannot change these
+# a resumed run cannot change these
+FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary", "quantize")
 SAVED = (*FIXED, "steps", "model", "data")
 
 
@@ -91,9 +91,9 @@ def heads_parser():
     switch("--mix-before", action=on_off, help="take in the root before the augmenting block too")
     switch("--projector", choices=PROJECTORS, help="what comes before the LM head")
     switch("--shared", action=on_off, help="all heads but the first share their weights")
-    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, default=KEEP, metavar="N|auto",
-               help="draft among the N most frequent tokens of the data; 0: all; auto: what covers "
-                    "97%% of the data, if under half; default: auto, or what heads in --out have")
+    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, metavar="N|auto",
+               help="draft among the N most frequent tokens of the data; 0: all; default: auto, "
+                    "what covers 97%% of the data, if under half")
     add = parser.add_argument
     add("--out", help="default: out/ and the preset's name")
     add("--resume", action="store_true", help="continue the run in --out")
