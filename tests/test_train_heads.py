@@ -23,7 +23,7 @@ from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
-from training import common, data, evaluate
+from training import common, data, evaluate, states, writing
 from training.data import load_tokens, open_tokens
 from training.flags import parse_heads
 
@@ -366,6 +366,28 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
     said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
     for rank, text in enumerate(said):
         assert text.startswith(f"process {rank} ends: the batch size ") and text.count("\n") == 1
+
+
+def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
+        checkpoint, tmp_path, monkeypatch, unmeasured):
+    """Catches texts that are written twice, states computed anew for each preset, and a window's states that are those
+    of other tokens."""
+    monkeypatch.setattr(writing, "ROUND", 120)
+    monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
+    monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
+    flags = ["--model", checkpoint, "--dtype", "float32", "--steps", "45"]
+    train(*flags, "--data", "self", "--self-tokens", "2000", "--out", tmp_path / "one")
+    folder = tmp_path / "one" / "self"
+    assert len([*folder.glob("states-*.npy")]) == 1 and (folder / "tokens.pt").exists() and record(tmp_path / "one")[
+        "training"]["data"] == ["self"]
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.Writer, "round", None)
+        patch.setattr(states, "write_states", None)
+        train(*flags, "--data", "self", "--self-tokens", "2000", "--steps", "46", "--out", tmp_path / "one", "--resume")
+        train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
+    train(*flags, "--data", *sorted(folder.glob("*.jsonl")), "--steps", "5", "--out", tmp_path / "live")  # read once
+    assert losses_of(tmp_path / "live")[:1] == pytest.approx(losses_of(tmp_path / "one")[:1], rel=0.005)
+    assert not [*(tmp_path / "live").glob("states-*")]
 
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
