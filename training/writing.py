@@ -14,8 +14,7 @@ from hf.tokenizer import encode_prompt, end_of_text
 from model import InputError, atomic_write, human, read_json
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
-ROUND = 256                          # texts of a file
-SLOTS = 64                           # texts written at once on a CPU; a GPU writes a round
+ROUND = 64                           # texts that are written at once, and held by a file
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
 USER_TEMPERATURE = 0.9               # of the user's words
 USER_TOKENS = 128                    # at most: longer ones hardly end
@@ -111,8 +110,7 @@ class Writer:
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
             return {}
-        slots = SLOTS if self.model.device.type == "cpu" else ROUND
-        engine = Engine(self.model, batch_size=min(slots, len(prompts)), exact=False,
+        engine = Engine(self.model, batch_size=len(prompts), exact=False,
                         capacity=max(map(len, prompts.values())) + longest,
                         sampling=Sampling(temperature, seed=seed))
         output = engine.generate(list(prompts.values()), longest, self.stop)
