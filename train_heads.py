@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo is reported
 
 import contextlib
 import gc
-import hashlib
 import json
 import signal
 import time
@@ -179,7 +178,7 @@ def prepare(args, group):
     if args.data is None and template:
         args.data = [SELF]
     if args.data and args.data[0] == SELF:
-        args.data = [write_texts(args, group, template)]
+        args.data = [write_texts(args, group)]
     heads, encoding = common.load_for_training(args, group)
     check_block_size(args, heads)
     args.home = home = data.home(args.data, args.out, model_hash(heads.model))
@@ -203,40 +202,28 @@ def prepare(args, group):
     run = Run(args, heads, encoding, group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
     if args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
-        corpus = corpus._replace(states=stored_states(run, corpus, home))
+        file = home / f"states-{model_hash(heads.model)}.npy"
+        states = store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
+        corpus = corpus._replace(states=states)
     if not state:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], args.draft_vocabulary,
                                   group.print)
     return run, corpus
 
 
-def write_texts(args, group, template):
+def write_texts(args, group):
     """Lets the model write texts, in the dtype that it decodes in -> their folder."""
     model, encoding = load_model(args)
     folder = Path(args.out) / SELF
     goal = args.self_tokens or args.steps * args.batch_size * (args.block_size or 256) // 4
     questions = data.questions(args.data[1:]) if args.data[1:] else None
-    stop = stop_tokens(args.model, encoding)
-    writer = writing.Writer(folder, model, encoding, template, stop, args.seed, questions,
-                            group.print)
+    writer = writing.Writer(folder, model, encoding, stop_tokens(args.model, encoding), args.seed,
+                            questions, group.print)
     group.on_first(writer.claim)
     group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
     writer.write(goal, group.rank, group.size)
     group.barrier()
     return str(folder.absolute())
-
-
-def stored_states(run, corpus, home):
-    """The frozen model's states for the training Tokens, which are read more than once."""
-    model, group = run.heads.model, run.group
-    name = hashlib.sha256(repr([model_hash(model), run.args.key]).encode()).hexdigest()[:16]
-    file = home / f"states-{name}.npy"
-
-    def remove_others():
-        for other in set(home.glob("states-*.npy")) - {file}:
-            other.unlink()
-    group.on_first(remove_others)
-    return store_states(file, model, corpus, group, run.autocast, run.dtype)
 
 
 def check_block_size(args, heads):

@@ -47,7 +47,8 @@ def writer(folder, encoding, monkeypatch, says, template=CHATML, rounds=8, **opt
     monkeypatch.setattr(writing, "ROUND", rounds)
     script = Scripted(encoding, says)
     monkeypatch.setattr(writing, "Engine", script)
-    made = writing.Writer(folder, toy_model(), encoding, template, [END, 261], 1, log=lambda line: None, **options)
+    encoding.template = template
+    made = writing.Writer(folder, toy_model(), encoding, [END, 261], 1, log=lambda line: None, **options)
     made.claim()
     return made, script
 

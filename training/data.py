@@ -103,6 +103,8 @@ def store_tokens(file, key, paths, encoding, template=None, log=print):
         if stored["key"] == key:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding, template, log)
+    for states in file.parent.glob("states-*.npy"):  # of the tokens before
+        states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
     save_file(file, dict(key=key) | arrays, "make room, or choose another --out")
     return open_tokens(file)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from clover import model_hash
 from generate import Engine, Sampling
+from hf import expect
 from hf.tokenizer import encode_prompt, end_of_text
-from model import InputError, atomic_write, human, read_json
+from model import atomic_write, human, read_json
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
 ROUND = 64                           # texts that are written at once, and held by a file
@@ -24,15 +25,14 @@ MARK = "the user's words"            # where they are in a template
 
 
 class Writer:
-    """Writes rounds of texts to a folder. template: a `ChatTemplate`, or None for a base model.
-    stop: the token ids that end a text. questions: the conversations that the model answers, lists
-    of messages; None: it asks, too."""
+    """Writes rounds of texts to a folder. stop: the token ids that end a text. questions: the
+    conversations that the model answers, lists of messages; None: it asks, too."""
 
-    def __init__(self, folder, model, encoding, template, stop, seed=0, questions=None, log=print):
+    def __init__(self, folder, model, encoding, stop, seed=0, questions=None, log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
-        self.template = template
+        self.template = encoding.template  # None for a base model
         self.stop = set(stop)
         self.seed = seed
         self.questions = questions
@@ -43,8 +43,8 @@ class Writer:
         """Makes the folder. Raises InputError if another model wrote in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = model_hash(self.model)
-        if written_by(self.folder) not in (None, mine):
-            raise InputError(f"{self.folder}: another model wrote these texts; take another --out")
+        expect(written_by(self.folder) in (None, mine),
+               f"{self.folder}: another model wrote these texts; take another --out")
         about = json.dumps(dict(model=mine)) + "\n"
         atomic_write(self.folder / ABOUT, lambda tmp: Path(tmp).write_text(about))
 
@@ -65,9 +65,7 @@ class Writer:
                         self.is_new(message["content"])
             else:
                 texts = self.round(number)
-                if not texts:
-                    raise InputError("none of the texts that the model wrote will do for training; "
-                                     "give --data")
+                expect(texts, "none of the texts that the model wrote will do; give --data")
                 lines = "".join(json.dumps(text) + "\n" for text in texts)
                 atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
             held += self.count(texts)
@@ -130,13 +128,10 @@ class Writer:
         if role == "text":
             return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
         if role == "assistant":
-            text = self.template.render(chat)
-        else:
-            user = dict(role="user", content=MARK)
-            text, found, _ = self.template.render([*chat, user]).rpartition(MARK)
-            if not found:
-                raise InputError(f"{self.template.file}: the template does not show what a user "
-                                 "says; give --data")
+            return self.encoding.chat(chat)
+        user = dict(role="user", content=MARK)
+        text, found, _ = self.template.render([*chat, user]).rpartition(MARK)
+        expect(found, f"{self.template.file}: does not show what a user says; give --data")
         return self.encoding.encode(text, allowed_special="all")
 
     def is_new(self, text):
