@@ -201,8 +201,8 @@ def prepare(args, group):
     args.key = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    if args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
-        file = home / f"states-{model_hash(heads.model)}.npy"
+    file = home / f"states-{model_hash(heads.model)}.npy"
+    if file.exists() or args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
         states = store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
         corpus = corpus._replace(states=states)
     if not state:

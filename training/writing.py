@@ -53,27 +53,28 @@ class Writer:
         round, or until no question is left. A round whose file is there is not written again."""
         goal = tokens // size
         began = time.monotonic()
-        held = found = 0
+        held = written = 0
         number = rank
         while held < goal and (self.questions is None or number * ROUND < len(self.questions)):
             file = self.folder / f"{number:05}.jsonl"
+            number += size
             if file.exists():
                 texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
-                found += self.count(texts)
                 for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
                     if message["role"] == "user":
                         self.is_new(message["content"])
-            else:
-                texts = self.round(number)
-                expect(texts, "none of the texts that the model wrote will do; give --data")
-                lines = "".join(json.dumps(text) + "\n" for text in texts)
-                atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
+                held += self.count(texts)
+                continue
+            texts = self.round(number - size)
+            expect(texts, "none of the texts that the model wrote will do; give --data")
+            lines = "".join(json.dumps(text) + "\n" for text in texts)
+            atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
+            written += self.count(texts)
             held += self.count(texts)
-            speed = (held - found) / (time.monotonic() - began)
+            speed = written / (time.monotonic() - began)
             left = timedelta(seconds=int(max(goal - held, 0) / max(speed, 1)))
             self.log(f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens  "
                      f"{speed:.0f} tokens/s  {left} left")
-            number += size
 
     def count(self, texts):
         """The tokens of lines of .jsonl."""
