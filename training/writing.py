@@ -54,18 +54,15 @@ class Writer:
         goal = tokens // size
         began = time.monotonic()
         held = written = 0
-        number = rank
-        while held < goal and (self.questions is None or number * ROUND < len(self.questions)):
+        for number in itertools.count(rank, size):
+            none_left = self.questions is not None and number * ROUND >= len(self.questions)
+            if held >= goal or none_left:
+                return
             file = self.folder / f"{number:05}.jsonl"
-            number += size
             if file.exists():
-                texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
-                for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
-                    if message["role"] == "user":
-                        self.is_new(message["content"])
-                held += self.count(texts)
+                held += self.read(file)
                 continue
-            texts = self.round(number - size)
+            texts = self.round(number)
             expect(texts, "none of the texts that the model wrote will do; give --data")
             lines = "".join(json.dumps(text) + "\n" for text in texts)
             atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
@@ -75,6 +72,14 @@ class Writer:
             left = timedelta(seconds=int(max(goal - held, 0) / max(speed, 1)))
             self.log(f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens  "
                      f"{speed:.0f} tokens/s  {left} left")
+
+    def read(self, file):
+        """Notes what users say in a file of texts -> how many tokens it has."""
+        texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+        for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
+            if message["role"] == "user":
+                self.is_new(message["content"])
+        return self.count(texts)
 
     def count(self, texts):
         """The tokens of lines of .jsonl."""
