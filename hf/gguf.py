@@ -53,7 +53,7 @@ class Reader(gguf.GGUFReader):
         end = orig_offs + 12
         if kind != GGUFValueType.STRING:
             array = self._get(end, self.gguf_scalar_to_np[kind], count)
-            return 12 + array.nbytes, [array.tolist()], [0], [GGUFValueType.ARRAY]
+            return 12 + array.nbytes, [array], [0], [GGUFValueType.ARRAY]
         texts = []
         for _ in range(count):
             start = end + 8

@@ -1,6 +1,7 @@
 """gguf.py: a GGUF file is the model, the tokenizer and the template that transformers reads from it, and that a folder
 of the same values holds; hostile files get one line. Files are written here as llama.cpp's converter does it."""
 
+import itertools
 import math
 import random
 import struct
@@ -32,7 +33,6 @@ FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed flags 
     "llama-tied": ("llama", "llama-tied", {}),
     "llama-biased": ("llama", "llama-biased", {}),
     "llama-3": ("llama", "llama-llama3", {}),
-    "mistral": ("llama", "mistral", {}),
     "qwen2": ("qwen2", "qwen2", {}),
     "qwen2-yarn": ("qwen2", "qwen2", dict(rope_parameters=ROPES["yarn"])),
     "qwen3": ("qwen3", "qwen3", {}),
@@ -136,31 +136,26 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
 
 
 def test_values_of_all_types_are_those_of_the_package(tmp_path):
-    """Catches a type that is read in another layout; the file's default dtype is that of a bfloat16 folder."""
-    theirs, rng, kinds = theirs_of("llama", hidden_size=256, intermediate_size=512), np.random.default_rng(0), set()
-    types = iter([kind for kind in Type if kind.name.startswith(("Q", "IQ", "TQ", "MX", "BF", "F16"))
-                  and kind.name not in ("Q8_1", "Q8_K")] * 2)
+    """Catches a type that is read in another layout, or not at all."""
+    theirs = theirs_of("qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=4)
+    parameters, rng, used = iter(theirs.state_dict().values()), np.random.default_rng(0), set()
+    types = itertools.cycle(kind for kind in Type if kind.name.startswith(("Q", "IQ", "TQ", "MX", "NV", "BF", "F16"))
+                            and kind.name not in ("Q8_1", "Q8_K", "Q1_0"))
 
     def convert(name, value):
+        parameter = next(parameters)
         if value.ndim == 1:
             return value, None
-        kinds.add(kind := next(types))
-        if kind == Type.F16:
-            return value.astype(np.float16), kind
+        used.add(kind := next(types))
         shape = gguf.quant_shape_to_byte_shape(value.shape, kind)
-        raw = rng.integers(0, 60, shape, np.uint8)  # a float16 of such bytes is finite
-        stored = torch.from_numpy(gguf.dequantize(raw, kind)).nan_to_num(0, 0, 0)
-        expected[name] = stored
+        raw = value.astype(np.float16) if kind == Type.F16 else rng.integers(0, 60, shape, np.uint8)  # finite halves
+        parameter.copy_(torch.from_numpy(gguf.dequantize(raw, kind)))
         return raw, kind
-    expected = {}
-    file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
-    model = GPT.from_pretrained(file, torch.float32, "cpu")
-    assert len(kinds) > 12 and {Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K} <= kinds
-    for i, block in enumerate(model.blocks):
-        down, gate = (expected.get(f"blk.{i}.ffn_{x}.weight") for x in ("down", "gate"))
-        assert down is None or torch.equal(block.mlp.down.weight.nan_to_num(0, 0, 0), down)
-        assert gate is None or torch.equal(block.mlp.up.weight[:512].nan_to_num(0, 0, 0), gate)
-    assert "Q4_K" in describe(file)
+    file = write(tmp_path / "m.gguf", "qwen2", theirs, convert=convert)
+    theirs.save_pretrained(tmp_path / "folder")
+    states = [GPT.from_pretrained(x, torch.float32, "cpu").state_dict() for x in (file, tmp_path / "folder")]
+    assert all(torch.equal(states[0][name].nan_to_num(), states[1][name].nan_to_num()) for name in states[0])
+    assert len(used) > 20 and "IQ1_M, IQ1_S" in describe(file)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,15 +337,12 @@ HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
     "version 1": (patched(4, "<I", 1), "file appears to be version 1"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
-    "2^60 values": (patched(16, "<Q", 2**60), "ends before byte"),
     "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "ends before byte"),
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
     "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "ends before byte"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
     "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "ends before byte"),
-    "2^62 rows": (patched(b"output_norm.weight\1\0\0\0", "<Q", 2**62), "ends before byte"),
     "no such type": (patched(NORM, "<I", 99), "99) is not a valid GGMLQuantizationType"),
-    "type Q8_K": (patched(b"token_embd.weight\2\0\0\0\x40\0\0\0\0\0\0\0\xbe\2\0\0\0\0\0\0", "<I", 15), "truncated"),
     "integers": (patched(NORM, "<I", 26), "Dequantization for I32 is not"),
     "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "truncated"),
     "an offset outside": (patched(NORM + b"\0\0\0\0", "<Q", 2**40), "ends before byte"),
@@ -361,17 +353,12 @@ VALUES = {  # case: (what changes tensors and metadata before a file is written,
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
-    "layers without tensors": ({"llama.block_count": 3}, "the weights lack layers.2."),
-    "a huge width": ({"llama.feed_forward_length": 2**24}, "should be floats of shape (16777216, 64)"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
-    "unknown scaling": ({"llama.rope.scaling.type": "ntk"}, "rope type 'ntk' is not supported"),
     "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
-    "no norm": ({"-": "blk.1.attn_norm.weight"}, "the weights lack layers.1.input_layernorm.weight"),
     "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor that llama"),
     "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
 }
 TOKENS = {"no tokens": ({"tokens": None}, "no list tokenizer.ggml.tokens"),
-          "tokens that are numbers": ({"tokens": [1, 2]}, "expected"),
           "another model": ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported: gpt2, llama"),
           "another split": ({"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
           "merge of unknown tokens": ({"merges": ["q q"]}, "out of vocabulary")}
