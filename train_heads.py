@@ -269,17 +269,16 @@ def evaluate(args, group, seconds=SECONDS):
         raise InputError(f"{args.out}: these heads were trained on the model before it was "
                          "rounded; measure them without --quantize")
     check_block_size(args, heads)
-    heldout, measured_on = heldout_tokens(args, heads, encoding, group.print)
+    heldout, measured_on = heldout_tokens(args, heads, encoding)
     results = measure(heads, heldout, args.batch_size, args.block_size, seconds, group.print)
     if group.rank == 0:
         record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on))
 
 
-def heldout_tokens(args, heads, encoding, log):
+def heldout_tokens(args, heads, encoding):
     """What heads are measured on: Tokens of --data, else of what they were trained on, and what
     heads.json says about them."""
-    training = heads.info.get("training", {})
-    names, key = training.get("data"), training.get("key")
+    names = heads.info.get("training", {}).get("data")
     out = Path(args.out)
     if args.data is None:
         for home in (getattr(args, "home", out), out, out / SELF):
@@ -287,15 +286,11 @@ def heldout_tokens(args, heads, encoding, log):
                 stored = data.open_tokens(home / data.FILE)
                 return stored["heldout"], dict(data=names, key=stored["key"])
         if names != STANDARD_LIBRARY:
-            names = " ".join(names or ["data that heads.json does not name"])
-            raise InputError(f"{args.out}: these heads were trained on {names}, whose tokens are "
+            raise InputError(f"{out}: the tokens that these heads were trained on ({names}) are "
                              "not there any more; give these data, or others, with --data")
     template = load_chat_template(args.model)
-    measured_on = data_record(args.data, data.tokens_key(args.data, encoding, template))
-    if measured_on["key"] != key:
-        log(f"measuring on {' '.join(args.data or [STANDARD_LIBRARY])}, which is not or no longer "
-            "what the heads were trained on")
-    return data.load_tokens(args.data, encoding, "heldout", template), measured_on
+    tokens = data.load_tokens(args.data, encoding, "heldout", template)
+    return tokens, data_record(args.data, data.tokens_key(args.data, encoding, template))
 
 
 def main(args):
