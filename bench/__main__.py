@@ -17,7 +17,7 @@ def parse(argv=None):
     parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_heads_flags(add("heads", help="heads against each other, lookup and plain decoding"))
-    add_decode_flags(add("decode", help="plain decoding, heads, lookup, auto and transformers"))
+    add_decode_flags(add("decode", help="plain decoding, heads, lookup and auto"))
     add_kernels_flags(add("kernels", help="kernels against the memory's bandwidth and torch"))
     gpu = add("gpu", help="everything that only a GPU can tell")
     gpu.add_argument("--out", required=True, metavar="DIR", help="for the results")

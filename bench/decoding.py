@@ -1,20 +1,16 @@
-"""`python -m bench decode`: plain decoding, all that can draft, and transformers, over batch sizes.
+"""`python -m bench decode`: plain decoding and all that can draft, over batch sizes.
 `python -m bench heads`: draft heads against each other. What is compared takes turns, so that other
 work on the machine meets all alike; with --chats it does so once for each kind of prompts."""
 
 import json
-import time
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean, median
-from types import SimpleNamespace
-
-import torch
 
 from bench import Table
 from generate import FixedPolicy, Output, prepare
-from hf.chat import load_chat_template, stop_tokens
+from hf.chat import stop_tokens
 from model import InputError
 from tools.cli import load_heads, load_model, read_file
 from tools.policy import AdaptivePolicy
@@ -27,15 +23,11 @@ def load(args, folders):
     model, encoding = load_model(args)
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
-    template = load_chat_template(args.model)
     if not args.chats:
-        heldout = load_tokens(args.data, encoding, "heldout", template)
+        heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
         n = max(args.prompts, *args.batch_sizes)
         return model, heads, {None: prompts(heldout, n, args.prompt_length)}, ()
-    if not template:
-        raise InputError(f"{args.model}: has no chat template, which --chats needs; take a model "
-                         "that was trained to chat")
-    groups = chat_prompts(Path(args.chats), template, encoding, args.prompts)
+    groups = chat_prompts(Path(args.chats), encoding, args.prompts)
     fewest = min(map(len, groups.values()))
     if max(args.batch_sizes) > fewest:
         raise InputError(f"{args.chats}: has {fewest} prompts of a kind, fewer than decode "
@@ -44,15 +36,14 @@ def load(args, folders):
     return model, heads, groups, stop_tokens(args.model, encoding)
 
 
-def chat_prompts(file, template, encoding, n):
+def chat_prompts(file, encoding, n):
     """{kind: token ids of each prompt} of a .jsonl file's first n chats; None: of all."""
     chats = read_file(file, chat=True)[:n]
     lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
     groups = {}
     for line, messages in zip(lines, chats):
         kind = str(json.loads(line).get("kind", "chat"))
-        ids = encoding.encode(template.render(messages), allowed_special="all")
-        groups.setdefault(kind, []).append(ids)
+        groups.setdefault(kind, []).append(encoding.chat(messages))
     return groups
 
 
@@ -100,7 +91,7 @@ def medians(outputs):
         out = median_run(done)
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
         rows[name] = dict(tree_size=out.tree_size,
-                          tokens_per_step=out.tokens_per_step if out.steps else None,
+                          tokens_per_step=out.tokens_per_step,
                           tokens_per_second=out.tokens_per_second,
                           speed_up=paired_ratio(done, plain), identical=fmean(same))
     return rows
@@ -132,8 +123,6 @@ def bench(args):
     for batch_size in args.batch_sizes:
         ways = plan_ways(model, own, batch_size, args.temperature, stop)
         plans = [name for name in ways if name != "auto"]
-        if batch_size == 1 and not args.temperature:
-            ways |= transformers_ways(model, args.model, next(iter(groups.values())), stop)
         for label, outputs in by_kind(ways, groups, batch_size, args):
             for name, row in decode_rows(outputs, plans).items():
                 table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
@@ -165,38 +154,6 @@ def decode_rows(outputs, plans):
     rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
                          over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
     return rows
-
-
-def transformers_ways(model, folder, texts, stop=()):
-    """{name: a function that decodes the checkpoint with transformers, in our dtype and on our
-    device, greedily, one prompt at a time}; empty where transformers is not installed or the model
-    is no folder."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        print("transformers: not installed (pip install transformers)")
-        return {}
-    if not Path(folder).is_dir():
-        print(f"transformers: left out, since {folder} is no folder")
-        return {}
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
-    theirs.generation_config.eos_token_id = list(stop) or None  # texts end where ours do
-
-    @torch.inference_mode()
-    def decode(texts, new, **options):
-        sequences = []
-        start = time.perf_counter()
-        for text in texts:
-            ids = torch.tensor([text], device=theirs.device)
-            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
-                                  do_sample=False, max_new_tokens=new, **options)
-            sequences.append(SimpleNamespace(tokens=out[0, len(text):].tolist()))
-        return Output(sequences, seconds=time.perf_counter() - start, tree_size=None)
-    ways = {"transformers": decode,
-            "transformers, prompt lookup": partial(decode, prompt_lookup_num_tokens=10)}
-    for way in ways.values():
-        way(texts[:1], 8)  # what only the first call does
-    return ways
 
 
 def bench_heads(args):

@@ -3,30 +3,21 @@ tables of results by kind of prompts.
 A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
 readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
-import re
-from functools import partial
-from math import isqrt, log
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import torch
-
 from bench import ROOT, Table, cell
-from bench.sizes import SIZES, size_config
-from clover import Head, read_record
-from model import MAX_TREE, Block, read_json
-from tools.flags import DEMO
-from tools.policy import expected_tokens
-from tools.timing import PREFIX
+from model import read_json
 
 WIDTH = 760
+COLUMNS = 88  # of monospaced text in a card
 MONO = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
-GREY, GREEN, AMBER, BLUE, PINK = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4", "#c94a8f"
+GREY, GREEN, AMBER, BLUE = "#727a84", "#2c8a3f", "#a26f0a", "#2f7ad4"
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 TOKENS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950",
           "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
-            "lookup": AMBER, "clover + lookup": BLUE, "auto": PINK}  # as results call them
+            "lookup": AMBER, "clover + lookup": BLUE}  # as results call them
 
 
 def svg(title, height, shapes):
@@ -67,10 +58,17 @@ def draw_text(run):
     steps = run["drafts"]
     tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
     lines = [""]
+    column = 0
     for words, drafter in [(run["prompts"][0], "root"), *tokens]:
-        first, *others = [span(part, TOKENS[drafter]) for part in words.split("\n")]
-        lines[-1] += first
-        lines += others
+        for i, part in enumerate(words.split("\n")):
+            if i == 0 and part.startswith(" ") and column + len(part) > COLUMNS:
+                part = part.lstrip()
+                i = 1
+            if i:
+                lines.append("")
+                column = 0
+            lines[-1] += span(part, TOKENS[drafter])
+            column += len(part)
     shapes = [text(24, 66 + 19 * i, spans, style=MONO) for i, spans in enumerate(lines)]
     return card("A text, each token in the colour of what guessed it", 99 + 19 * len(lines),
                 {drafter for _, drafter in tokens}, shapes,
@@ -144,79 +142,6 @@ def draw_tokens_per_step(result):
                  "guessed right", 80 + 32 * len(names), shapes, measured(result))
 
 
-def line_chart(title, lines, form, below):
-    """Lines over the batch size, their names with first and last values beside them; both axes are
-    logarithmic. lines: {(name, colour): {batch size: value}}; form: of a value."""
-    sizes = sorted({size for points in lines.values() for size in points})
-    values = [value for points in lines.values() for value in points.values()]
-    low, high = min(values), max(values)
-
-    def spot(size, value):
-        return (20 + 450 * log(size / sizes[0]) / log(sizes[-1] / sizes[0]),
-                50 + 300 * log(high / value) / log(high / low))
-    shapes = [line([(0, 370), (490, 370)], GREY),
-              text(130, 406, "batch size: sequences decoded together"),
-              *(text(spot(size, low)[0] - 4, 387, str(size)) for size in sizes)]
-    highest_first = sorted(lines.items(), key=lambda item: -max(item[1].values()))
-    for i, ((name, colour), points) in enumerate(highest_first):
-        spots = [spot(*point) for point in sorted(points.items())]
-        ends = dict.fromkeys(form.format(points[end(points)]) for end in (min, max))
-        shapes += [line(spots, colour, 2), *(box(x - 3, y - 3, 6, 6, colour) for x, y in spots),
-                   text(510, 58 + 22 * i, f"{name} {' to '.join(ends)}", colour)]
-    return chart(f"{title} (logarithmic)", 444, shapes, below)
-
-
-def draw_batch(result):
-    """Tokens per second over batch sizes, of each drafter the best plan."""
-    best = {}
-    for row in of_all(result):
-        name = re.sub(r" \d+", "", row["drafted_by"]).replace("heads", result["heads"][-1])
-        points = best.setdefault((name, DRAFTERS.get(name, GREY)), {})
-        size = row["batch_size"]
-        points[size] = max(row["tokens_per_second"], points.get(size, 0))
-    return line_chart("Tokens per second of all sequences, by the best plan of each drafter", best,
-                      "{:,.0f}", measured(result))
-
-
-# A prediction, after Figure 2 of arXiv 2405.00263
-BANDWIDTH, PEAK = 4.8e12, 989e12  # of an H200, dense bfloat16, by its datasheet
-LAUNCH = 2e-6  # seconds of a small operation in a CUDA graph: an assumption, in no datasheet
-
-
-def step_seconds(config, heads, block, head, B, T):
-    """About the least that a step can take on one H200: for each product, bytes over bandwidth or
-    FLOPs over peak, whichever is more; the bytes of the caches; and LAUNCH per launch. block, head:
-    how many weights one has."""
-    lm_head = config.vocab_size * config.n_embd
-    K = min(heads.n_draft, T - 1)
-    layers = config.n_layer + (heads.augment_layers if K else 0)
-    products = [(config.n_layer * block + lm_head, B * T),       # (weights, rows): verify,
-                (K * (head + lm_head), B * (isqrt(T - 1) + 1)),  # draft, a row for each beam,
-                ((layers - config.n_layer) * block, B * (K + 1))]  # extend the heads' own cache
-    seconds = sum(2 * weights * max(1 / BANDWIDTH, rows / PEAK) for weights, rows in products)
-    cached = layers * B * PREFIX * 2 * config.n_kv_head * config.head_size
-    return seconds + 2 * cached / BANDWIDTH + LAUNCH * (10 * layers + 14 * K + 16)
-
-
-def draw_roofline():
-    """The predicted speed-up of the best tree for each batch size."""
-    heads, record = read_record(DEMO / "clover" / "heads.json")
-    tokens = {T: expected_tokens(record["acceptance"], T, 0.0) for T in range(2, MAX_TREE + 1)}
-    sizes = [2 ** i for i in range(9)]
-    lines = {("plain", GREY): dict.fromkeys(sizes, 1.0)}
-    for name, colour in {"30b": PINK, "8b": GREEN, "1.5b": BLUE}.items():
-        config = size_config(name)
-        with torch.device("meta"):
-            modules = Block(config), Head(heads, config)
-        weights = (sum(p.numel() for p in module.parameters()) for module in modules)
-        seconds = partial(step_seconds, config, heads, *weights)
-        lines[SIZES[name][0], colour] = {
-            B: seconds(B, 1) * max(tokens[T] / seconds(B, T) for T in tokens) for B in sizes}
-    return line_chart("Predicted, not measured: speed-up of the best tree on one H200", lines,
-                      "{:.2f}x", f"From the GPU's datasheet: bfloat16, {PREFIX} tokens in each "
-                      "cache, guesses as good as those of demo/clover.")
-
-
 def print_kinds(result):
     """Tables of a result of --chats: a row for each drafter, a column for each kind of prompts."""
     drafter, settings, measure = dict(
@@ -240,9 +165,9 @@ def bench(args):
     """Writes the pictures into args.out, and prints tables by kind."""
     run = read_json(ROOT / "docs" / "img" / "run.json")  # by generate.py --json --show-tree
     results = ROOT / "bench" / "results"
-    pictures = {"text": draw_text(run), "tree": draw_tree(run), "roofline": draw_roofline(),
-                "tokens-per-step": draw_tokens_per_step(read_json(results / "heads-cpu.json")),
-                "batch": draw_batch(read_json(results / "decode-cpu.json"))}
+    heads = read_json(results / "heads-smollm2-cpu.json")
+    pictures = {"text": draw_text(run), "tree": draw_tree(run),
+                "tokens-per-step": draw_tokens_per_step(heads)}
     for name, picture in pictures.items():
         path = Path(args.out) / f"{name}.svg"
         path.write_text(picture, encoding="utf-8")

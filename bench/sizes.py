@@ -11,7 +11,6 @@ SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
     "1.5b": ("Qwen2.5 1.5B", (151936, 28, 12, 2, 128, 1536, 8960), QWEN),
     "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), LLAMA),
     "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), LLAMA),
-    "30b": ("LLaMA 30B", (32000, 60, 52, 52, 128, 6656, 17920), LLAMA),
     "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
     "70b-layer": ("a layer of Llama 3 70B", (128256, 1, 64, 8, 128, 8192, 28672), LLAMA),
 }

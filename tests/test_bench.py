@@ -82,10 +82,9 @@ def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
 
 
 @pytest.mark.parametrize("heads, temperature", [("clover", 0.0), ("none", 0.0), ("clover", 0.7)])
-def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatch, tmp_path, heads, temperature):
+def test_decode_prints_every_way_and_every_batch(run, flags, folders, tmp_path, heads, temperature):
     """Bug: a row of another batch or plan, a speed-up over something else than plain decoding, lookup that needs heads,
-    a file that is not the line; greedy texts of transformers beside sampled ones, or none told of."""
-    monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
+    a file that is not the line."""
     out = tmp_path / "decode.json"
     lines, result = run("decode", *flags, "--heads", folders[1] if heads == "clover" else heads, "--runs", "2",
                         "--batch-sizes", "1", "2", "--temperature", str(temperature), "--out", str(out))
@@ -99,8 +98,6 @@ def test_decode_prints_every_way_and_every_batch(run, flags, folders, monkeypatc
         assert rows["plain"]["speed_up"] == rows["plain"]["tokens_per_step"] == 1
         assert set(rows["auto"]["plans"]) <= {plain, *drafted} and 0 < sum(rows["auto"]["plans"].values()) <= 3 * 12
         assert any(line.startswith(f"| {batch_size} | auto |") for line in lines)
-    missing = "transformers: not installed (pip install transformers)"
-    assert (missing in lines) == (temperature == 0)
 
 
 def chat_folder(checkpoint, tmp_path, **eos):
@@ -142,7 +139,7 @@ def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
     common = "decode", "--heads", "none", "--chats", file, "--model"
     with pytest.raises(InputError, match="has 1 prompts of a kind, .* --batch-sizes up to 1"):
         run(*common, folder, "--batch-sizes", "1", "2")
-    with pytest.raises(InputError, match="has no chat template, which --chats needs"):
+    with pytest.raises(InputError, match="has no chat template"):
         run(*common, str(checkpoint))
 
 
@@ -204,24 +201,6 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     assert steps_before == [(8, 0), (40, 0)] * 4
 
 
-def test_transformers_decodes_a_checkpoint_as_we_do(checkpoint, tmp_path):
-    """Bug: other texts than ours, the prompt among them, a text that ends early, flags that both programs share."""
-    pytest.importorskip("transformers", reason="needs transformers")
-    model, given = GPT.from_pretrained(checkpoint, device="cpu"), [[104, 101, 105], [110, 32] * 6]
-    want = generate(model, given, 12)
-    folder = shutil.copytree(checkpoint, tmp_path / "ends early")
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=want.tokens[0][3])))
-    ways = decoding.transformers_ways(model, folder, given)
-    assert list(ways) == ["transformers", "transformers, prompt lookup"]
-    for decode in ways.values():
-        found = decode(given, 12)
-        assert found.tokens == want.tokens and found.tokens_per_second == pytest.approx(24 / found.seconds)
-    stop = [want.tokens[0][3]]
-    decode = decoding.transformers_ways(model, folder, given, stop)["transformers"]
-    assert decode(given, 12).tokens == generate(model, given, 12, stop=stop).tokens != want.tokens
-    assert decoding.transformers_ways(model, folder / "config.json", given) == {}
-
-
 def test_decode_on_random_weights(run, monkeypatch):
     """Bug: sizes that differ from the model's, a floor that counts an embedding table which no step reads."""
     lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "--tree-sizes", "1", "5",
@@ -240,7 +219,7 @@ def test_decode_on_random_weights(run, monkeypatch):
 
 def test_real_sizes_are_those_of_the_models():
     for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "1.5b": 1.5437, "7b": 6.74, "8b": 8.03,
-                           "30b": 32.53, "70b": 70.55, "70b-layer": 2.96}.items():
+                           "70b": 70.55, "70b-layer": 2.96}.items():
         with torch.device("meta"):
             model = GPT(sizes.size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)

@@ -1,17 +1,10 @@
 """bench/draw.py: the pictures say what the results say, and survive any token."""
 
-import re
 from argparse import Namespace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-import torch
-
-from bench import draw, steps
-from bench.sizes import size_config
-from clover import preset
-from model import GPT, Block
+from bench import draw
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = ["<b>&\"'", "\x1b[31m", "\0\x07\x7f", "\ud800", "\u202egnirts", "\ufffe", "]]>", "\u4e2d\U0001f600"]
@@ -97,24 +90,6 @@ def test_the_tree_is_the_small_step_with_most_accepted():
         ends = [tuple(map(float, point.split(","))) for point in edge["points"].split()]
         assert (ends[0], ends[-1]) == tuple((x, y + 10) for x, y in (places[parent], places[node]))
         assert (edge["stroke"] == draw.BRIGHT) == (fills[node] != draw.CARD)
-
-
-def test_the_prediction_has_the_shape_of_the_papers_figure():
-    """Figure 2 of arXiv 2405.00263. Bug: a gain that does not fall when the arithmetic runs out; bytes of a plain step
-    that are not those of the measured floor."""
-    config, heads = size_config("8b"), preset("clover")
-    with torch.device("meta"):
-        model = GPT(config).bfloat16()
-        block = sum(p.numel() for p in Block(config).parameters())
-    seconds = lambda B, T: draw.step_seconds(config, heads, block, 4096 ** 2, B, T)
-    launches = draw.LAUNCH * (10 * 32 + 16)
-    assert seconds(8, 1) - launches == pytest.approx(steps.step_bytes(model, 8) / draw.BANDWIDTH, rel=1e-3)
-    gains = [2.5 * seconds(B, 1) / seconds(B, 6) for B in (16, 64, 128, 256)]
-    assert gains == sorted(gains, reverse=True) and 1.8 < gains[0] < 2.5 and gains[-1] < 1.1
-    assert seconds(1, 6) == seconds(1, 17) and seconds(64, 6) < seconds(64, 64)  # where bytes count, and FLOPs
-    shown = colours(draw.draw_roofline())
-    assert "Predicted, not measured: speed-up of the best tree on one H200 (logarithmic)" in shown
-    assert re.findall(r"Llama 3 8B (\d\.\d\d)x to", " ".join(shown))
 
 
 def test_tables_by_kind_have_a_row_for_each_drafter(capsys):
