@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo is reported
     ARGS = parse_heads()
 
 import contextlib
-import gc
 import json
 import signal
 import time
@@ -179,7 +178,7 @@ def prepare(args, group):
         args.data = [SELF]
     if args.data and args.data[0] == SELF:
         args.data = [write_texts(args, group)]
-    heads, encoding = common.load_for_training(args, group)
+    heads, encoding = common.load_for_training(args)
     check_block_size(args, heads)
     args.home = home = data.home(args.data, args.out, model_hash(heads.model))
 
@@ -236,8 +235,7 @@ def check_block_size(args, heads):
 
 
 def finish(run):
-    """Measures the trained heads, and prints how to use them. Process 0 does so alone, but all hold
-    together a model that was sharded for training."""
+    """Measures the trained heads, and prints how to use them; process 0 does so alone."""
     args, group = run.args, run.group
     args.data = None  # as they are in args.home
     args.batch_size //= group.size
@@ -245,20 +243,15 @@ def finish(run):
         args.dtype = None  # that of decoding
     seconds = max(SECONDS, (time.monotonic() - run.began) / 10)
     run.heads = run.wrapped = run.optimizer = None  # frees the model
-    gc.collect()  # FSDP's parts refer to each other
-    if args.shard_base:
-        group.barrier()  # process 0 has saved
-    else:
-        group.close()
-        if group.rank:
-            return
-        group = tensor_parallel.Group()
-    evaluate(args, group, seconds)
+    group.close()
+    if group.rank:
+        return
+    evaluate(args, tensor_parallel.Group(), seconds)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     prompt = '--prompt "def fibonacci(n):"'
     if load_chat_template(args.model):
         prompt = '--chat --prompt "What is a prime number?"'
-    group.print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
+    print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
 
 
 def evaluate(args, group, seconds=SECONDS):

@@ -5,7 +5,6 @@ a part of the MLP and of the vocabulary. Rank 0 alone reads prompts, prints, and
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
 
-import contextlib
 import math
 import os
 import sys
@@ -112,15 +111,6 @@ class Group:
     def barrier(self):
         if self.size > 1:
             dist.barrier()
-
-    @contextlib.contextmanager
-    def one_by_one(self):
-        """Runs the body on one rank of each machine at a time. All must have as many ranks."""
-        for _ in range(self.local_rank):
-            self.barrier()
-        yield
-        for _ in range(self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
-            self.barrier()
 
     def close(self):
         """Ends the group: no rank waits for another from here on."""

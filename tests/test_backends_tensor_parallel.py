@@ -157,13 +157,9 @@ def calls(group):
         first_fails=told(lambda: group.on_first(lambda: fail(f"no {rank}"))),
         last_fails=told(lambda: group.raise_together(lambda: rank + 1 == group.size and fail("broken"))),
         same=told(lambda: group.check_same("x", "differ")), differ=told(lambda: group.check_same(rank, "differ")))
-    with group.one_by_one():
-        group.print("once")
-        turns = Path(f"turns{group.size}")
-        turns.write_text(turns.read_text() + f"in {rank}, " if turns.exists() else f"in {rank}, ")
-        turns.write_text(turns.read_text() + f"out {rank}, ")
+    group.print("once")
     group.close()
-    return found | dict(turns=turns.read_text())
+    return found
 
 
 def test_calls_of_a_group(tmp_path, monkeypatch):
@@ -176,12 +172,11 @@ def test_calls_of_a_group(tmp_path, monkeypatch):
     differ = "the processes differ; start all with the same torchrun command and the same files"
     both = dict(gathered=[[0, 1, 2], [1, 2, 3]], summed=[2, 4, 6], reduced=[1, 3, 5], least=4, any=True, none=False,
                 broadcast=dict(rank=0), objects=[[0], [1]], first="of 0", first_fails=["no 0", True],
-                last_fails=["rank 1: broken", True], same=None, differ=[differ, True],
-                turns="in 0, out 0, in 1, out 1, ")
+                last_fails=["rank 1: broken", True], same=None, differ=[differ, True])
     assert first == both | dict(together=0) and second == both | dict(together=1)
     assert alone == dict(gathered=[[0, 1, 2]], summed=[1, 2, 3], reduced=[0, 1, 2], least=5, any=False, none=False,
                          broadcast=dict(rank=0), objects=[[0]], first="of 0", together=0, first_fails=("no 0", True),
-                         last_fails=("broken", True), same=None, differ=None, turns="in 0, out 0, ")
+                         last_fails=("broken", True), same=None, differ=None)
 
 
 @pytest.fixture(scope="module")

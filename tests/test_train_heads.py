@@ -310,13 +310,6 @@ def run_rank(rank, port, folder, flags):
                             MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="test").items():
         os.environ[name] = str(value)
     train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
-    finish = train_heads.finish
-
-    def checked(run):
-        for p in run.heads.model.blocks.parameters():
-            assert hasattr(p, "to_local") == run.args.shard_base  # after passes too
-        finish(run)
-    train_heads.finish = checked
     with open(folder / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file):
         try:
             train(*flags)
@@ -344,21 +337,19 @@ def losses_of(out):
 
 
 def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a batch that is not split, masks counted per process, a sharded model that says something else."""
+    """Catches a batch that is not split, masks counted per process."""
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
     flags = ["--model", checkpoint, "--data", texts, chats, "--steps", "12", "--dtype", "float32"]
-    for name, more in (("two", []), ("sharded", ["--shard-base"])):
-        said, nothing = run_two(tmp_path, *flags, "--out", tmp_path / name, *more)
-        assert said.count("held-out accuracy") == said.count("tokens per step") == 1 and not nothing
-        assert said.count("draft vocabulary: all of 258") == 1 and record(tmp_path / name)["acceptance"]["1"]
+    said, nothing = run_two(tmp_path, *flags, "--out", tmp_path / "two")
+    assert said.count("held-out accuracy") == said.count("tokens per step") == 1 and not nothing
+    assert said.count("draft vocabulary: all of 258") == 1 and record(tmp_path / "two")["acceptance"]["1"]
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train(*flags, "--out", tmp_path / "one")
-    for other in ("two", "sharded"):
-        one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / other)
-        assert len(one) == 12 and one[-1] < one[0] and two == pytest.approx(one, rel=1e-5)
-        for a, b in zip(trained(tmp_path / "one").values(), trained(tmp_path / other).values()):
-            torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+    one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
+    assert len(one) == 12 and one[-1] < one[0] and two == pytest.approx(one, rel=1e-5)
+    for a, b in zip(trained(tmp_path / "one").values(), trained(tmp_path / "two").values()):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
 def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):

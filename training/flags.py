@@ -101,8 +101,6 @@ def heads_parser():
         help="train towards the model's next-token distribution or the text")
     add_number(parser, "--self-tokens", 1, 10**12, metavar="N", help="tokens that the model writes "
                "for --data self; default: a quarter of those to train on")
-    add("--shard-base", action="store_true", help="with torchrun: each GPU keeps a part of the "
-        "frozen model (FSDP2); default: if it has to")
     add("--evaluate", action="store_true", help="only measure the heads in --out")
     return parser
 

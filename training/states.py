@@ -57,13 +57,11 @@ def store_states(file, model, tokens, group, autocast, dtype):
         group.on_first(lambda: create(temporary, shape))
         rows = np.load(temporary, mmap_mode="r+")
         batches = span_batches(tokens, min(SPAN, model.config.block_size))
-        turns = -(-len(batches) // group.size)
-        show = progress(0, turns, shape[0] // turns, group.print)
-        for turn in range(turns):  # all run as often: the model may be sharded
-            spans = batches[(turn * group.size + group.rank) % len(batches)]
-            write_states(rows, model, tokens, spans, autocast, dtype)
-            if turn % 10 == 9 or turn == turns - 1:
-                show(turn + 1, "hidden states")
+        show = progress(0, len(batches), shape[0] // len(batches), group.print)
+        for i in range(group.rank, len(batches), group.size):
+            write_states(rows, model, tokens, batches[i], autocast, dtype)
+            if i // group.size % 10 == 0:
+                show(i + 1, "hidden states")
         rows.flush()
         group.barrier()
         group.on_first(lambda: temporary.rename(file))
