@@ -191,7 +191,6 @@ def choose_threads(decoder):
             torch.set_num_threads(n)
             seconds[n] += step_seconds(decoder)
     torch.set_num_threads(most if FEWER * seconds[most] < seconds[1] else 1)
-    decoder.reset()
 
 
 def step_seconds(decoder):
