@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,9 +55,6 @@ class Indexing(TorchFunctionMode):
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         if function is torch.Tensor.data_ptr:
             return 0
-        if function is torch.Tensor.tolist:  # of `Accepted.packed`: one token of each slot
-            assert args[0].device.type == "cpu", "the host reads memory of the GPU"
-            return [[1] + [0] * (args[0].shape[1] - 3) + [1, 0]] * len(args[0])
         if function is torch.Tensor.__invert__:
             return torch.bitwise_not(*args)
         if function is torch.tensor:
@@ -179,6 +176,12 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, 
     return torch.empty_like(q)
 
 
+def read_packed(packed):
+    """`Accepted.packed` as lists: one token of each slot, from memory that the host may read."""
+    assert packed.device.type == "cpu"
+    return [[1] + [0] * (packed.shape[1] - 3) + [1, 0]] * len(packed)
+
+
 @pytest.fixture
 def world():
     from triton.runtime.jit import JITFunction
@@ -207,7 +210,7 @@ def world():
                 (kernels, "_gpu", lambda _: H200), (kernels, "_seed_key", lambda seed: 7),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (bias, "causal_lower_right", CausalBias),
-                (Decoder, "__init__", make)):
+                (FakeTensor, "tolist", read_packed), (Decoder, "__init__", make)):
             stack.enter_context(patch.object(where, name, value, create=True))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(Indexing(world))
@@ -335,7 +338,7 @@ def losses(heads, objective="distill"):
         run = SimpleNamespace(args=SimpleNamespace(objective=objective), heads=heads, wrapped=heads, group=Group(),
                               dtype=torch.bfloat16, autocast=torch.autocast("cuda", torch.bfloat16))
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
-        return Run.losses(run, ids, ids.bool(), ids)
+        return Run.losses(run, ids, ids.bool(), ids, None)
 
 
 @needs_triton
