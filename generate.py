@@ -686,11 +686,10 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 
 def main(args):
     """python generate.py: loads, makes an engine, runs it, prints."""
-    from tools.cli import load_session
-    from tools.printer import Printer
-    session = load_session(args)
+    from tools.cli import Session
+    from tools.printer import Printer, converse
+    session = Session(args)
     if not session.conversations:
-        from tools.repl import converse
         return converse(session)
     prompts = list(map(session.encode, session.conversations))
     printer = Printer(session, session.engine(prompts))
