@@ -18,6 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import NamedTuple
 
 if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo is told at once
@@ -27,14 +28,7 @@ if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo
 import torch
 
 from clover import Tree, check_beams, root_tree
-from kernels import (
-    accept_path,
-    commit_path,
-    filtered_sample,
-    merge_chain,
-    ngram_lookup,
-    runs_triton,
-)
+from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge_chain, ngram_lookup
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
@@ -56,6 +50,30 @@ class DraftPlan(NamedTuple):
     def __str__(self):
         names = dict(heads=self.head_nodes, lookup=self.lookup_tokens)
         return " + ".join(f"{name} {n}" for name, n in names.items() if n) or "plain"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How target tokens are sampled. Temperature 0 is greedy; the defaults keep every token."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        check("temperature", self.temperature, 0, 1e4)
+        if 0 < self.temperature < 1e-6:
+            raise InputError("temperature must be 0, which is greedy, or at least 1e-06, not "
+                             f"{self.temperature!r}")
+        check("top-k", self.top_k, 0, 2**31, whole=True)
+        check("top-p", self.top_p, 0, 1, above=True)
+        check("min-p", self.min_p, 0, 1)
+        check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
+
+    @property
+    def filtered(self):
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class FixedPolicy:
@@ -89,7 +107,7 @@ class Accepted(NamedTuple):
 class Slots:
     """The state of B sequences, one per slot."""
     cache: KVCache
-    heads_cache: KVCache | None     # the augmenting block's; it has the same lengths
+    heads_cache: KVCache            # the augmenting block's; it has the same lengths
     root: torch.Tensor              # int64 [B]: the newest token, which has no cache row yet
     state: torch.Tensor             # [B, C]: what the heads draft from
     history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
@@ -98,16 +116,15 @@ class Slots:
 
     ROWS = "root", "state", "history", "sequence", "active"
 
-    def first(self, n):
-        """Views of the first n slots."""
-        heads_cache = self.heads_cache and self.heads_cache.slots(0, n)
-        rows = {name: getattr(self, name)[:n] for name in self.ROWS}
-        return Slots(self.cache.slots(0, n), heads_cache, **rows)
+    def view(self, first, count):
+        """Slots first, first + 1, ..., which share the memory of these."""
+        caches = (cache.slots(first, count) for cache in (self.cache, self.heads_cache))
+        return Slots(*caches, *(getattr(self, name)[first:first + count] for name in self.ROWS))
 
     def move(self, source, free):
         """Copies slot `source` to slot `free`."""
         n = int(self.cache.lengths[source])
-        for cache in filter(None, (self.cache, self.heads_cache)):
+        for cache in self.cache, self.heads_cache:
             cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
         self.cache.lengths[free] = self.cache.lengths[source]
         for name in self.ROWS:
@@ -120,12 +137,10 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     late, so a text may grow by two paths: the sums below add what its last step writes."""
     zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a tree after one path
-    heads_cache = None
-    if heads:  # they read paths alone
-        heads_kv = heads.new_cache(batch_size, capacity + 2 * max_path).kv
-        heads_cache = KVCache(heads_kv, cache.lengths)
+    # heads read paths alone; without any, a cache of no layers
+    heads_kv = heads.new_cache(batch_size, capacity + 2 * max_path).kv if heads else cache.kv[:0]
     return Slots(
-        cache, heads_cache,
+        cache, KVCache(heads_kv, cache.lengths),
         root=zeros(batch_size, dtype=torch.int64),
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # and the root
@@ -136,11 +151,9 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
 class Decoder:
     """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
-    model's context. plans: those that a step may take. beams: W, default about the square root of
-    the heads' nodes. sampling: default greedy. graph: on CUDA, capture each plan's step once and
-    replay it. exact: on a CPU in half precision, texts do not depend on what decodes them; without
-    it large batches are quicker. Raises InputError for sizes out of range and caches without room
-    in memory."""
+    model's context. plans: those that a step may take. beams, graph: as in `generate`. exact: on a
+    CPU in half precision, texts do not depend on what decodes them; without it large batches are
+    quicker. Raises InputError for sizes out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -169,7 +182,7 @@ class Decoder:
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
         self.graphs = {}  # plan -> a function that replays its step; None before its capture
         self.pool = None  # the memory of all graphs; None: there are none
-        if is_cuda and graph and runs_triton(self.slots.root):  # the references read values back
+        if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
 
     def max_path(self, plan):
@@ -267,19 +280,17 @@ class Decoder:
     def launch(self, plan):
         """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
         slots."""
-        packed = self.body(plan)()
+        P = self.max_path(plan)
+        packed = self.body(plan)().to("cpu", non_blocking=True)  # from a GPU to pinned memory
         copied = None
-        if packed.is_cuda:
-            on_device = packed
-            packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            packed.copy_(on_device, non_blocking=True)
+        if self.model.device.type == "cuda":
             copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(on_device.device))
+            copied.record(torch.cuda.current_stream(self.model.device))
 
         def wait():
             if copied:
                 copied.synchronize()
-            return read_accepted(packed, self.max_path(plan))
+            return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
         return wait
 
     def prefill(self, slot, sequences, start):
@@ -289,53 +300,41 @@ class Decoder:
 
         A prompt's last token is not read here: it is the root of the first step, which is then like
         any other. Steps between two chunks write their trees where the next chunk goes."""
-        slots = self.slots
         n = len(sequences)
+        slots = self.slots.view(slot, n)
         longest = max(len(s.prompt) for s in sequences) - 1
         end = min(start + PREFILL_CHUNK, longest)
         tokens, last, numbers = chunk_tensors(sequences, start, end, self.model.device)
-        rows = slice(slot, slot + n)
         if end > start:
-            hidden = self.model.prefill(tokens[:, :-1], slots.cache.slots(slot, n), start)
+            hidden = self.model.prefill(tokens[:, :-1], slots.cache, start)
             if self.heads:
                 positions = torch.arange(start, end, device=tokens.device).expand(n, -1)
-                cache = slots.heads_cache.slots(slot, n)
-                states = self.heads.augment(hidden, tokens[:, 1:], positions, cache, end=end)
+                states = self.heads.augment(hidden, tokens[:, 1:], positions, slots.heads_cache,
+                                            end=end)
                 # a prompt of one token has no state yet: beside longer ones it gets any
                 at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
-                slots.state[rows] = states.gather(1, at)[:, 0]
+                torch.gather(states, 1, at, out=slots.state[:, None])
         elif self.heads:
-            slots.state[rows].zero_()
+            slots.state.zero_()
         if self.looks_up:
-            slots.history[rows, start:end + 1] = tokens
-        slots.root[rows] = tokens.gather(1, last - start)[:, 0]
-        slots.cache.lengths[rows] = last[:, 0]
+            slots.history[:, start:end + 1] = tokens
+        torch.gather(tokens, 1, last - start, out=slots.root[:, None])
+        slots.cache.lengths.copy_(last[:, 0])
         if end == longest:
-            slots.sequence[rows] = numbers[:, 0]
-            slots.active[rows].fill_(1)  # on a GPU, [rows] = 1 would wait for it
+            slots.sequence.copy_(numbers[:, 0])
+            slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
     def release(self, slot):
-        """Makes a slot idle. It still runs, since shapes are fixed, on an empty sequence."""
+        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, on an empty
+        sequence."""
         self.slots.active[slot].zero_()
         self.slots.cache.lengths[slot].zero_()
 
-    @torch.inference_mode()
-    def reset(self):
-        """Makes all slots idle."""
-        self.run_first(self.batch_size)
-        self.slots.active.zero_()
-        self.slots.cache.lengths.zero_()
-
     def run_first(self, n):
         """Steps run the first n slots alone from now on; all with a graph, which holds tensors."""
-        self.slots = self.buffers.first(n)
+        self.slots = self.buffers.view(0, n)
         self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
-
-
-def read_accepted(packed, P):
-    """`Accepted.packed` -> [(tokens, path)] of the slots, as lists."""
-    return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
 
 
 def chunk_tensors(sequences, start, end, device):
@@ -370,40 +369,11 @@ def capture(body, device, pool=None):
 
 
 def fixed_plan(tree_size, heads, lookup):
-    """The `DraftPlan` of T nodes, of which lookup has half where both draft. Checks T."""
+    """The `DraftPlan` of T nodes. Where both draft, lookup has half of the guesses, and the heads
+    have a single one. Checks T."""
     check("tree size", tree_size, 1, MAX_TREE, whole=True)
-    if tree_size == 2 and heads and lookup:
-        raise InputError("a tree of 2 nodes has no room for guesses of both heads and lookup; give "
-                         "a tree size of 3 or more, or one of the two")
     chain = (tree_size - 1) // (2 if heads else 1) if lookup else 0
     return DraftPlan(tree_size - 1 - chain if heads else 0, chain)
-
-
-# --------------------------------------------------------------------------------------------------
-# Sampling
-
-@dataclass(frozen=True)
-class Sampling:
-    """How target tokens are sampled. Temperature 0 is greedy; the defaults keep every token."""
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        check("temperature", self.temperature, 0, 1e4)
-        if 0 < self.temperature < 1e-6:
-            raise InputError("temperature must be 0, which is greedy, or at least 1e-06, not "
-                             f"{self.temperature!r}")
-        check("top-k", self.top_k, 0, 2**31, whole=True)
-        check("top-p", self.top_p, 0, 1, above=True)
-        check("min-p", self.min_p, 0, 1)
-        check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
-
-    @property
-    def filtered(self):
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -421,6 +391,7 @@ class Engine:
         self.launches = Counter()
         self.clear()
 
+    @torch.inference_mode()
     def clear(self):
         """Drops all sequences."""
         self.waiting = deque()
@@ -429,7 +400,8 @@ class Engine:
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
         self.kept_text = []       # of a single slot: the text whose rows its caches still hold
-        self.decoder.reset()
+        self.decoder.run_first(self.decoder.batch_size)
+        self.decoder.release(slice(None))
 
     @property
     def busy(self):
@@ -441,7 +413,6 @@ class Engine:
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
-        stop = check_stops(stop, encoding)
         sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding)
         length = len(prompt) + sequence.limit
         if length > capacity:
@@ -497,16 +468,11 @@ class Engine:
                 break
             self.free.popleft()
             sequences.append(self.waiting.popleft())
-        start = self.reusable_prefix(sequences[0].prompt)
+        prompt = sequences[0].prompt
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.kept_text, prompt))))
         self.kept_text = []
-        return slot, sequences, start
-
-    def reusable_prefix(self, prompt):
-        """How many of a prompt's first rows the caches hold already. A row of the heads depends on
-        the next token too; the last but one token must run, for the heads' state."""
-        same = next((i for i, (a, b) in enumerate(zip(self.kept_text, prompt)) if a != b),
-                    min(len(self.kept_text), len(prompt)))
-        return max(min(same - 1, len(prompt) - 2), 0)
+        # the heads' row of a token depends on the next one; the last row gives the heads' state
+        return slot, sequences, max(min(same - 1, len(prompt) - 2), 0)
 
     def resize(self):
         """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
@@ -519,14 +485,13 @@ class Engine:
             n = math.ceil(len(self.running) / multiple) * multiple
         if n == len(decoder.slots.root):
             return
-        for free in range(n):
-            if free not in self.running and max(self.running, default=0) >= n:
-                source = max(self.running)
-                decoder.buffers.move(source, free)
-                decoder.release(source)
-                self.running[free] = self.running.pop(source)
-        decoder.run_first(n)
         self.free = deque(slot for slot in range(n) if slot not in self.running)
+        for source in sorted((slot for slot in self.running if slot >= n), reverse=True):
+            free = self.free.popleft()
+            decoder.buffers.move(source, free)
+            decoder.release(source)
+            self.running[free] = self.running.pop(source)
+        decoder.run_first(n)
 
     def retire(self):
         """Reads the oldest step in flight, and frees the slots of the texts that end with it ->
@@ -572,7 +537,7 @@ class Engine:
 
 class Sequence:
     """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
-    "length" (max_new_tokens) or "context" (the model's is full)."""
+    "length" (max_new_tokens) or "context" (the model's is full). Checks what is to stop it."""
 
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding):
         self.index = index
@@ -581,9 +546,15 @@ class Sequence:
         self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))
         self.at_limit = "length" if self.limit == max_new_tokens else "context"
-        self.stop_tokens = {s for s in stop if not isinstance(s, str)}
-        stop_texts = [s for s in stop if isinstance(s, str)]
-        self.stream = encoding.stream(stop_texts) if stop_texts else None
+        stop = [stop] if isinstance(stop, (int, str)) else list(stop)
+        if bad := [s for s in stop if type(s) not in (int, str) or s == ""]:
+            raise InputError(f"stop must hold token ids and non-empty texts, not {bad[0]!r}")
+        texts = [s for s in stop if isinstance(s, str)]
+        if texts and not hasattr(encoding, "stream"):
+            raise InputError(f"stop text {texts[0]!r} cannot be seen in token ids alone; give "
+                             "encoding=, the model's tokenizer, from hf.tokenizer.load_encoding")
+        self.stop_tokens = set(stop).difference(texts)
+        self.stream = encoding.stream(texts) if texts else None
 
     def take(self, tokens):
         """Appends a step's tokens up to the text's end -> the tokens taken."""
@@ -619,9 +590,8 @@ class Output:
         self.step_lengths[len(tokens)] += 1
         for node in path[1:len(tokens) + 1]:
             self.accepted["lookup" if node > plan.head_nodes else "heads"] += 1
-        totals = self.plans.setdefault(plan, [0, 0])
-        totals[0] += 1
-        totals[1] += len(tokens)
+        steps, emitted = self.plans.get(plan, (0, 0))
+        self.plans[plan] = [steps + 1, emitted + len(tokens)]
 
     @property
     def tokens(self):
@@ -658,27 +628,12 @@ def check_prompt(model, prompt, index=0):
     V, longest = model.config.vocab_size, model.config.block_size - 1
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
-    if not len(prompt):
-        raise InputError(f"prompt {index} is empty; it needs at least one token")
-    if len(prompt) > longest:
-        raise InputError(f"prompt {index} has {len(prompt)} tokens; the model's context of "
-                         f"{longest + 1} leaves room for at most {longest} and one new token: "
-                         "shorten the prompt")
+    if not 1 <= len(prompt) <= longest:
+        raise InputError(f"prompt {index} has {len(prompt)} tokens; give 1 to {longest}, for the "
+                         "model's context must hold a new one too")
     if min(prompt) < 0 or max(prompt) >= V:
         raise InputError(f"prompt {index} has token ids outside 0..{V - 1}; is this the model's "
                          "own tokenizer?")
-
-
-def check_stops(stop, encoding):
-    """stop as a tuple of token ids and texts that can be looked for."""
-    stop = (stop,) if isinstance(stop, (int, str)) else tuple(stop)
-    for s in stop:
-        if isinstance(s, bool) or not isinstance(s, (int, str)) or s == "":
-            raise InputError(f"stop must hold token ids and texts that are not empty, not {s!r}")
-        if isinstance(s, str) and not hasattr(encoding, "stream"):
-            raise InputError(f"stop text {s!r} cannot be seen in token ids alone; give encoding=, "
-                             "the model's tokenizer as hf.tokenizer.load_encoding reads it")
-    return stop
 
 
 # --------------------------------------------------------------------------------------------------
@@ -697,7 +652,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     stop        token ids and, with an `encoding` to read them by, texts that end a sequence
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
-    graph       on CUDA, replay a CUDA graph
+    graph       on CUDA, capture each plan's step in a graph once and replay it
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
@@ -731,18 +686,13 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
 
 def main(args):
     """python generate.py: loads, makes an engine, runs it, prints."""
-    from tools.cli import load_session
-    from tools.printer import Printer
-    session = load_session(args)
+    from tools.cli import Session
+    from tools.printer import Printer, converse
+    session = Session(args)
     if not session.conversations:
-        from tools.repl import converse
         return converse(session)
     prompts = list(map(session.encode, session.conversations))
-    engine = session.engine(prompts)
-    if args.compare:  # what is compiled or loaded comes before what is timed
-        engine.generate(prompts[:1], min(4, args.max_new_tokens))
-        engine.clear()
-    printer = Printer(session, engine)
+    printer = Printer(session, session.engine(prompts))
     output = printer.run(prompts)
     printer.report(output)
     if None in output.ended:

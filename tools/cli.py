@@ -1,11 +1,13 @@
 """What the command lines share: loading, errors in one line, prompts; and generate.py's session."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +24,6 @@ from tools.policy import choose_threads
 
 received = []  # SIGTERM, once it has come
 
-
-# --------------------------------------------------------------------------------------------------
-# For every command line
 
 def interrupt(number, frame):
     """SIGTERM's handler: acts as Ctrl-C, but is remembered."""
@@ -60,25 +59,23 @@ def command(main):
             print(f"{name}: {line}", file=errors)
         if isinstance(error, OSError):  # nothing more can be written
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 0 if error.errno == errno.EPIPE else code
+            code = 0 if line == "" else code
     tensor_parallel.end_rank(code)
     sys.exit(code)
 
 
 def error_line(error):
     """What to print of an error, "" for nothing; None where it is a bug, whose traceback counts."""
-    reason = str(error).split("\n")[0]
+    reason = str(error).partition("\n")[0]
     if isinstance(error, InputError):
         return str(error)
     # torch has no type of its own for a CPU's lack of memory
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in reason:
-        return (f"out of memory ({reason}); a smaller --batch-size takes less, and so do shorter "
-                "texts")
-    if isinstance(error, OSError) and not error.filename:
-        if error.errno == errno.ENOSPC:
-            return f"standard output cannot be written: {error.strerror}"
-        if error.errno == errno.EPIPE:  # the reader of our output is gone, as with `| head`
-            return ""
+        return f"out of memory ({reason}); take a smaller --batch-size, or shorter texts"
+    if isinstance(error, BrokenPipeError):  # the reader of our output is gone, as with `| head`
+        return ""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        return f"standard output cannot be written: {error.strerror}"
     return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None
 
 
@@ -86,12 +83,12 @@ def load_model(args, group=None, packed=True):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`."""
     device = pick_device(args.device)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     if encoding.max_token_value >= vocab_size:
         raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
                          f"the model only {vocab_size} embeddings; they do not belong together")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     quantize = getattr(args, "quantize", None)
     return checkpoint.load(args.model, dtype, device, group, quantize, packed), encoding
 
@@ -114,62 +111,47 @@ def load_heads(path, model, encoding, of_original=False):
 # --------------------------------------------------------------------------------------------------
 # For generate.py
 
-def load_session(args):
-    """The `Session` of generate.py's flags; of ranks, each has read what the others have."""
-    group = tensor_parallel.start(args)
-    conversations = group.on_first(lambda: read_prompts(args))
-    session = group.raise_together(lambda: Session(args, conversations, group))
-    if group.size > 1:
-        model, heads = session.model, session.heads
-        files = (model.hash, model.dtype, heads and (state_hash(heads.state_dict()), heads.info),
-                 session.encoding.hash, session.sampling, session.stop)
-        group.check_same(files, "have read different files")
-    return session
-
-
 class Session:
-    """What generate.py's command line was asked for, loaded."""
+    """What generate.py's command line was asked for, loaded; of ranks, each has read the same."""
 
-    def __init__(self, args, conversations, group):
+    def __init__(self, args):
         self.args = args
-        self.group = group
-        self.conversations = conversations
-        self.texts = [messages[-1]["content"] for messages in conversations]
+        self.group = tensor_parallel.start(args)
+        self.conversations = self.group.on_first(lambda: read_prompts(args))
+        self.texts = [messages[-1]["content"] for messages in self.conversations]
+        self.group.raise_together(self.load)
+        if self.group.size > 1:
+            heads = self.heads and (state_hash(self.heads.state_dict()), self.heads.info)
+            files = (self.model.hash, self.model.dtype, heads, self.encoding.hash, self.sampling,
+                     self.stop)
+            self.group.check_same(files, "have read different files")
+
+    def load(self):
+        args = self.args
         self.sampling = sampling_flags(args) | dict(seed=args.seed)
-        Sampling(**self.sampling)  # raises for a number out of range, before anything is loaded
         self.template = load_chat_template(args.model) if args.chat else None
         if args.chat and not self.template:
             raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a "
                              "model that was trained to chat")
-        self.model, self.encoding = load_model(args, group)
-        self.heads = self.load_heads()
-        # a tree of 2 nodes has room for one guess, the heads'
-        lookup = args.draft in ("heads+lookup", "lookup", None)
-        self.lookup = lookup and not (self.heads and args.tree_size == 2)
-        self.stop = [*stop_tokens(args.model, self.encoding), *args.stop]
-
-    def load_heads(self):
-        """The heads that --draft and --heads ask for, or None."""
-        args = self.args
+        self.system = [dict(role="system", content=args.system)] if args.system is not None else []
+        self.model, self.encoding = load_model(args, self.group)
+        self.heads = None
         path = args.heads or default_heads(args.model) or "none"
         if args.draft not in ("lookup", "none") and path != "none":
-            return load_heads(path, self.model, self.encoding, args.heads_of_original)
-        if args.draft in ("heads+lookup", "heads"):
-            raise InputError(f"{args.model}: has no heads beside it, which --draft {args.draft} "
-                             "needs; train some with train_heads.py, give --heads, or take "
-                             "--draft lookup")
-        return None
+            self.heads = load_heads(path, self.model, self.encoding, args.heads_of_original)
+        elif args.draft in ("heads+lookup", "heads"):
+            raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
+                             "some with train_heads.py, give --heads, or take --draft lookup")
+        self.lookup = args.draft in ("heads+lookup", "lookup", None)
+        self.stop = [*stop_tokens(args.model, self.encoding), *args.stop]
 
     def encode(self, messages):
         """Token ids of a conversation after the system message; without a chat template, of its
         last message alone. On rank 0, since a template may look at the clock."""
-        def encode_here():
-            if not self.template:
-                return encode_prompt(self.encoding, messages[-1]["content"])
-            system = self.args.system
-            start = [] if system is None else [dict(role="system", content=system)]
-            return self.encoding.chat([*start, *messages])
-        return self.group.on_first(encode_here)
+        ids = partial(encode_prompt, self.encoding, messages[-1]["content"])
+        if self.template:
+            ids = partial(self.encoding.chat, [*self.system, *messages])
+        return self.group.on_first(ids)
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -191,6 +173,9 @@ class Session:
             torch.set_num_threads(args.threads)
         elif "OMP_NUM_THREADS" not in os.environ:
             choose_threads(engine.decoder)
+        if args.compare:  # what is compiled or loaded comes before what is timed
+            engine.generate(prompts[:1], min(4, args.max_new_tokens))
+            engine.clear()
         return engine
 
 
@@ -200,11 +185,11 @@ def sampling_flags(args):
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)
     if given.get("temperature", defaults["temperature"]) == 0:
-        filters = ", ".join(f"--{dashed(name)}" for name in SAMPLING[1:] if given.get(name))
+        filters = ", ".join(f"--{dashed(name)}" for name in given if given[name])
         if filters and "temperature" not in given:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
-    of_folder = {name: defaults[name] for name in SAMPLING if name in defaults.keys() - given}
+    of_folder = {name: defaults[name] for name in defaults if name not in given}
     file = part_file(find_model(args.model), "generation_config.json")
     try:
         Sampling(**of_folder)
@@ -221,25 +206,26 @@ def read_prompts(args):
     """--prompt and --prompts -> conversations, lists of messages. "-" is standard input."""
     if args.prompts:
         return read_file(Path(args.prompts), args.chat)
-    texts = [decode_text(sys.stdin.buffer.read(), "standard input") if text == "-" else text
-             for text in args.prompt or []]
-    if "" in texts:
-        raise InputError("a prompt is empty; give it at least one character")
+    with utf8("standard input"):
+        texts = [sys.stdin.buffer.read().decode() if text == "-" else text
+                 for text in args.prompt or []]
     return [[dict(role="user", content=text)] for text in texts]
 
 
-def decode_text(data, name):
+@contextlib.contextmanager
+def utf8(name):
+    """Raises InputError where the body reads text that is not UTF-8."""
     try:
-        return data.decode("utf-8")
+        yield
     except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text ({error.reason} at byte "
-                         f"{error.start})") from None
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
 def read_file(path, chat):
     """The conversations of --prompts FILE. Raises InputError, with the line, for a bad one."""
     try:
-        lines = decode_text(path.read_bytes(), path).splitlines()
+        with utf8(path):
+            lines = path.read_bytes().decode().splitlines()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     conversations = [read_line(f"{path}, line {number}", line, chat) if path.suffix == ".jsonl"

@@ -1,6 +1,7 @@
 """The flags of the command lines. Nothing large is imported here, so a typo is told at once."""
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -37,15 +38,12 @@ def add_number(parser, flag, low, high, kind=int, above=False, auto=False, **opt
     def number(text):
         if auto and text == "auto":
             return None
-        try:
+        with contextlib.suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high or above and value == low:
-            what = "auto or " if auto else ""
-            what += "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {what} {bounds}, not {text!r}")
-        return value
+            if low <= value <= high and not (above and value == low):
+                return value
+        what = ("auto or " if auto else "") + ("a whole number" if kind is int else "a number")
+        raise argparse.ArgumentTypeError(f"expected {what} {bounds}, not {text!r}")
     parser.add_argument(flag, type=number, **options)
 
 
@@ -80,25 +78,15 @@ def add_original_heads_flag(parser):
 # model.py's and generate.py's
 
 def parse_folder(argv=None):
-    parser = Parser("Says what a Hugging Face checkpoint folder or a GGUF file holds.",
-                    prog="model.py")
+    parser = Parser("Says what a checkpoint folder or a GGUF file holds.", prog="model.py")
     parser.add_argument("folder", type=model_path)
     return parser.parse_args(argv)
 
 
 def parse_generate(argv=None):
-    """generate.py's flags."""
-    parser = Parser("Continues prompts with a model's own text, faster by draft heads that guess "
-                    "ahead.", prog="generate.py")
-    add_prompt_flags(parser.add_argument_group("prompt").add_argument)
-    add_sampling_flags(parser.add_argument_group("sampling"))
-    add_draft_flags(parser.add_argument_group("drafting"))
-    add_output_flags(parser.add_argument_group("output").add_argument)
-    add_machine_flags(parser.add_argument_group("machine"))
+    """generate.py's flags; checks here what argparse cannot know: which exclude others."""
+    parser = generate_parser()
     args = parser.parse_args(argv)
-    if "" in args.stop:
-        parser.error("--stop needs a text that is not empty")
-    check_draft_flags(parser, args)
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
     for name in ("compare", "json", "explain", "show_tree"):
@@ -106,10 +94,21 @@ def parse_generate(argv=None):
             parser.error(f"--{name.replace('_', '-')} needs a --prompt")
     if args.prompt and args.prompts:
         parser.error("give --prompt or --prompts, not both")
+    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
+        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
+    if args.draft in ("lookup", "none") or args.heads == "none":
+        if args.beams is not None or args.heads not in (None, "none") or args.heads_of_original:
+            parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
+                         "--heads leaves out")
+    least, most = {"heads+lookup": (3, 64), "none": (1, 1)}.get(args.draft, (2, 64))
+    if args.draft and args.tree_size is not None and not least <= args.tree_size <= most:
+        parser.error(f"--draft {args.draft} needs a --tree-size from {least} to {most}")
     return args
 
 
-def add_prompt_flags(add):
+def generate_parser():
+    parser = Parser("Continues prompts, faster by guessing ahead.", prog="generate.py")
+    add = parser.add_argument_group("prompt").add_argument
     add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
         "without any, each line typed is one")
     add("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
@@ -118,8 +117,7 @@ def add_prompt_flags(add):
         "without a prompt: a conversation")
     add("--system", help="the system message of a chat")
 
-
-def add_sampling_flags(group):
+    group = parser.add_argument_group("sampling")
     folder = "default: as the folder's generation_config.json says, else"
     add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=128, metavar="N", help="per text")
     add_number(group, "--temperature", 0, 1e4, float, metavar="X", help=f"0: greedy; {folder} 0")
@@ -131,8 +129,7 @@ def add_sampling_flags(group):
     group.add_argument("--stop", action="append", default=[], metavar="TEXT",
                        help="ends the output; repeatable")
 
-
-def add_draft_flags(group):
+    group = parser.add_argument_group("drafting")
     group.add_argument("--heads", metavar="FOLDER",
                        help="draft heads, or none; default: clover in the model's folder")
     add_original_heads_flag(group)
@@ -143,8 +140,7 @@ def add_draft_flags(group):
     group.add_argument("--beams", type=int, metavar="W", help="paths kept while drafting; "
                        "default: about the square root of the heads' nodes")
 
-
-def add_output_flags(add):
+    add = parser.add_argument_group("output").add_argument
     add("--explain", action="store_true", help="say what drafted, why, and where time goes")
     add("--show-tree", action="store_true",
         help="print the trees of the first steps; with --json of all; runs without a graph")
@@ -152,8 +148,7 @@ def add_output_flags(add):
     add("--quiet", action="store_true", help="leave out the statistics that end a run")
     add("--json", action="store_true", help="print one json object instead of text")
 
-
-def add_machine_flags(group):
+    group = parser.add_argument_group("machine")
     add_model_flags(group)
     add_quantize_flag(group)
     add_number(group, "--batch-size", 1, 2**16, metavar="N",
@@ -161,19 +156,4 @@ def add_machine_flags(group):
     add_number(group, "--threads", 1, os.cpu_count() or 1, auto=True, metavar="N|auto",
                help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if quicker")
     group.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
-
-
-def check_draft_flags(parser, args):
-    """What argparse cannot know: which of --draft, --heads, --beams, --tree-size exclude others."""
-    without_heads = args.draft in ("lookup", "none") or args.heads == "none"
-    if without_heads and args.draft in ("heads+lookup", "heads"):
-        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
-    if without_heads and (args.beams is not None or args.heads not in (None, "none")
-                          or args.heads_of_original):
-        parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
-                     "--heads leaves out")
-    nodes = {"heads+lookup": 3, "heads": 2, "lookup": 2}.get(args.draft, 1)
-    if args.tree_size is not None and args.tree_size < nodes:
-        parser.error(f"--draft {args.draft} needs --tree-size {nodes} or more")
-    if args.draft == "none" and args.tree_size not in (None, 1):
-        parser.error(f"--tree-size {args.tree_size} needs guesses; leave out --draft none")
+    return parser

@@ -61,8 +61,7 @@ def draft_plans(model, heads, lookup, batch_size, temperature):
         return DraftPlan(), best
     if rate(best) < rate(DraftPlan()):  # as in large sampled batches: reading alone would cost
         return draft_plans(model, None, True, batch_size, temperature)
-    both = [DraftPlan(best.head_nodes, n) for n in CHAINS]
-    return DraftPlan(), best, DraftPlan(0, long), *both
+    return DraftPlan(), best, DraftPlan(0, long), *(best._replace(lookup_tokens=n) for n in CHAINS)
 
 
 class Text:
@@ -70,12 +69,18 @@ class Text:
 
     def __init__(self, prompt):
         self.text = ""
-        self.append(prompt)
+        self.match = self.source = 0
+        self.add(prompt)
 
-    def append(self, tokens):
-        """Finds what `kernels.ngram_lookup` copies from: `source` follows the last earlier place
+    def add(self, tokens):
+        """Adds a step's tokens -> (match, how many of lookup's were right, 1 if one was wrong).
+
+        Then finds what `kernels.ngram_lookup` copies from: `source` follows the last earlier place
         of the newest tokens, 4 or fewer; `match`: 0 for none, 2 for 4, 1 for fewer."""
+        match, start = self.match, len(self.text)
         self.text += "".join([chr(token % 0x110000) for token in tokens])
+        pairs = zip(self.text[start:], self.text[self.source:])
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
         end = len(self.text)
         self.match = self.source = 0
         for n in range(min(4, end), 0, -1):
@@ -83,14 +88,7 @@ class Text:
             if at >= 0:
                 self.match = 1 + n // 4
                 self.source = at + n
-                return
-
-    def add(self, tokens):
-        """Adds a step's tokens -> (match, how many of lookup's were right, 1 if one was wrong)."""
-        match, source, start = self.match, self.source, len(self.text)
-        self.append(tokens)
-        pairs = zip(self.text[start:], self.text[source:])
-        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+                break
         return match, right, int(right < len(tokens))
 
 
@@ -171,9 +169,6 @@ def faded(counts, *more):
     return [(1 - 1 / MEMORY) * count + new for count, new in zip(counts, more)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Threads of a CPU, chosen once
-
 @torch.inference_mode()
 def choose_threads(decoder):
     """Sets torch's number of threads: one, unless as many as it has now are quicker. Means count,
@@ -191,7 +186,6 @@ def choose_threads(decoder):
             torch.set_num_threads(n)
             seconds[n] += step_seconds(decoder)
     torch.set_num_threads(most if FEWER * seconds[most] < seconds[1] else 1)
-    decoder.reset()
 
 
 def step_seconds(decoder):

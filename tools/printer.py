@@ -1,24 +1,30 @@
-"""What generate.py prints: texts as they come, the statistics that end a run, --json."""
+"""What generate.py prints: texts as they come, conversations, statistics, --json."""
 
+import contextlib
 import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from generate import Interrupted
+from clover import Tree
+from generate import Interrupted, check_prompt
+from model import InputError
+from tools import cli
 from tools.compare import against_plain
-from tools.drafts import Drafts
 from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
+SHOWN = 4     # trees of --show-tree
+WIDTH = 44    # of a node of a tree and what is left of it
+SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
 
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
-    the head that guessed it, or of lookup. Several texts are printed in order, when all before them
-    have ended. With --json none is; of --prompts FILE, an object for each."""
+    the head that guessed it, or of lookup. Prints several texts in order, each when all before it
+    have ended. With --json prints none; of --prompts FILE, an object for each."""
 
     def __init__(self, session, engine):
         self.session = session
@@ -48,10 +54,8 @@ class Printer:
             self.print_ended()
         full = output.ended.count("context")
         if full and not session.args.json:
-            texts = "the text" if len(prompts) == 1 else f"{full} of {len(prompts)} texts"
-            context = session.model.config.block_size
-            print(f"\n{texts} ended where the model's context of {context} tokens is full",
-                  file=sys.stderr)
+            print(f"\n{full} of {len(prompts)} texts ended where the model's context of "
+                  f"{session.model.config.block_size} tokens is full", file=sys.stderr)
         return output
 
     def show(self, sequence, tokens, path, plan):
@@ -60,8 +64,7 @@ class Printer:
             self.drafts.show(sequence, tokens, path, plan)
         for i, token in enumerate(tokens if self.streams else []):
             text = "" if token in self.session.stop else self.stream.feed([token])
-            guessed = i < len(path) - 1  # the last token of a step is the model's own
-            if self.colours and guessed and text:
+            if self.colours and text and i < len(path) - 1:  # the last one is the model's own
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
                 colour = LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head
                 text = f"\x1b[{colour}m{text}\x1b[0m"
@@ -80,9 +83,6 @@ class Printer:
                 print(json.dumps(dict(prompt=self.session.texts[sequence.index], text=text,
                                       tokens=sequence.tokens, ended=sequence.ended)), flush=True)
             self.printed += 1
-        if len(self.shown) > 1 and sys.stderr.isatty():
-            ended = self.printed + len(self.sequences)
-            print(f"\r{ended} of {len(self.shown)} texts", end="", file=sys.stderr, flush=True)
 
     def report(self, output):
         """Prints what the flags ask for beside the texts, or all of it as json."""
@@ -132,5 +132,113 @@ def statistics(output):
                         for n, steps in sorted(output.step_lengths.items()))
     return (f"drafted by: {drafted_by}\n"
             f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
-            f"{output.tokens_per_step:.2f} tokens per step, "
-            f"{output.tokens_per_second:.1f} tokens per second")
+            f"{speed(output)}")
+
+
+def speed(output):
+    return (f"{output.tokens_per_step:.2f} tokens per step, {output.tokens_per_second:.1f} tokens "
+            "per second")
+
+
+class Drafts:
+    """--show-tree: records the tree of every step of an engine and what the model accepted of it,
+    as a dict for --json, in `steps`. The engine runs without a graph, and no step ahead."""
+
+    def __init__(self, engine, session):
+        self.decoder = engine.decoder
+        self.decoder.steps_ahead = 0
+        self.decode = session.encoding.decode
+        self.streams = [session.encoding.stream() for _ in session.texts]
+        self.counts = [0] * len(session.texts)  # of each prompt's steps
+        self.trees = {}                         # index of the prompt -> the tree of its last step
+        self.steps = []
+        self.draft = self.decoder.draft
+        self.decoder.draft = self.record
+
+    def record(self, plan):
+        """Takes the place of Decoder.draft."""
+        tree = self.draft(plan)
+        columns = self.decoder.slots.sequence, self.decoder.slots.active, *tree
+        for index, active, *nodes in zip(*(column.tolist() for column in columns)):
+            if active:
+                self.trees[index] = Tree(*nodes)
+        return tree
+
+    def show(self, sequence, tokens, path, plan):
+        """Adds a result of `Engine.step` to `steps`."""
+        index = sequence.index
+        tree = self.trees[index]
+        self.counts[index] += 1
+        used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
+        number = {node: i for i, node in enumerate(used)}
+        drafters = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
+        drafters[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
+        path = path[:len(tokens) + 1]  # a text may end inside it
+        self.steps.append(dict(
+            prompt=index, step=self.counts[index], plan=str(plan),
+            emitted=[self.streams[index].feed([token]) for token in tokens],
+            guessed_by=[*(drafters[node] for node in path[1:]), "model"][:len(tokens)],
+            nodes=[self.decode([tree.tokens[node]]) for node in used],
+            drafted_by=[drafters[node] for node in used],
+            parents=[number[tree.parents[node]] if node else -1 for node in used],
+            path=[number[node] for node in path]))
+
+    def lines(self):
+        """The first trees as text: a line for each node, below its parent and further to the
+        right."""
+        for step in [step for step in self.steps if len(step["nodes"]) > 1][:SHOWN]:
+            prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
+            yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the "
+                   "model itself")
+            paths = [(0,)]
+            for node, parent in enumerate(step["parents"][1:], start=1):
+                paths.append((*paths[parent], node))
+            for *above, node in sorted(paths):
+                mark = "*" if node in step["path"][1:] else " "
+                words = "   " * len(above) + repr(step["nodes"][node])
+                drafter = step["drafted_by"][node].replace("root", "the newest token")
+                yield f"{mark} {words:<{WIDTH}}  {drafter}"
+            if step["guessed_by"][-1:] == ["model"]:
+                yield f"+ {step['emitted'][-1]!r}"
+
+
+def converse(session):
+    """Reads a line, prints the model's text, and so on to the end of the input. With a chat
+    template the lines are turns of a conversation, else each is a prompt by itself."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  lets lines be edited
+        print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+    messages, engine = [], None
+    while (line := session.group.on_first(read_line)) is not None:
+        if line.strip() == "/clear":
+            messages = []
+        if line.strip() in ("", "/clear"):
+            continue
+        turn = [*messages, dict(role="user", content=line)]
+        try:
+            prompt = session.encode(turn)
+            check_prompt(session.model, prompt)
+        except InputError as error:  # such as a conversation that is too long
+            print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
+            continue
+        needed = len(prompt) + session.args.max_new_tokens
+        if engine is None or min(needed, session.model.config.block_size) > engine.decoder.capacity:
+            engine = None  # frees its memory for the next one
+            engine = session.engine([prompt], session.args.max_new_tokens + SPARE)
+        output = Printer(session, engine).run([prompt])
+        if not session.template:
+            print("-" * 40)
+        if not session.args.quiet:
+            print(f"[{speed(output)}]", file=sys.stderr)
+        # SIGTERM, and on ranks Ctrl-C, end more than a reply
+        if cli.received or (session.group.size > 1 and None in output.ended):
+            raise KeyboardInterrupt
+        if session.template:
+            messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
+
+
+def read_line():
+    """The next line of standard input, None at its end."""
+    with cli.utf8("standard input"), contextlib.suppress(EOFError):
+        return input("> " if sys.stdin.isatty() else "")

@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partial
 
 import torch
 
@@ -12,11 +13,10 @@ STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFIX = 256  # tokens in the cache while a step is timed
 
 
-def seconds(body, device, group=None):
+def seconds(body, device, group=Group()):
     """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on
     CUDA the mean of calls back to back, the fastest of some rounds. Takes about 0.1 s, or three
     rounds of what is slower. group: the ranks that run body() together; rank 0's time counts."""
-    group = group or Group()
     calls = 10 if device.type == "cuda" else 1
 
     def once():
@@ -28,8 +28,7 @@ def seconds(body, device, group=None):
         return (time.perf_counter() - start) / calls
     body()
     times = [once() for _ in range(3)]
-    more = math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3
-    more = group.broadcast(more)  # all ranks must take as many
+    more = group.broadcast(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # on all ranks
     return group.broadcast(min(times + [once() for _ in range(more)]))
 
 
@@ -70,17 +69,17 @@ def stage_times(decoder):
     normed, hidden = decoder.verify(tree, positions)
     target = decoder.sample(normed, positions)
     accepted = decoder.accept(plan, tree, target)
-    stages = dict(draft=lambda: decoder.draft(plan), verify=lambda: decoder.verify(tree, positions),
-                  sample=lambda: decoder.sample(normed, positions),
-                  accept=lambda: decoder.accept(plan, tree, target),
-                  commit=lambda: decoder.commit(plan, hidden, accepted))
+    arguments = dict(draft=(plan,), verify=(tree, positions), sample=(normed, positions),
+                     accept=(plan, tree, target), commit=(plan, hidden, accepted))
     if plan.tree_size == 1:
-        del stages["draft"]  # launches nothing, and torch warns of an empty CUDA graph
-    if decoder.pool is not None:
-        stages = {name: capture(stage, device) for name, stage in stages.items()}
-    group = group_of(decoder.model)
-    times = {name: seconds(stage, device, group) for name, stage in stages.items()}
-    return dict.fromkeys(STAGES, 0.0) | times
+        del arguments["draft"]  # launches nothing, and torch warns of an empty CUDA graph
+    times = dict.fromkeys(STAGES, 0.0)
+    for name, values in arguments.items():
+        stage = partial(getattr(decoder, name), *values)
+        if decoder.pool is not None:
+            stage = capture(stage, device)
+        times[name] = seconds(stage, device, group_of(decoder.model))
+    return times
 
 
 def explain(engine, output):
@@ -91,12 +90,12 @@ def explain(engine, output):
     if len(decoder.plans) > 1:  # as an `AdaptivePolicy` believes at the end
         yield (f"\n{'drafted by':<24}{'ms per step':>12}{'tokens per step: expected':>28}"
                f"{'found':>8}{'share of steps':>17}")
-    for plan in decoder.plans if len(decoder.plans) > 1 else ():
-        steps, tokens = output.plans.get(plan, (0, 0))
-        found = f"{tokens / steps:.2f}" if steps else "-"
-        policy = engine.policy
-        yield (f"{str(plan):<24}{1e3 * policy.seconds(plan):>12.2f}{policy.tokens(plan):>28.2f}"
-               f"{found:>8}{steps / max(output.steps, 1):>17.0%}")
+        for plan in decoder.plans:
+            steps, tokens = output.plans.get(plan, (0, 0))
+            ms, expected = 1e3 * engine.policy.seconds(plan), engine.policy.tokens(plan)
+            found = f"{tokens / steps:.2f}" if steps else "-"
+            yield (f"{str(plan):<24}{ms:>12.2f}{expected:>28.2f}{found:>8}"
+                   f"{steps / max(output.steps, 1):>17.0%}")
     yield f"\n{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
