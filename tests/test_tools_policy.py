@@ -75,11 +75,10 @@ class Simulation:
     """heads: how often the heads' first node is right; repeats: how often the text goes on as it did before, for so
     many tokens; durations(plan, step): of a step."""
 
-    def __init__(self, model, durations, heads=0.0, repeats=0.0, batch=1, seed=0):
+    def __init__(self, durations, heads=0.0, repeats=0.0, batch=1, seed=0):
         self.random = random.Random(seed)
         self.durations = durations
         self.heads = heads
-        self.model = model
         self.texts = []
         for _ in range(batch):
             text = [self.random.randrange(90) for _ in range(40)]
@@ -128,7 +127,7 @@ CASES = {"nothing is right": dict(), "the text repeats itself": dict(repeats=0.0
 @pytest.mark.parametrize("case", CASES)
 def test_nearly_the_best_single_plan_and_never_much_below_plain(toy, case, batch):
     """Catches plans that are tried too often, hopes that are not given up, a plan that is never found."""
-    simulate = lambda policy: Simulation(toy, duration, batch=batch, **CASES[case]).run(policy)
+    simulate = lambda policy: Simulation(duration, batch=batch, **CASES[case]).run(policy)
     policy = AdaptivePolicy(toy, Heads(), True, batch, 0.0)
     rates = {plan: simulate(FixedPolicy(plan)) for plan in policy.plans}
     auto = simulate(policy)
@@ -139,7 +138,7 @@ def test_nearly_the_best_single_plan_and_never_much_below_plain(toy, case, batch
 def test_other_work_that_comes_and_goes_changes_nothing(toy):
     """Catches a policy that takes for a plan's fault what slows down all of them."""
     busy = lambda plan, step: duration(plan, step) * (3 if step // 20 % 2 else 1)
-    simulate = lambda policy: Simulation(toy, busy, repeats=0.05).run(policy, 300)
+    simulate = lambda policy: Simulation(busy, repeats=0.05).run(policy, 300)
     policy = AdaptivePolicy(toy, None, True, 1, 0.0)
     assert simulate(policy) >= 0.85 * max(simulate(FixedPolicy(plan)) for plan in policy.plans)
 
@@ -147,7 +146,7 @@ def test_other_work_that_comes_and_goes_changes_nothing(toy):
 def test_a_plan_that_became_quicker_is_found_again(toy):
     slow_start = lambda plan, step: duration(plan, step) * (4 if plan.lookup_tokens and step < 40 else 1)
     policy = AdaptivePolicy(toy, None, True, 1, 0.0)
-    Simulation(toy, slow_start, repeats=0.08).run(policy, 340)
+    Simulation(slow_start, repeats=0.08).run(policy, 340)
     assert max(policy.last_use[plan] for plan in policy.plans if plan.lookup_tokens) > 64
 
 

@@ -122,9 +122,8 @@ class Session:
         self.group.raise_together(self.load)
         if self.group.size > 1:
             heads = self.heads and (state_hash(self.heads.state_dict()), self.heads.info)
-            files = (self.model.hash, self.model.dtype, heads, self.encoding.hash, self.sampling,
-                     self.stop)
-            self.group.check_same(files, "have read different files")
+            self.group.check_same([self.model.hash, self.model.dtype, heads, self.encoding.hash,
+                                   self.sampling, self.stop], "have read different files")
 
     def load(self):
         args = self.args

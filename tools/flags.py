@@ -92,8 +92,6 @@ def parse_generate(argv=None):
     for name in ("compare", "json", "explain", "show_tree"):
         if getattr(args, name) and not (args.prompt or args.prompts):
             parser.error(f"--{name.replace('_', '-')} needs a --prompt")
-    if args.prompt and args.prompts:
-        parser.error("give --prompt or --prompts, not both")
     if args.draft in ("heads+lookup", "heads") and args.heads == "none":
         parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
     if args.draft in ("lookup", "none") or args.heads == "none":
@@ -108,14 +106,15 @@ def parse_generate(argv=None):
 
 def generate_parser():
     parser = Parser("Continues prompts, faster by guessing ahead.", prog="generate.py")
-    add = parser.add_argument_group("prompt").add_argument
-    add("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
+    group = parser.add_argument_group("prompt")
+    one = group.add_mutually_exclusive_group().add_argument
+    one("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
         "without any, each line typed is one")
-    add("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
+    one("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
         "line's \"prompt\", or \"messages\" of a chat")
-    add("--chat", action="store_true", help="put the prompt into the folder's chat template; "
-        "without a prompt: a conversation")
-    add("--system", help="the system message of a chat")
+    group.add_argument("--chat", action="store_true", help="put the prompt into the folder's chat "
+                       "template; without a prompt: a conversation")
+    group.add_argument("--system", help="the system message of a chat")
 
     group = parser.add_argument_group("sampling")
     folder = "default: as the folder's generation_config.json says, else"
