@@ -176,7 +176,7 @@ def prepare(args, group):
     template = load_chat_template(args.model)
     if args.data is None and template:
         args.data = [SELF]
-    if args.data and args.data[0] == SELF:
+    if args.data == [SELF]:
         args.data = [write_texts(args, group)]
     heads, encoding = common.load_for_training(args)
     check_block_size(args, heads)
@@ -215,9 +215,8 @@ def write_texts(args, group):
     model, encoding = load_model(args)
     folder = Path(args.out) / SELF
     goal = args.self_tokens or args.steps * args.batch_size * (args.block_size or 256) // 4
-    questions = data.questions(args.data[1:]) if args.data[1:] else None
     writer = writing.Writer(folder, model, encoding, stop_tokens(args.model, encoding), args.seed,
-                            questions, group.print)
+                            group.print)
     group.on_first(writer.claim)
     group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
     writer.write(goal, group.rank, group.size)

@@ -9,7 +9,6 @@ import json
 import os
 import sysconfig
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,17 +81,12 @@ def read_file(file, template=None):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             yield Record(((file.read_bytes().decode(), True),))
         return
-    yield from read_lines(file, partial(parse_line, template=template))
-
-
-def read_lines(file, parse):
-    """Yields parse(line) of a file's lines that are not blank; InputError names a broken one."""
     number = 0
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield parse(line)
+                    yield parse_line(line, template)
     except (AttributeError, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
         raise InputError(f'{file}: line {number}: expected an object with "text", "prompt" and '
                          f'"completion", or "messages", but: {error}; correct it') from None
@@ -113,17 +107,12 @@ def parse_line(line, template):
     return record
 
 
-def check_messages(messages):
-    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise ValueError('it has no text, nor "messages" that are objects with role and content')
-    return messages
-
-
 def chat_parts(messages, template):
     """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
     what the conversation with an assistant's turn has beyond the prompt for it."""
-    check_messages(messages)
+    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
+        raise ValueError('it has no text, nor "messages" that are objects with role and content')
     if template is None:
         raise ValueError("messages need a model that has a chat template")
     # a first message answers nothing, and many templates refuse the empty conversation before it

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,23 +159,6 @@ def to_device(array, device):
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
-
-
-def read_messages(line):
-    return corpus.check_messages(json.loads(line).get("messages"))
-
-
-def questions(paths):
-    """The conversations in files of .jsonl, each up to the end of the user's first turn."""
-    found = []
-    for file in itertools.chain(*map(find_files, paths)):
-        for messages in corpus.read_lines(file, read_messages):
-            turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-            found += [messages[:i + 1] for i in turns[:1]]
-    if not found:
-        raise InputError(f"{' '.join(paths)}: expected conversations, whose questions the model "
-                         "answers")
-    return found
 
 
 def prompts(tokens, n, length, seed=0, max_len=None):

@@ -77,8 +77,8 @@ def heads_parser():
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     add_model_flags(parser)
     add_quantize_flag(parser)
-    data = ("self: texts that the model writes, or its answers to the conversations named after "
-            "it; default: self for a chat model, else Python's standard library")
+    data = ("self: what the model writes; default: self for a chat model, else Python's standard "
+            "library")
     add_run_flags(parser, data, steps=500, batch_size=8, block_size=None, lr=6e-3)
     parser.add_argument("--preset", default="clover", choices=PRESETS)
     switches = parser.add_argument_group("switches", "default: the preset's",

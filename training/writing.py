@@ -25,17 +25,15 @@ MARK = "the user's words"            # where they are in a template
 
 
 class Writer:
-    """Writes rounds of texts to a folder. stop: the token ids that end a text. questions: the
-    conversations that the model answers, lists of messages; None: it asks, too."""
+    """Writes rounds of texts to a folder. stop: the token ids that end a text."""
 
-    def __init__(self, folder, model, encoding, stop, seed=0, questions=None, log=print):
+    def __init__(self, folder, model, encoding, stop, seed=0, log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
         self.template = encoding.template  # None for a base model
         self.stop = set(stop)
         self.seed = seed
-        self.questions = questions
         self.log = log
         self.openings = set()  # the first words of all texts
 
@@ -50,13 +48,12 @@ class Writer:
 
     def write(self, tokens, rank=0, size=1):
         """Writes until `size` processes together have `tokens` tokens, this one every size-th
-        round, or until no question is left. A round whose file is there is not written again."""
+        round. A round whose file is there is not written again."""
         goal = tokens // size
         began = time.monotonic()
         held = written = 0
         for number in itertools.count(rank, size):
-            none_left = self.questions is not None and number * ROUND >= len(self.questions)
-            if held >= goal or none_left:
+            if held >= goal:
                 return
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
@@ -94,10 +91,7 @@ class Writer:
         if not self.template:
             texts = self.extend({i: [] for i in range(ROUND)}, "text", seed, temperature or 0.8)
             return [dict(text=message["content"]) for [message] in texts.values()]
-        if self.questions is None:
-            chats = self.extend({i: [] for i in range(ROUND)}, "user", seed, USER_TEMPERATURE)
-        else:
-            chats = dict(enumerate(self.questions[number * ROUND:][:ROUND]))
+        chats = self.extend({i: [] for i in range(ROUND)}, "user", seed, USER_TEMPERATURE)
         texts = chats = self.extend(chats, "assistant", seed, temperature)
         chats = {i: chat for i, chat in chats.items() if i % 2}  # these have a second turn
         chats = self.extend(chats, "user", seed, USER_TEMPERATURE)
