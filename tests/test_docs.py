@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 BENCH = ("heads", "decode", "kernels", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
-OTHERS = {"--nproc-per-node"}  # torchrun's
+OTHERS = {"--nproc-per-node", "--no-deps"}  # torchrun's, pip's
 name = lambda path: path.name
 
 
