@@ -59,7 +59,7 @@ def draw_text(run):
     tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
     lines = [""]
     column = 0
-    for words, drafter in [(run["prompts"][0], "root"), *tokens]:
+    for words, drafter in [(run["prompts"][0] + "\n", "root"), *tokens]:
         for i, part in enumerate(words.split("\n")):
             if i == 0 and part.startswith(" ") and column + len(part) > COLUMNS:
                 part = part.lstrip()

@@ -56,10 +56,10 @@ def test_tokens_have_the_colour_of_what_guessed_them():
                     for text in ElementTree.fromstring(picture).iter(SVG + "text")]
     assert lines == [
         [("by head 1    ", head), ("by head 2    ", later), ("by lookup    ", lookup), ("by model    ", draw.DIM)],
-        [("def f(a):", draw.BRIGHT), (" return", head), (" a", lookup), (None, draw.DIM)],
+        [("def f(a):", draw.BRIGHT)], [(None, draw.BRIGHT), (" return", head), (" a", lookup), (None, draw.DIM)],
         [(None, draw.DIM), ("b", later), (None, draw.DIM)], [(None, draw.DIM)], [("  c", draw.DIM)]]
     assert "5 tokens in 2 steps: 2.50 tokens per step (plain decoding: 1)" in colours(picture) and not last
-    assert [float(text["y"]) for text in shapes(picture, "text")][1:5] == [66, 85, 104, 123]
+    assert [float(text["y"]) for text in shapes(picture, "text")][1:6] == [66, 85, 104, 123, 142]
 
 
 def test_hostile_tokens_are_shown():
