@@ -12,7 +12,7 @@ from clover import model_hash
 from generate import Engine, Sampling
 from hf import expect
 from hf.tokenizer import encode_prompt, end_of_text
-from model import atomic_write, human, read_json
+from model import InputError, atomic_write, human, read_json
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
 ROUND = 64                           # texts that are written at once, and held by a file
@@ -80,8 +80,8 @@ class Writer:
 
     def count(self, texts):
         """The tokens of lines of .jsonl."""
-        words = [m["content"] for text in texts for m in text.get("messages", ())]
-        words += [text["text"] for text in texts if "text" in text]
+        words = (text.get("text") or "".join(m["content"] for m in text["messages"])
+                 for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
 
     def round(self, number):
@@ -108,9 +108,8 @@ class Writer:
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
             return {}
-        engine = Engine(self.model, batch_size=len(prompts), exact=False,
-                        capacity=max(map(len, prompts.values())) + longest,
-                        sampling=Sampling(temperature, seed=seed))
+        capacity = max(map(len, prompts.values())) + longest
+        engine = self.engine(len(prompts), capacity, Sampling(temperature, seed=seed))
         output = engine.generate(list(prompts.values()), longest, self.stop)
         extended = {}
         for i, sequence in zip(prompts, output.sequences):
@@ -122,6 +121,16 @@ class Writer:
                     and (role == "assistant" or self.is_new(text))):
                 extended[i] = [*chats[i], dict(role=role, content=text)]
         return extended
+
+    def engine(self, slots, capacity, sampling):
+        """An Engine of as many slots, up to this number, as memory has room for."""
+        try:
+            return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling,
+                          exact=False)
+        except InputError:
+            if slots == 1:
+                raise
+        return self.engine(slots // 2, capacity, sampling)
 
     def prompt(self, chat, role):
         """The token ids after which the model writes a role's next message."""
