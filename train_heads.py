@@ -48,9 +48,10 @@ STATE = ("identity", "step", "heads", "optimizer", "log")  # what STATE_FILE hol
 class Run:
     """One training run: the heads, their optimiser, the step it is at."""
 
-    def __init__(self, args, heads, encoding, group, state=None):
+    def __init__(self, args, heads, encoding, group, home, state=None):
         self.args = args
         self.out = Path(args.out)
+        self.home = home  # of tokens and states
         self.encoding = encoding
         self.group = group
         self.heads = heads.to(heads.model.device)
@@ -180,7 +181,7 @@ def prepare(args, group):
         args.data = [write_texts(args, group)]
     heads, encoding = common.load_for_training(args)
     check_block_size(args, heads)
-    args.home = home = data.home(args.data, args.out, model_hash(heads.model))
+    home = data.home(args.data, args.out, model_hash(heads.model))
 
     def prepare_text():
         if args.batch_size % group.size:
@@ -198,7 +199,7 @@ def prepare(args, group):
             data.window_batch(stored[split], 1, args.window, 0, "cpu")
         return key
     args.key = group.on_first(prepare_text)
-    run = Run(args, heads, encoding, group, state)
+    run = Run(args, heads, encoding, group, home, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
     file = home / f"states-{model_hash(heads.model)}.npy"
     if file.exists() or args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
@@ -236,7 +237,6 @@ def check_block_size(args, heads):
 def finish(run):
     """Measures the trained heads, and prints how to use them; process 0 does so alone."""
     args, group = run.args, run.group
-    args.data = None  # as they are in args.home
     args.batch_size //= group.size
     if args.dtype != "float32":
         args.dtype = None  # that of decoding
@@ -245,7 +245,7 @@ def finish(run):
     group.close()
     if group.rank:
         return
-    evaluate(args, tensor_parallel.Group(), seconds)
+    evaluate(args, tensor_parallel.Group(), seconds, run.home)
     flag = "" if args.model == str(DEMO) else f"--model {args.model} "
     prompt = '--prompt "def fibonacci(n):"'
     if load_chat_template(args.model):
@@ -253,36 +253,36 @@ def finish(run):
     print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
 
 
-def evaluate(args, group, seconds=SECONDS):
-    """Measures the heads in --out, and adds that to their record. All processes hold the model."""
+def evaluate(args, group, seconds=SECONDS, home=None):
+    """Measures the heads in --out, and adds that to their record. All processes hold the model.
+    home: of the tokens, default as --data says."""
     model, encoding = load_model(args, group, packed=False)
     heads = CloverHeads.from_pretrained(args.out, model, encoding.hash)
     if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
         raise InputError(f"{args.out}: these heads were trained on the model before it was "
                          "rounded; measure them without --quantize")
     check_block_size(args, heads)
-    heldout, measured_on = heldout_tokens(args, heads, encoding)
+    heldout, measured_on = heldout_tokens(args, heads, encoding, home)
     results = measure(heads, heldout, args.batch_size, args.block_size, seconds, group.print)
     if group.rank == 0:
         record(heads, args.out, encoding.hash, results | dict(measured_on=measured_on))
 
 
-def heldout_tokens(args, heads, encoding):
+def heldout_tokens(args, heads, encoding, home=None):
     """What heads are measured on: Tokens of --data, else of what they were trained on, and what
     heads.json says about them."""
     names = heads.info.get("training", {}).get("data")
     out = Path(args.out)
-    if args.data is None:
-        for home in (getattr(args, "home", out), out, out / SELF):
+    if home or args.data is None:
+        for home in [home] if home else (out, out / SELF):
             with contextlib.suppress(InputError):
                 stored = data.open_tokens(home / data.FILE)
                 return stored["heldout"], dict(data=names, key=stored["key"])
         if names != STANDARD_LIBRARY:
             raise InputError(f"{out}: the tokens that these heads were trained on ({names}) are "
                              "not there any more; give these data, or others, with --data")
-    template = load_chat_template(args.model)
-    tokens = data.load_tokens(args.data, encoding, "heldout", template)
-    return tokens, data_record(args.data, data.tokens_key(args.data, encoding, template))
+    tokens = data.load_tokens(args.data, encoding, "heldout", encoding.template)
+    return tokens, data_record(args.data, data.tokens_key(args.data, encoding, encoding.template))
 
 
 def main(args):

@@ -49,6 +49,10 @@ def test_attention_in_bfloat16_does_not_depend_on_the_cache_row(groups):
     q = torch.randn(1, 1, 2 * groups, 64, generator=generator).bfloat16()
     k, v = (torch.randn(1, 2, 300, 64, generator=generator).bfloat16() for _ in range(2))
     want = cached_attention(q, k, v)
+    for T in (1, 5):  # not exact: in the cache's own dtype, within its rounding
+        nodes = torch.randn(1, T, 2 * groups, 64, generator=generator).bfloat16()
+        got = cached_attention(nodes, k, v, exact=False)
+        torch.testing.assert_close(got, cached_attention(nodes, k, v), atol=0.02, rtol=0.02)
     for _ in range(5):
         order = torch.randperm(300, generator=generator)
         assert torch.equal(cached_attention(q, k[:, :, order], v[:, :, order]), want)

@@ -458,7 +458,7 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, mon
 
 def new_run(model, checkpoint, out, *flags):
     args = parse_heads([*TINY, "--dtype", "float32", "--out", str(out), "--model", str(checkpoint), *flags])
-    return train_heads.Run(args, CloverHeads(preset(args.preset), model), None, Group())
+    return train_heads.Run(args, CloverHeads(preset(args.preset), model), None, Group(), None)
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_path):

@@ -49,13 +49,16 @@ def teach(model, hidden, dtype=None):
 
 
 @torch.no_grad()
+def hidden_states(model, ids, documents=None, autocast=contextlib.nullcontext()):
+    """The model's hidden states [B, T, C] of token ids, documents [B, T]."""
+    with contextlib.nullcontext() if model.dtype.itemsize == 2 else autocast:  # as in decoding
+        return model(ids, documents=documents)
+
+
 def run_model(model, ids, documents=None, dtype=None, autocast=contextlib.nullcontext()):
     """The `Teacher` of token ids, documents [B, T + 1], of which the last is not read."""
-    half = model.dtype.itemsize == 2  # without autocast, as in decoding
     documents = None if documents is None else documents[:, :-1]
-    with contextlib.nullcontext() if half else autocast:
-        hidden = model(ids[:, :-1], documents=documents)
-    return teach(model, hidden, dtype)
+    return teach(model, hidden_states(model, ids[:, :-1], documents, autocast), dtype)
 
 
 def run_heads(heads, teacher, ids, documents=None, wrapped=None):

@@ -9,7 +9,7 @@ import torch
 
 from model import InputError, human
 from training.common import progress, saving
-from training.loss import Teacher, teach
+from training.loss import Teacher, hidden_states, teach
 
 SPAN = 2048   # tokens of a document that the model reads at once; longer ones are cut
 BATCH = 8192  # tokens of a forward pass
@@ -86,8 +86,7 @@ def write_states(rows, model, tokens, spans, autocast, dtype):
     ids = torch.zeros(len(spans), max(end - start for start, end in spans), dtype=torch.int64)
     for row, (start, end) in zip(ids, spans):
         row[:end - start] = torch.from_numpy(tokens.ids[start:end].astype(np.int64))
-    with autocast:
-        hidden = model(ids.to(model.device))
+    hidden = hidden_states(model, ids.to(model.device), autocast=autocast)
     packed = pack_teacher(teach(model, hidden.bfloat16(), dtype)).cpu().numpy()
     for row, (start, end) in zip(packed, spans):
         rows[start:end] = row[:end - start]
