@@ -580,7 +580,6 @@ def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
-    """`project_topk` by torch, through the [M, V] logits."""
     logits = float_logits(hidden, weight, vocab_ids, scales)
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     logprobs = logits.log_softmax(-1).gather(1, tokens)
@@ -606,7 +605,6 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
                              scales=None):
-    """`project_sample` by torch, through the [M, V] logits."""
     logits = float_logits(hidden, weight, scales=scales)
     return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
 
@@ -677,7 +675,6 @@ def commit_path(kv, lengths, path, count):
 
 
 def commit_path_reference(kv, lengths, path, count):
-    """`commit_path` by torch: one gather of the moved rows, then one scatter."""
     index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
     b, index = moved.nonzero(as_tuple=True)
@@ -981,7 +978,6 @@ def linear_quantized(x, packed, scales, zeros, kind, bias=None):
 
 
 def linear_quantized_reference(x, packed, scales, zeros, kind, bias=None):
-    """`linear_quantized` by torch, through the whole weight."""
     out = x.float() @ dequantize(packed, scales, zeros, kind, x.shape[1], torch.float32).T
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -1039,7 +1035,6 @@ def sum_parts(parts, bias=None, dtype=None):
 
 
 def sum_parts_reference(parts, bias=None, dtype=None):
-    """`sum_parts` by torch; it has gradients."""
     total = reduce(torch.add, parts.to(torch.promote_types(parts.dtype, torch.float32)))
     if bias is not None:
         total = (total.view(-1, len(bias)) + bias).flatten()
@@ -1105,7 +1100,6 @@ def add_norm(x, delta, weight, bias=None, eps=1e-5):
 
 
 def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
-    """`add_norm` by torch; it has gradients."""
     x = x if delta is None else x + delta
     if bias is not None:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps), x
@@ -1209,7 +1203,6 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
 
 
 def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
-    """`rope_cache` by torch."""
     B, T, H, D = qkv.shape
     Hkv = kv.shape[2]
     queries = qkv[:, :, :H - 2 * Hkv]
@@ -1269,7 +1262,6 @@ def glu(x, activation="silu"):
 
 
 def glu_reference(x, activation="silu"):
-    """`glu` by torch; it has a gradient."""
     gate, up = x.chunk(2, dim=-1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return gate * up if gate.requires_grad else gate.mul_(up)  # a gradient needs both factors
@@ -1319,7 +1311,6 @@ def cosine_mix(z, q, kv, n_head):
 
 
 def cosine_mix_reference(z, q, kv, n_head):
-    """`cosine_mix` by torch; it has gradients."""
     q = q.unflatten(-1, (n_head, -1))                       # (..., n_head, C / n_head)
     k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # likewise
     return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
@@ -1415,7 +1406,6 @@ def select_candidates(logprobs, tokens, candidates, depth):
 
 
 def select_candidates_reference(logprobs, tokens, candidates, depth):
-    """`select_candidates` by torch."""
     W = logprobs.shape[2]
     joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     if depth:
@@ -1502,7 +1492,6 @@ def best_tree(root, candidates, tree_size):
 
 
 def best_tree_reference(root, candidates, tree_size):
-    """`best_tree` by torch."""
     K, n = candidates.joint.shape[1:]
     joint, tokens, parents = (x.flatten(1) for x in candidates)  # (B, K * n)
     joint = joint.clamp(min=FINITE_MIN.value).masked_fill_(parents < 0, -math.inf)
@@ -1578,7 +1567,6 @@ def ngram_lookup(history, lengths, n):
 
 
 def ngram_lookup_reference(history, lengths, n):
-    """`ngram_lookup` by torch."""
     S = int(lengths.max()) + 1
     last = lengths.long()[:, None]  # (B, 1)
     index = torch.arange(S, device=history.device)
@@ -1659,7 +1647,6 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
 
 
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
-    """`merge_chain` by torch."""
     T, n = tokens.shape[1], chain.shape[1]
     row = _constant(range(n), tokens.device)
     node = _constant(range(T), tokens.device)
@@ -1738,7 +1725,6 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
 
 
 def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
-    """`accept_path` by torch."""
     B, T = tokens.shape
     P = max_path
     nodes = torch.arange(T, device=tokens.device)
@@ -1919,7 +1905,6 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
 
 
 def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
-    """`filtered_sample` by torch."""
     logits = filter_logits(logits / temperature, top_k, top_p, min_p)
     return gumbel_argmax(logits, 1.0, seed, sequence, position)
 
