@@ -1206,15 +1206,13 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
     B, T, H, D = qkv.shape
     Hkv = kv.shape[2]
     queries = qkv[:, :, :H - 2 * Hkv]
-    rotated = qkv[:, :, :H - Hkv]
+    rotated = qkv[:, :, :H - Hkv]  # queries and keys
     new = qkv[:, :, H - 2 * Hkv:].view(B, T, 2, Hkv, D)  # keys and values
     if q_weight is not None:
         queries.copy_(F.rms_norm(queries, (D,), q_weight, eps))
         new[:, :, 0] = F.rms_norm(new[:, :, 0], (D,), k_weight, eps)
     if rope is not None:
-        cos, sin = rope.split(1, dim=2)
-        swapped = rotated.roll(D // 2, -1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
+        rotated.copy_(rotate(rotated, rope))
     if B == 1 and kv.is_cpu:  # a copy of a block takes half the time of index_put, and casts
         kv[:, 0].narrow(2, int(lengths[0]), T).copy_(new[0].permute(1, 2, 0, 3))
     else:
