@@ -71,7 +71,6 @@ NO_NOISE = 0.0, 0, None, None, 0  # temperature, seed_key, sequence, position, f
 # The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
 # their size on each sequence's length, so that a text is cut alike in caches of any size.
 
-
 @triton.jit
 def _dot(a, b, acc):
     if INTERPRETED:  # the interpreter would multiply the bit patterns of bfloat16 as integers
@@ -352,7 +351,6 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # lowbias32, with one half of the key mixed in before its multiplications and the other between
 # them. With one half only, two rows could share a shuffled copy of the same noise.
 
-
 @triton.jit
 def _splitmix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -628,7 +626,6 @@ def float_logits(hidden, weight, vocab_ids=None, scales=None):
 # Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8
 # heads of 128, bf16. With few sequences launches dominate, so there is one for all layers.
 
-
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
     kv_ptr, lengths_ptr, path_ptr, count_ptr,
@@ -689,7 +686,6 @@ def commit_path_reference(kv, lengths, path, count):
 # The rest can wait: how kernels are launched, a layer's and a tree's small operations, and checks.
 # --------------------------------------------------------------------------------------------------
 # Launch settings
-
 
 def runs_triton(*tensors):
     """Whether functions of these tensors run kernels: not in float64, not for a gradient."""
@@ -833,7 +829,6 @@ def _constant(value, device):
 # A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
 # Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
 # with 8 bits likewise. So each plane meets consecutive channels, and no weight is moved.
-
 
 class QuantizedWeight(NamedTuple):
     """A weight [N, C] of 4 or 8 bits."""
@@ -1004,7 +999,6 @@ def dequantize(packed, scales, zeros, kind, C, dtype, out=None):
 #
 # Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
 
-
 @triton.jit
 def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK_I: tl.constexpr):
     """Program i: BLOCK_I sums."""
@@ -1050,7 +1044,6 @@ def sum_parts_reference(parts, bias=None, dtype=None):
 #
 # Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations
 # below the launch costs most: 16 rows of C = 4096 in bf16 are 0.5 MB, 0.1 us.
-
 
 @triton.jit
 def _add_norm_kernel(
@@ -1121,7 +1114,6 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 #   keys and values of token t of sequence b -> cache row lengths[b] + t
 #
 # Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
-
 
 def rotate(x, rope):
     """Rotates x [B, T, H, D] by rope [B, T, 2, D]: cos, and sin with a minus in the first half."""
@@ -1231,7 +1223,6 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
 #
 # Bytes: 3 * M * N elements.
 
-
 @triton.jit
 def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program (block of columns, row m)."""
@@ -1271,7 +1262,6 @@ def glu_reference(x, activation="silu"):
 #   out = z + cos(q, k) * v in each attention head, cos(q, k) = q . k / (|q| |k|)
 #
 # Bytes: 5 * M * C elements.
-
 
 @triton.jit
 def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -1324,7 +1314,6 @@ def cosine_mix_reference(z, q, kv, n_head):
 # child's joint log-probability is never above its parent's, so a node's ancestors are kept with it,
 # and come first. What is not among the best T - 1 of its depth is in no tree: n <= T - 1 is enough.
 # An entry's place is the number of entries before it: all pairs of entries are compared at once.
-
 
 class Candidates(NamedTuple):
     """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
@@ -1522,7 +1511,6 @@ def best_tree_reference(root, candidates, tree_size):
 #
 # Bytes: 4 * length of history per sequence, read once, by one program, which saves a launch.
 
-
 @triton.jit(do_not_specialize=["S", "n"])
 def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
                          BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -1669,7 +1657,6 @@ def merge_chain_reference(tokens, parents, depths, ancestors, chain):
 #   A node is accepted when its parent is and its token is its parent's target token; the root is.
 #
 # Children of one parent differ in their tokens, so one node per depth at most: they form a path.
-
 
 @triton.jit(do_not_specialize=["T", "P"])
 def _accept_path_kernel(
