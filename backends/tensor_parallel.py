@@ -28,11 +28,10 @@ class SharedError(InputError):
 
 @dataclass(eq=False)
 class Group:
-    """The N ranks, of which this process is `rank`, and local_rank on its machine. Group() is one
-    process alone; the others need torch.distributed to be initialised, as `start` does."""
+    """The N ranks, of which this process is `rank`. Group() is one process alone; the others need
+    torch.distributed to be initialised, as `start` does."""
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
 
     # Numbers and objects of all ranks
 
@@ -65,10 +64,7 @@ class Group:
 
     def broadcast(self, value):
         """Rank 0's value, which pickle can write, on all ranks."""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
+        return self.all_gather_objects(value)[0]
 
     def all_gather_objects(self, value):
         """The values of all ranks, in a list."""
@@ -146,17 +142,15 @@ class Group:
         first_key = self.rank * c.n_kv_head // self.size * D
         n_keys = max(c.n_kv_head // self.size, 1) * D
         keys = lambda start: slice(start + first_key, start + first_key + n_keys)
-        if ".attn.qkv." in name:
-            return 0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]
-        if c.qk_norm == "all" and ".attn." in name and "_norm." in name:
-            return 0, [queries if ".q_norm." in name else keys(0)]
-        if ".mlp.up." in name:
-            return 0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]
-        if name.endswith("attn.proj.weight"):
-            return 1, [queries]
-        if name.endswith("mlp.down.weight"):
-            return 1, [self.rows(c.n_inner)]
-        return (0, [self.rows(c.vocab_size)]) if name == "head.weight" else None
+        cuts = {
+            ".attn.qkv.": (0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]),
+            ".attn.proj.weight": (1, [queries]),
+            ".mlp.up.": (0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]),
+            ".mlp.down.weight": (1, [self.rows(c.n_inner)]),
+            "head.weight": (0, [self.rows(c.vocab_size)])}
+        if c.qk_norm == "all":
+            cuts |= {".attn.q_norm.": (0, [queries]), ".attn.k_norm.": (0, [keys(0)])}
+        return next((cut for part, cut in cuts.items() if part in name), None)
 
     def divide(self, model):
         """Gives a `GPT` without weights the layers of this rank's sizes."""
@@ -310,18 +304,17 @@ def start(args):
     size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if size == 1:
         return Group()
-    local_rank = int(os.environ["LOCAL_RANK"])
     if args.device.startswith("cuda:"):
         raise SharedError(f"each rank takes its own GPU; expected --device cuda, not {args.device}")
     if args.device == "cuda":
-        args.device = f"cuda:{local_rank}"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     device = pick_device(args.device)
     backend = dict(backend="gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # which a barrier asks for
     dist.init_process_group(timeout=TIMEOUT, **backend)
-    group = Group(int(os.environ["RANK"]), size, local_rank)
+    group = Group(int(os.environ["RANK"]), size)
     group.all_gather(torch.zeros(2**18, device=device))  # NCCL's buffers, before memory is counted
     group.check_same(sys.argv[1:], "were started with different flags")
     return group
