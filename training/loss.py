@@ -69,11 +69,10 @@ def run_heads(heads, teacher, ids, documents=None, wrapped=None):
     return (wrapped or heads)(teacher.hidden[:, :-K], ids[:, 1:], up_to)
 
 
-def guess_masks(tokens, K, loss_mask=None, documents=None):
-    """Which guesses count, bool [K, B, T]: of tokens in loss_mask, default all, and not across a
-    border of documents, default one. tokens, loss_mask, documents: [B, T + K + 1]."""
+def guess_masks(tokens, K, loss_mask, documents=None):
+    """Which guesses count, bool [K, B, T]: of tokens in loss_mask, and not across a border of
+    documents, default one. tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
-    loss_mask = torch.ones_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask
     documents = torch.zeros_like(tokens) if documents is None else documents
     ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
@@ -114,6 +113,7 @@ class HeadLosses(torch.autograd.Function):
         K, B, T = guess_mask.shape
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
+        columns = torch.arange(len(weight), device=weight.device)
         ctx.grads = [torch.zeros_like(x) for x in outputs]
         counts = guess_mask.new_zeros(K, B, T + K)  # by the position that predicts what is guessed
         for i in range(K):
@@ -122,8 +122,8 @@ class HeadLosses(torch.autograd.Function):
             if text is None:
                 target = (hidden[rows, positions] @ weight.T).to(exact)
                 target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
-            else:
-                target = text[rows, positions, None]  # (rows, 1)
+            else:  # all 0 for a token that is not drafted, which does not count
+                target = (text[rows, positions, None] == columns).to(exact)
             best = greedy[rows, positions]
             for i, output in enumerate(outputs):
                 counted = counts[i, rows, positions]
@@ -155,20 +155,12 @@ def chunks(mask, n):
 
 
 def cross_entropy_(logits, target):
-    """logits [N, V], at most 0 -> (losses [N], gradient [N, V]); overwrites the logits. target:
-    probabilities [N, V], or token ids [N, 1], of which a negative one does not count."""
-    if target.is_floating_point():
-        weight = target.sum(dim=-1)
-        agreed = (target * logits).sum(dim=-1)
-    else:
-        weight = (target[:, 0] >= 0).to(logits.dtype)
-        agreed = logits.gather(1, target.clamp(min=0))[:, 0] * weight
+    """logits [N, V], at most 0, and target probabilities -> (losses [N], gradient [N, V]);
+    overwrites the logits."""
+    weight = target.sum(dim=-1)
+    agreed = (target * logits).sum(dim=-1)
     mass = logits.exp_().sum(dim=-1)
-    gradient = logits.mul_((weight / mass)[:, None])
-    if target.is_floating_point():
-        gradient -= target
-    else:
-        gradient.scatter_add_(1, target.clamp(min=0), -weight[:, None])
+    gradient = logits.mul_((weight / mass)[:, None]).sub_(target)
     return weight * mass.log() - agreed, gradient
 
 
