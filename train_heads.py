@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from backends import tensor_parallel
 from clover import CloverHeads, model_hash
@@ -67,10 +66,6 @@ class Run:
             heads.set_vocabulary(state["heads"].pop("vocabulary", []))
             heads.load_state_dict(heads.state_dict() | state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
-        self.wrapped = heads
-        if group.size > 1:
-            self.wrapped = DistributedDataParallel(heads, forward_sync_buffers=False,
-                                                   gradient_as_bucket_view=True)
 
     def train(self, corpus):
         """Trains to the last step -> 0, or until Ctrl-C or SIGTERM come -> the exit code."""
@@ -110,6 +105,8 @@ class Run:
         losses, accuracies = self.losses(*windows)
         loss = sum(HEAD_WEIGHT ** i * head_loss for i, head_loss in enumerate(losses))
         loss.backward()
+        for parameter in self.heads.parameters():
+            self.group.all_reduce(parameter.grad)
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
         common.set_learning_rate(self.optimizer, self.args.lr, self.step, self.args.steps)
         self.optimizer.step()
@@ -119,12 +116,12 @@ class Run:
 
     def losses(self, ids, loss_mask, documents, teacher):
         """A batch of windows -> (losses in nats, head accuracies), each [K], over all processes.
-        Only this process's part of a loss has a gradient, times their number: DDP divides by it."""
+        Only this process's part of a loss has a gradient."""
         group, heads = self.group, self.heads
         if teacher is None:  # no states are stored
             teacher = run_model(heads.model, ids, documents, self.dtype, self.autocast)
         with self.autocast:
-            outputs = run_heads(heads, teacher, ids, documents, self.wrapped)
+            outputs = run_heads(heads, teacher, ids, documents)
         guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
         sums, hits = head_losses(heads, outputs, teacher, ids, guess_mask, self.args.objective,
                                  self.dtype)
@@ -132,7 +129,7 @@ class Run:
         losses = sums / count
         total = group.all_reduce(losses.detach().clone())
         accuracies = group.all_reduce(hits) / count
-        return total + group.size * (losses - losses.detach()), accuracies
+        return total + (losses - losses.detach()), accuracies
 
     def save(self):
         """Writes the heads and what --resume needs. The state comes last: where anything fails, the
@@ -241,7 +238,7 @@ def finish(run):
     if args.dtype != "float32":
         args.dtype = None  # that of decoding
     seconds = max(SECONDS, (time.monotonic() - run.began) / 10)
-    run.heads = run.wrapped = run.optimizer = None  # frees the model
+    run.heads = run.optimizer = None  # frees the model
     group.close()
     if group.rank:
         return

@@ -61,12 +61,11 @@ def run_model(model, ids, documents=None, dtype=None, autocast=contextlib.nullco
     return teach(model, hidden_states(model, ids[:, :-1], documents, autocast), dtype)
 
 
-def run_heads(heads, teacher, ids, documents=None, wrapped=None):
-    """The heads' K outputs [B, T, C] by teacher forcing. ids, documents: [B, T + K + 1]. wrapped:
-    DistributedDataParallel around the heads, called in their place."""
+def run_heads(heads, teacher, ids, documents=None):
+    """The heads' K outputs [B, T, C] by teacher forcing. ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
     up_to = None if documents is None else documents[:, :-K - 1]
-    return (wrapped or heads)(teacher.hidden[:, :-K], ids[:, 1:], up_to)
+    return heads(teacher.hidden[:, :-K], ids[:, 1:], up_to)
 
 
 def guess_masks(tokens, K, loss_mask, documents=None):
