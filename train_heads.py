@@ -91,7 +91,7 @@ class Run:
         self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
                              lr=self.optimizer.param_groups[0]["lr"]))
         shown = " ".join(map("{:.3f}".format, accuracies))
-        show(self.step, f"loss {loss:.3f}  accuracy {shown}")
+        show(self.step, f"step {self.step}/{self.args.steps}  loss {loss:.3f}  accuracy {shown}")
 
     def batch(self, corpus):
         """This process's part of the step's windows."""

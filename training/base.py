@@ -93,7 +93,7 @@ def train(model, tokens, args):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % SHOW_EVERY == 0 or step == args.steps:
-            show(step, f"loss {loss.item():.3f}")
+            show(step, f"step {step}/{args.steps}  loss {loss.item():.3f}")
 
 
 def main(args):

@@ -51,13 +51,13 @@ def set_learning_rate(optimizer, peak, step, steps):
 
 
 def progress(start, steps, tokens_per_step, log):
-    """A function that logs a step, what the caller measured, tokens per second, the time left."""
+    """A function that logs what the caller says of a step, tokens per second, the time left."""
     began = time.perf_counter()
 
-    def show(step, measured):
+    def show(step, line):
         speed = (step - start) / (time.perf_counter() - began)  # steps per second
-        left = timedelta(seconds=int((steps - step) / speed))
-        log(f"step {step}/{steps}  {measured}  {speed * tokens_per_step:.0f} tokens/s  {left} left")
+        left = timedelta(seconds=int(max(steps - step, 0) / speed))
+        log(f"{line}  {speed * tokens_per_step:.0f} tokens/s  {left} left")
     return show
 
 

@@ -61,7 +61,7 @@ def store_states(file, model, tokens, group, autocast, dtype):
         for i in range(group.rank, len(batches), group.size):
             write_states(rows, model, tokens, batches[i], autocast, dtype)
             if i // group.size % 10 == 0:
-                show(i + 1, "hidden states")
+                show(i + 1, f"step {i + 1}/{len(batches)}  hidden states")
         rows.flush()
         group.barrier()
         group.on_first(lambda: temporary.rename(file))

@@ -4,8 +4,6 @@ where the user's words begin, a chat model writes these too, and then answers (M
 
 import itertools
 import json
-import time
-from datetime import timedelta
 from pathlib import Path
 
 from clover import model_hash
@@ -13,6 +11,7 @@ from generate import Engine, Sampling
 from hf import expect
 from hf.tokenizer import encode_prompt, end_of_text
 from model import InputError, atomic_write, human, read_json
+from training.common import progress
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
 ROUND = 64                           # texts that are written at once, and held by a file
@@ -50,8 +49,8 @@ class Writer:
         """Writes until `size` processes together have `tokens` tokens, this one every size-th
         round. A round whose file is there is not written again."""
         goal = tokens // size
-        began = time.monotonic()
-        held = written = 0
+        held = 0
+        show = None
         for number in itertools.count(rank, size):
             if held >= goal:
                 return
@@ -59,16 +58,13 @@ class Writer:
             if file.exists():
                 held += self.read(file)
                 continue
+            show = show or progress(held, goal, 1, self.log)
             texts = self.round(number)
             expect(texts, "none of the texts that the model wrote will do; give --data")
             lines = "".join(json.dumps(text) + "\n" for text in texts)
             atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
-            written += self.count(texts)
             held += self.count(texts)
-            speed = written / (time.monotonic() - began)
-            left = timedelta(seconds=int(max(goal - held, 0) / max(speed, 1)))
-            self.log(f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens  "
-                     f"{speed:.0f} tokens/s  {left} left")
+            show(held, f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens")
 
     def read(self, file):
         """Notes what users say in a file of texts -> how many tokens it has."""
