@@ -20,12 +20,13 @@ import contextlib
 import json
 import signal
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 
 from backends import tensor_parallel
-from clover import CloverHeads, model_hash
+from clover import CloverHeads, model_hash, preset
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
@@ -33,7 +34,7 @@ from tools.flags import DEMO
 from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
-from training.flags import RUN_FILE, SAVED, SELF, STATE_FILE, TRAINING
+from training.flags import RUN_FILE, SAVED, SELF, STATE_FILE, SWITCHES, TRAINING
 from training.loss import guess_masks, head_losses, run_heads, run_model
 from training.states import store_states
 
@@ -176,16 +177,19 @@ def prepare(args, group):
         args.data = [SELF]
     if args.data == [SELF]:
         args.data = [write_texts(args, group)]
-    heads, encoding = common.load_for_training(args)
+    heads, encoding = new_heads(args)
     check_block_size(args, heads)
-    home = data.home(args.data, args.out, model_hash(heads.model))
+    base = model_hash(heads.model)
+    home = out  # of tokens and states; several runs share those of texts that the model wrote
+    if args.data and len(args.data) == 1 and writing.written_by(args.data[0]) == base:
+        home = Path(args.data[0])
 
     def prepare_text():
         if args.batch_size % group.size:
             raise InputError(f"the batch size is that of all {group.size} processes together, but "
                              f"they do not divide {args.batch_size}; take a multiple")
         key = data.tokens_key(args.data, encoding, template)
-        identity = [model_hash(heads.model), key]
+        identity = [base, key]
         if state and state["identity"] != identity:
             raise InputError(f"{out} holds a run with another model or other data (hashes "
                              f"{state['identity']}, now {identity}): --resume needs the same")
@@ -198,7 +202,7 @@ def prepare(args, group):
     args.key = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, home, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    file = home / f"states-{model_hash(heads.model)}.npy"
+    file = home / f"states-{base}.npy"
     if file.exists() or args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
         states = store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
         corpus = corpus._replace(states=states)
@@ -206,6 +210,15 @@ def prepare(args, group):
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], args.draft_vocabulary,
                                   group.print)
     return run, corpus
+
+
+def new_heads(args):
+    """--model, and new heads on it -> (heads, encoding)."""
+    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    model, encoding = load_model(Namespace(**vars(args) | dict(dtype=dtype)), packed=False)
+    torch.manual_seed(args.seed)
+    switches = {name: value for name, value in vars(args).items() if name in SWITCHES}
+    return CloverHeads(preset(args.preset, **switches), model), encoding
 
 
 def write_texts(args, group):

@@ -1,7 +1,6 @@
-"""What training needs beside the training: files, the schedule, signals, the frozen model."""
+"""What training needs beside the training: files, the schedule, signals."""
 
 import contextlib
-import copy
 import signal
 import time
 from datetime import timedelta
@@ -9,10 +8,7 @@ from datetime import timedelta
 import torch
 from safetensors import SafetensorError
 
-from clover import CloverHeads, preset
 from model import InputError, atomic_write
-from tools.cli import load_model
-from training.flags import SWITCHES
 
 
 @contextlib.contextmanager
@@ -77,14 +73,3 @@ def noted_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def load_for_training(args):
-    """--model, and new heads on it -> (heads, encoding)."""
-    loading = copy.copy(args)
-    on_gpu = args.device.startswith("cuda")
-    loading.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    model, encoding = load_model(loading, packed=False)
-    torch.manual_seed(args.seed)
-    switches = {name: value for name, value in vars(args).items() if name in SWITCHES}
-    return CloverHeads(preset(args.preset, **switches), model), encoding

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from training import corpus
 from training.common import load_file, save_file
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 from training.states import unpack_teacher
-from training.writing import written_by
 
 FILE = "tokens.pt"      # in --out
 CHUNK = 4096            # documents whose text is in memory at a time
@@ -85,14 +83,6 @@ def tokens_key(paths, encoding, template=None):
     template = template and (template.source, template.tokens)
     parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def home(paths, out, model):
-    """The folder that holds tokens and states: that of texts which this model (its hash) wrote, so
-    that several runs share them, else --out."""
-    if paths and len(paths) == 1 and written_by(paths[0]) == model:
-        return Path(paths[0])
-    return Path(out)
 
 
 def store_tokens(file, key, paths, encoding, template=None, log=print):
