@@ -97,7 +97,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
-        environment.globals["raise_exception"] = raise_exception
+        environment.globals["raise_exception"] = partial(expect, False)
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         # {% generation %} ... {% endgeneration %} mark what the assistant wrote, and give no text
         source = re.sub(r"(\{%[-+]?\s*(end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
@@ -119,7 +119,3 @@ class ChatTemplate:
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(f"{self.file}: cannot render messages: {line}{reason}") from error
-
-
-def raise_exception(message):
-    raise jinja2.TemplateError(message)
