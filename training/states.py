@@ -40,10 +40,9 @@ def span_batches(tokens, longest):
     spans.sort(key=lambda span: span[0] - span[1])
     batches = []
     while spans:
-        start, end = spans[0]
-        n = max(1, BATCH // (end - start))
+        n = max(1, BATCH // (spans[0][1] - spans[0][0]))
         batches.append(spans[:n])
-        spans = spans[n:]
+        del spans[:n]
     return batches
 
 
