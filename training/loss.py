@@ -123,6 +123,7 @@ class HeadLosses(torch.autograd.Function):
                 target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
             else:  # all 0 for a token that is not drafted, which does not count
                 target = (text[rows, positions, None] == columns).to(exact)
+            total = target.sum(dim=-1)  # 1, or what is drafted
             best = greedy[rows, positions]
             for i, output in enumerate(outputs):
                 counted = counts[i, rows, positions]
@@ -130,8 +131,10 @@ class HeadLosses(torch.autograd.Function):
                 logits = (output[at] @ weight.T).to(exact)
                 top, guess = logits.max(dim=-1, keepdim=True)
                 hits[i] += (counted & (guess[:, 0] == best)).sum()
-                losses, gradient = cross_entropy_(logits.sub_(top), target)
-                sums[i] += (losses * counted).sum()
+                agreed = (target * logits.sub_(top)).sum(dim=-1)
+                mass = logits.exp_().sum(dim=-1)
+                sums[i] += ((total * mass.log() - agreed) * counted).sum()
+                gradient = logits.mul_((total / mass)[:, None]).sub_(target)
                 gradient = gradient.to(weight.dtype) @ weight * counted[:, None]
                 ctx.grads[i].index_put_(at, gradient, accumulate=True)
         ctx.mark_non_differentiable(hits)
@@ -151,16 +154,6 @@ def chunks(mask, n):
         grid = grid[mask.flatten()]
     for first in range(0, len(grid), n):
         yield grid[first:first + n].unbind(1)
-
-
-def cross_entropy_(logits, target):
-    """logits [N, V], at most 0, and target probabilities -> (losses [N], gradient [N, V]);
-    overwrites the logits."""
-    weight = target.sum(dim=-1)
-    agreed = (target * logits).sum(dim=-1)
-    mass = logits.exp_().sum(dim=-1)
-    gradient = logits.mul_((weight / mass)[:, None]).sub_(target)
-    return weight * mass.log() - agreed, gradient
 
 
 @torch.no_grad()
