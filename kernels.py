@@ -730,13 +730,11 @@ def _num_warps(elements, per_warp):
 
 
 def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
-    """Tile sizes and launch options by shape class. `pytest -m static` compiles every class and
-    checks that nothing spills and that the shared memory of small GPUs suffices; maxnreg keeps
-    ptxas from spilling a few registers to fit one more program on a multiprocessor.
-    From D = 64 on a tile of keys or values is 8 kB. Each program keeps two or three pairs in
-    flight, and up to 64 query rows of D = 128 leave room for two programs: enough to hide memory
-    latency. Exact float32, without tensor cores, and loads of single elements need small tiles. A
-    bias or a window needs registers: a large tile gets half the keys, or half the query rows."""
+    """Tile sizes and launch options by shape class; `pytest -m static` compiles each of them.
+    maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on a tile
+    of keys or values is 8 kB. Each program keeps two or three pairs in flight, and up to 64 query
+    rows of D = 128 leave room for two programs: enough to hide memory latency. Exact float32 and
+    loads of single elements need small tiles; a bias or a window needs half the keys or rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -762,9 +760,8 @@ def _programs_at_once(blocks, itemsize, gpu):
 
 @lru_cache
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits, from `fewest` on, for which a full cache of S rows takes the least
-    time: waves * rows. rows: of a split, at least min_split, plus 2 * BLOCK_Q for its partial sums
-    and min_split for its start. waves: how often the programs fill the GPU, which runs `at_once`; a
+    """The number of splits, from `fewest` on, for which a full cache takes the least time: waves *
+    rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and min_split for its start. A
     partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean."""
     def time(splits):
         waves = grid_rows * splits / at_once
@@ -773,9 +770,8 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
 
 
 def _project_blocks(M, dtype, aligned, gathered):
-    """As `_attention_blocks`. A tile of weights is 16 kB, and each program keeps two or three in
-    flight; gathered rows wait for their indices, so they get one stage more. Above 64 rows
-    arithmetic counts: twice as many rows meet a tile of half the weights."""
+    """A tile of weights is 16 kB; gathered rows wait for their indices, so they get one stage more.
+    Above 64 rows arithmetic counts: twice as many rows meet a tile of half the weights."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
@@ -790,8 +786,7 @@ def _project_blocks(M, dtype, aligned, gathered):
 
 
 def _quantized_blocks(M, dtype, group, capability):
-    """As `_attention_blocks`. A step's tile of weights is 8 or 16 kB, and each program keeps two or
-    three in flight. Hopper takes the planes of a step as one operand. Other GPUs would move them
+    """Hopper takes the planes of a step, 8 or 16 kB, as one operand. Other GPUs would move them
     through shared memory, so there, and for smaller groups than a step, a plane is an operand."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     if dtype == torch.float32:
@@ -1215,13 +1210,11 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
 
 
 # --------------------------------------------------------------------------------------------------
-# glu
+# glu: GLU variants (arXiv 2002.05202)
 #
-#   out = act(gate) * up for x = [gate, up]  (GLU variants, arXiv 2002.05202)
+#   out = act(gate) * up for x = [gate, up]; bytes: 3 * M * N elements
 #   SiLU: act(z) = z * sigmoid(z)
 #   GELU, in its tanh approximation: act(z) = z * sigmoid(2 sqrt(2 / pi) (z + 0.044715 z^3))
-#
-# Bytes: 3 * M * N elements.
 
 @triton.jit
 def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -1260,8 +1253,7 @@ def glu_reference(x, activation="silu"):
 # cosine_mix: the Attention Decoder of Clover (arXiv 2405.00263)
 #
 #   out = z + cos(q, k) * v in each attention head, cos(q, k) = q . k / (|q| |k|)
-#
-# Bytes: 5 * M * C elements.
+#   bytes: 5 * M * C elements
 
 @triton.jit
 def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -1538,9 +1530,8 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
 
 
 def ngram_lookup(history, lengths, n):
-    """The n tokens that the text itself suggests next (prompt lookup decoding, as in transformers)
-    -> int64 [B, n]; -1 for all n where the newest token did not occur before. history: token ids.
-    lengths: the index of each sequence's newest token, 0..S - 1."""
+    """The n tokens that the text itself suggests next (prompt lookup decoding) -> int64 [B, n], all
+    -1 where the newest token did not occur before. lengths: the index of each newest token."""
     B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     _check_tensors("lengths", (B,), history, INT32, lengths)
