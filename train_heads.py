@@ -27,6 +27,7 @@ import torch
 
 from backends import tensor_parallel
 from clover import CloverHeads, model_hash, preset
+from hf import expect
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
@@ -157,9 +158,9 @@ class Run:
             common.save_file(path, state, advice)
 
     def check_finite(self, *tensors):
-        if not all(bool(x.isfinite().all()) for x in tensors):
-            raise InputError(f"training has diverged at step {self.step}: a number is not finite; "
-                             f"{self.out} keeps what was saved; start anew with a lower --lr")
+        finite = all(bool(x.isfinite().all()) for x in tensors)
+        expect(finite, f"training has diverged at step {self.step}: a number is not finite; "
+               f"{self.out} keeps what was saved; start anew with a lower --lr")
 
 
 def data_record(paths, key):
@@ -185,9 +186,8 @@ def prepare(args, group):
         home = Path(args.data[0])
 
     def prepare_text():
-        if args.batch_size % group.size:
-            raise InputError(f"the batch size is that of all {group.size} processes together, but "
-                             f"they do not divide {args.batch_size}; take a multiple")
+        expect(args.batch_size % group.size == 0, f"the batch size is that of all {group.size} "
+               f"processes together, but they do not divide {args.batch_size}; take a multiple")
         key = data.tokens_key(args.data, encoding, template)
         identity = [base, key]
         if state and state["identity"] != identity:
@@ -268,9 +268,9 @@ def evaluate(args, group, seconds=SECONDS, home=None):
     home: of the tokens, default as --data says."""
     model, encoding = load_model(args, group, packed=False)
     heads = CloverHeads.from_pretrained(args.out, model, encoding.hash)
-    if heads.info["base"]["weights"] != model.hash:  # whose record this would write anew
-        raise InputError(f"{args.out}: these heads were trained on the model before it was "
-                         "rounded; measure them without --quantize")
+    own = heads.info["base"]["weights"] == model.hash  # else this would write its record anew
+    expect(own, f"{args.out}: these heads were trained on the model before it was rounded; measure "
+           "them without --quantize")
     check_block_size(args, heads)
     heldout, measured_on = heldout_tokens(args, heads, encoding, home)
     results = measure(heads, heldout, args.batch_size, args.block_size, seconds, group.print)
@@ -288,9 +288,8 @@ def heldout_tokens(args, heads, encoding, home=None):
             with contextlib.suppress(InputError):
                 stored = data.open_tokens(home / data.FILE)
                 return stored["heldout"], dict(data=names, key=stored["key"])
-        if names != STANDARD_LIBRARY:
-            raise InputError(f"{out}: the tokens that these heads were trained on ({names}) are "
-                             "not there any more; give these data, or others, with --data")
+        expect(names == STANDARD_LIBRARY, f"{out}: the tokens that these heads were trained on "
+               f"({names}) are not there any more; give these data, or others, with --data")
     tokens = data.load_tokens(args.data, encoding, "heldout", encoding.template)
     return tokens, data_record(args.data, data.tokens_key(args.data, encoding, encoding.template))
 

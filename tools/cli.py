@@ -15,7 +15,7 @@ import torch
 from backends import tensor_parallel
 from clover import CloverHeads, read_record, state_hash
 from generate import Sampling, prepare
-from hf import checkpoint, default_heads, find_model, part_file
+from hf import checkpoint, default_heads, expect, find_model, part_file
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import encode_prompt, load_encoding
@@ -85,9 +85,9 @@ def load_model(args, group=None, packed=True):
     device = pick_device(args.device)
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
-    if encoding.max_token_value >= vocab_size:
-        raise InputError(f"{args.model}: the tokenizer has ids up to {encoding.max_token_value}, "
-                         f"the model only {vocab_size} embeddings; they do not belong together")
+    last = encoding.max_token_value
+    expect(last < vocab_size, f"{args.model}: the tokenizer has ids up to {last}, the model only "
+           f"{vocab_size} embeddings; they do not belong together")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     quantize = getattr(args, "quantize", None)
     return checkpoint.load(args.model, dtype, device, group, quantize, packed), encoding
@@ -97,8 +97,8 @@ def load_heads(path, model, encoding, of_original=False):
     """`CloverHeads.from_pretrained`, which also takes heads trained on the weights before
     --quantize rounded them, and says so; or, with of_original, before somebody made the folder."""
     if of_original:
-        if not model.quantization or model.unrounded_hash != model.hash:
-            raise InputError("--heads-of-original is for a folder that is quantised; leave it out")
+        expect(model.quantization and model.unrounded_hash == model.hash,
+               "--heads-of-original is for a folder that is quantised; leave it out")
         model.unrounded_hash = read_record(Path(path) / "heads.json")[1]["base"]["weights"]
     heads = CloverHeads.from_pretrained(path, model, encoding.hash)
     if heads.info["base"]["weights"] != model.hash:
@@ -129,9 +129,8 @@ class Session:
         args = self.args
         self.sampling = sampling_flags(args) | dict(seed=args.seed)
         self.template = load_chat_template(args.model) if args.chat else None
-        if args.chat and not self.template:
-            raise InputError(f"{args.model}: has no chat template; leave out --chat, or take a "
-                             "model that was trained to chat")
+        expect(self.template or not args.chat, f"{args.model}: has no chat template; leave out "
+               "--chat, or take a model that was trained to chat")
         self.system = [dict(role="system", content=args.system)] if args.system is not None else []
         self.model, self.encoding = load_model(args, self.group)
         self.heads = None
@@ -230,8 +229,7 @@ def read_file(path, chat):
     conversations = [read_line(f"{path}, line {number}", line, chat) if path.suffix == ".jsonl"
                      else [dict(role="user", content=line)]
                      for number, line in enumerate(lines, 1) if line.strip()]
-    if not conversations:
-        raise InputError(f"{path}: holds no prompt")
+    expect(conversations, f"{path}: holds no prompt")
     return conversations
 
 
@@ -244,9 +242,7 @@ def read_line(where, line, chat):
                                  for message in messages for key in ("role", "content"))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         valid = False
-    if not valid:
-        raise InputError(f'{where}: expected an object with "prompt", a text, or "messages", a '
-                         'list of objects with "role" and "content"')
-    if "messages" in value and not chat:
-        raise InputError(f'{where}: "messages" need --chat')
+    expect(valid, f'{where}: expected an object with "prompt", a text, or "messages", a list of '
+           'objects with "role" and "content"')
+    expect(chat or "messages" not in value, f'{where}: "messages" need --chat')
     return messages

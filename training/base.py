@@ -18,9 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backends.tensor_parallel import Group
-from hf import checkpoint
+from hf import checkpoint, expect
 from hf.tokenizer import CODE_PATTERN, load_encoding
-from model import GPT, GPTConfig, InputError, human, pick_device
+from model import GPT, GPTConfig, human, pick_device
 from tools.cli import command
 from training.common import progress, saving, set_learning_rate
 from training.corpus import SPLITS, split_records
@@ -99,15 +99,14 @@ def train(model, tokens, args):
 def main(args):
     sizes = {name: value for name, value in vars(args).items() if name in LOWEST}
     c = GPTConfig(block_size=args.block_size, **sizes)
-    if c.n_head % c.n_kv_head or c.head_size % 2 or not 16 <= c.head_size <= 256:
-        raise InputError("n_head must be a multiple of n_kv_head; head_size even, from 16 to 256")
+    valid = c.n_head % c.n_kv_head == 0 and c.head_size % 2 == 0 and 16 <= c.head_size <= 256
+    expect(valid, "n_head must be a multiple of n_kv_head; head_size even, from 16 to 256")
     device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:
         model = checkpoint.load(out, torch.float32, device, quantize=args.quantize, packed=False)
         return evaluate(model, args.data, load_tokens(args.data, load_encoding(out), "heldout").ids)
-    if (out / "config.json").exists():
-        raise InputError(f"{out} holds a model already; choose another --out")
+    expect(not (out / "config.json").exists(), f"{out} holds a model already; choose another --out")
     pairs = split_records(args.data, SPLITS)
     train_tokenizer([record.text for split, record in pairs if split == "train"], c.vocab_size, out)
     tokens, heldout = (load_tokens(args.data, load_encoding(out), split) for split in SPLITS)

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from hf import expect
 from model import InputError
 from training.flags import STATE_FILE
 
@@ -40,8 +41,7 @@ def builtin_corpus(split):
     is_code = lambda path: not any(part in NO_CODE or part.endswith("data") for part in path.parts)
     files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
              and split_of(file.relative_to(root).as_posix()) == split]
-    if not files:
-        raise InputError(f"{root}: expected code for the split {split!r}; name files of text")
+    expect(files, f"{root}: expected code for the split {split!r}; name files of text")
     return files
 
 
@@ -56,8 +56,7 @@ def find_files(path):
     if os.path.exists(path):
         return [Path(path)]
     matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
-    if not matches:
-        raise InputError(f"{path}: expected a file, a folder or a pattern that fits some; check it")
+    expect(matches, f"{path}: expected a file, a folder or a pattern that fits some; check it")
     # ** matches a file twice, beside its folder
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
@@ -71,8 +70,7 @@ def read_records(paths, template=None):
             for record in filter(lambda record: record.text, read_file(file, template)):
                 empty = False
                 yield record
-        if empty:
-            raise InputError(f"{path}: expected text in UTF-8 that is not empty; name another")
+        expect(not empty, f"{path}: expected text in UTF-8 that is not empty; name another")
 
 
 def read_file(file, template=None):

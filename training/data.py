@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf import expect
 from hf.tokenizer import end_of_text
 from model import InputError
 from training import corpus
@@ -128,9 +129,8 @@ def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.
     the last position in a dtype, or None where no states are stored. documents: the number of each
     token's document in its window, from 0; None if all are 0."""
     last = len(tokens.ids) - length
-    if last < 0:
-        raise InputError(f"expected a window of {length} tokens in each split, but one has only "
-                         f"{len(tokens.ids)}; give more text, or a smaller --block-size")
+    expect(last >= 0, f"expected a window of {length} tokens in each split, but one has only "
+           f"{len(tokens.ids)}; give more text, or a smaller --block-size")
     starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
     columns = (starts.numpy() + np.arange(length))[mine]
     documents = np.searchsorted(tokens.starts, columns, side="right")
@@ -173,8 +173,7 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
     chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
     if not chosen and n > 0:
-        if length <= 1:
-            raise InputError("expected documents of two tokens, for prompts; give more text")
+        expect(length > 1, "expected documents of two tokens, for prompts; give more text")
         return prompts(tokens, n, length // 2, seed, max_len)
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]
