@@ -20,7 +20,6 @@ import contextlib
 import json
 import signal
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -214,8 +213,8 @@ def prepare(args, group):
 
 def new_heads(args):
     """--model, and new heads on it -> (heads, encoding)."""
-    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    model, encoding = load_model(Namespace(**vars(args) | dict(dtype=dtype)), packed=False)
+    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    model, encoding = load_model(args, packed=False, dtype=dtype)
     torch.manual_seed(args.seed)
     switches = {name: value for name, value in vars(args).items() if name in SWITCHES}
     return CloverHeads(preset(args.preset, **switches), model), encoding

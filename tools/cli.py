@@ -79,18 +79,17 @@ def error_line(error):
     return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None
 
 
-def load_model(args, group=None, packed=True):
+def load_model(args, group=None, packed=True, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
-    group, packed: as in `checkpoint.load`."""
+    group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
     device = pick_device(args.device)
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     last = encoding.max_token_value
     expect(last < vocab_size, f"{args.model}: the tokenizer has ids up to {last}, the model only "
            f"{vocab_size} embeddings; they do not belong together")
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    quantize = getattr(args, "quantize", None)
-    return checkpoint.load(args.model, dtype, device, group, quantize, packed), encoding
+    dtype = getattr(torch, args.dtype) if args.dtype else dtype
+    return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
 
 def load_heads(path, model, encoding, of_original=False):
