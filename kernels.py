@@ -341,10 +341,8 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # ms at 4.8 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
 # beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
 # programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
-# of its k best, and a small second kernel merges the lists.
-#
-# While a row's largest logit in a tile beats the worst entry of its list, it replaces that entry:
-# up to k rounds a tile, so the search costs in proportion to k. Drafting asks for 4 to 8.
+# of its k best, and a small second kernel merges the lists. The search of a tile takes up to k
+# rounds; drafting asks for 4 to 8.
 #
 # The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
 # (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
