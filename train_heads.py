@@ -36,7 +36,6 @@ from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
 from training.flags import RUN_FILE, SAVED, SELF, STATE_FILE, SWITCHES, TRAINING
 from training.loss import guess_masks, head_losses, run_heads, run_model
-from training.states import store_states
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -203,7 +202,7 @@ def prepare(args, group):
     corpus = data.open_tokens(home / data.FILE)["train"]
     file = home / f"states-{base}.npy"
     if file.exists() or args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
-        states = store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
+        states = data.store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
         corpus = corpus._replace(states=states)
     if not state:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], args.draft_vocabulary,

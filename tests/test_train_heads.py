@@ -23,7 +23,7 @@ from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_clover import random_heads
-from training import common, data, evaluate, states, writing
+from training import common, data, evaluate, writing
 from training.data import load_tokens, open_tokens
 from training.flags import parse_heads
 
@@ -373,7 +373,7 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
         "training"]["data"] == ["self"]
     with monkeypatch.context() as patch:
         patch.setattr(writing.Writer, "round", None)
-        patch.setattr(states, "write_states", None)
+        patch.setattr(data, "write_states", None)
         train(*flags, "--data", "self", "--self-tokens", "2000", "--steps", "46", "--out", tmp_path / "one", "--resume")
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
     train(*flags, "--data", *sorted(folder.glob("*.jsonl")), "--steps", "5", "--out", tmp_path / "live")  # read once

@@ -1,4 +1,4 @@
-"""writing.py and states.py: texts that the model writes, and its states, which are computed once."""
+"""writing.py, and the states of data.py: texts that the model writes, and its states, which are computed once."""
 
 import json
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from backends.tensor_parallel import Group
 from conftest import toy_model
 from model import InputError
 from test_training_data import CHATML, EOT, save
-from training import data, states, writing
+from training import data, writing
 from training.loss import run_model
 
 END = 263  # <|im_end|>
@@ -111,22 +111,22 @@ def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatc
 
 def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     """Catches rows at another document's place, padding that is read, a long document's end that is lost."""
-    monkeypatch.setattr(states, "BATCH", 40)
+    monkeypatch.setattr(data, "BATCH", 40)
     model, rng = toy_model(), np.random.default_rng(0)
     sizes = [5, 1, 30, 7, 7, 12]
     tokens = data.pack([(rng.integers(0, 97, n), np.ones(n, bool)) for n in sizes])
     autocast = torch.autocast("cpu", enabled=False)
-    monkeypatch.setattr(states, "SPAN", 16)
+    monkeypatch.setattr(data, "SPAN", 16)
     file = tmp_path / "states-0.npy"
-    rows = states.store_states(file, model, tokens, Group(), autocast, torch.float32)
+    rows = data.store_states(file, model, tokens, Group(), autocast, torch.float32)
     assert rows.shape == (62, 64 + 4) and rows.nbytes + 128 == file.stat().st_size
     stored = tokens._replace(states=rows)
-    spans = [(a, b) for batch in states.span_batches(tokens, 16) for a, b in batch]
+    spans = [(a, b) for batch in data.span_batches(tokens, 16) for a, b in batch]
     assert sorted(spans) == [(0, 5), (5, 6), (6, 22), (22, 36), (36, 43), (43, 50), (50, 62)]
     for start, end in spans:
         ids = torch.from_numpy(tokens.ids[start:end].astype(np.int64))[None]
         want = run_model(model, torch.nn.functional.pad(ids, (0, 1)))
-        got = states.unpack_teacher(torch.tensor(rows[None, start:end]), torch.float32)
+        got = data.unpack_teacher(torch.tensor(rows[None, start:end]), torch.float32)
         torch.testing.assert_close(got.hidden, want.hidden, atol=0.02, rtol=0.01)
         torch.testing.assert_close(got.logsumexp, want.logsumexp, atol=0.02, rtol=0.01)
         assert (got.greedy == want.greedy).float().mean() > 0.8
@@ -134,12 +134,12 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     assert teacher.hidden.shape == (20, 8, 64) and teacher.greedy.shape == (20, 8)
     first = int(np.flatnonzero((tokens.ids[:54, None] == ids[0].numpy()[:1]).any(1) & np.array(
         [(tokens.ids[i:i + 9] == ids[0].numpy()).all() for i in range(54)]))[0])
-    whole = states.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
+    whole = data.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
     assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
-    monkeypatch.setattr(states, "write_states", None)  # they are there
-    states.store_states(file, model, tokens, Group(), autocast, torch.float32)
+    monkeypatch.setattr(data, "write_states", None)  # they are there
+    data.store_states(file, model, tokens, Group(), autocast, torch.float32)
     usage = SimpleNamespace(free=1000)
-    monkeypatch.setattr(states.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(InputError, match="no room"):
-        states.store_states(tmp_path / "states-1.npy", model, tokens, Group(), autocast, torch.float32)
+        data.store_states(tmp_path / "states-1.npy", model, tokens, Group(), autocast, torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["states-0.npy"]
