@@ -100,8 +100,8 @@ def parse_line(line, template):
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
         record = Record(chat_parts(get("messages"), template), "chat")
-    if not all(isinstance(part, str) for part, _ in record.parts):
-        raise ValueError(f"its {record.kind} is not a string")
+    valid = all(isinstance(part, str) for part, _ in record.parts)
+    expect(valid, f"its {record.kind} is not a string")
     return record
 
 
@@ -109,10 +109,9 @@ def chat_parts(messages, template):
     """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
     what the conversation with an assistant's turn has beyond the prompt for it."""
     is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise ValueError('it has no text, nor "messages" that are objects with role and content')
-    if template is None:
-        raise ValueError("messages need a model that has a chat template")
+    expect(isinstance(messages, list) and all(map(is_message, messages)),
+           'it has no text, nor "messages" that are objects with role and content')
+    expect(template, "messages need a model that has a chat template")
     # a first message answers nothing, and many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     # where a template drops the reasoning of earlier turns, only the last is as it was generated
@@ -124,7 +123,7 @@ def chat_parts(messages, template):
         pairs = list(itertools.pairwise(texts))
         if all(text.startswith(before) for before, text in pairs):
             return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
-    raise ValueError("the chat template does not render a prefix")
+    raise InputError("the chat template does not render a prefix")
 
 
 def split_of(text):

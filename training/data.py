@@ -255,9 +255,8 @@ def create(file, shape):
 
 def write_states(rows, model, tokens, spans, autocast, dtype):
     """Runs the model on a batch of spans, and writes their rows."""
-    ids = torch.zeros(len(spans), max(end - start for start, end in spans), dtype=torch.int64)
-    for row, (start, end) in zip(ids, spans):
-        row[:end - start] = torch.from_numpy(tokens.ids[start:end].astype(np.int64))
+    texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     hidden = hidden_states(model, ids.to(model.device), autocast=autocast)
     packed = pack_teacher(teach(model, hidden.bfloat16(), dtype)).cpu().numpy()
     for row, (start, end) in zip(packed, spans):

@@ -77,17 +77,6 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def drafted_rows(heads, *ids):
-    """The LM head's rows that heads draft among [n, C], and each tensor of token ids as indices of
-    these rows, -1 for a token that is not drafted."""
-    weight, vocabulary = heads.model.head.weight, heads.vocabulary
-    if vocabulary is None:
-        return weight, *ids
-    index = vocabulary.new_full((len(weight),), -1, dtype=torch.int64)
-    index[vocabulary.long()] = torch.arange(len(vocabulary), device=index.device)
-    return weight[vocabulary.long()], *(index[x] for x in ids)
-
-
 def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill", dtype=None):
     """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
     guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
@@ -95,7 +84,13 @@ def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill"
     tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
     or "data", against the tokens. dtype: of products."""
     norm = heads.model.norm
-    weight, greedy, tokens = drafted_rows(heads, teacher.greedy, tokens)
+    weight = heads.model.head.weight
+    greedy = teacher.greedy
+    if heads.vocabulary is not None:  # ids become rows of what is drafted, -1 for any other
+        rows = heads.vocabulary.long()
+        index = rows.new_full((len(weight),), -1)
+        index[rows] = torch.arange(len(rows), device=rows.device)
+        weight, greedy, tokens = weight[rows], index[greedy], index[tokens]
     dtype = dtype or weight.dtype
     hidden = norm(teacher.hidden).detach().to(dtype)
     states = [norm(out.to(teacher.hidden.dtype)).to(dtype) for out in outputs]

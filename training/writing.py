@@ -98,8 +98,7 @@ class Writer:
         """{number: messages}, each with a message that the model wrote in a role; without those
         that are no good: empty, near-duplicates of others, runaways, with special tokens."""
         context = self.model.config.block_size
-        longest = USER_TOKENS if role == "user" else ANSWER_TOKENS
-        longest = min(longest, context // 4)
+        longest = min(USER_TOKENS if role == "user" else ANSWER_TOKENS, context // 4)
         prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
@@ -141,10 +140,9 @@ class Writer:
 
     def is_new(self, text):
         """Whether no text before began with the same words."""
-        opening = tuple(text.lower().split()[:OPENING])
-        known = opening in self.openings
-        self.openings.add(opening)
-        return not known
+        before = len(self.openings)
+        self.openings.add(tuple(text.lower().split()[:OPENING]))
+        return len(self.openings) > before
 
 
 def written_by(folder):
