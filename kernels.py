@@ -1936,11 +1936,10 @@ def _check(condition, expected, *got):
 
 def _sizes(name, x, rank, dtypes):
     """The shape of a tensor of this rank and one of these dtypes that is not empty."""
-    shape = x.shape
-    if len(shape) != rank or x.dtype not in dtypes or 0 in shape:
+    if x.dim() != rank or x.dtype not in dtypes or 0 in x.shape:
         kinds = " or ".join(map(str, dtypes))
         _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
-    return shape
+    return x.shape
 
 
 def _check_tensors(names, shape, like, dtypes, *tensors):

@@ -1,5 +1,4 @@
-"""Documents into tokens, and the frozen model's states of these: files mapped into memory, windows,
-prompts."""
+"""Documents into tokens and the model's states of them: mapped files, windows, prompts."""
 
 import contextlib
 import hashlib
@@ -189,15 +188,8 @@ def prompts(tokens, n, length, seed=0, max_len=None):
 # state are the model's greedy token and the logsumexp of its logits, from which its distribution
 # over any token ids follows by their rows of the LM head alone.
 
-def pack_teacher(teacher):
-    """A `Teacher` as int16 [B, T, C + BESIDE], its states in bfloat16."""
-    beside = teacher.logsumexp.float(), teacher.greedy.int()
-    parts = [teacher.hidden.bfloat16(), *(x[..., None] for x in beside)]
-    return torch.cat([x.view(torch.int16) for x in parts], dim=-1)
-
-
 def unpack_teacher(packed, dtype):
-    """`pack_teacher`'s int16 [B, T, C + BESIDE] -> `Teacher`, its states in a dtype."""
+    """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, its states in a dtype."""
     hidden, logsumexp, greedy = packed.split((packed.shape[-1] - BESIDE, 2, 2), dim=-1)
     return Teacher(hidden.view(torch.bfloat16).to(dtype),
                    logsumexp.contiguous().view(torch.float32)[..., 0],
@@ -246,9 +238,8 @@ def create(file, shape):
     free = shutil.disk_usage(file.parent).free
     print(f"hidden states of {human(shape[0])} tokens take {human(size, 'B')} of the "
           f"{human(free, 'B')} that are free in {file.parent}", flush=True)
-    if size > free:
-        raise InputError(f"{file.parent}: no room for hidden states; take fewer texts, or "
-                         "another --out")
+    expect(size <= free, f"{file.parent}: no room for hidden states; take fewer texts, or another "
+           "--out")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 
@@ -258,6 +249,8 @@ def write_states(rows, model, tokens, spans, autocast, dtype):
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     hidden = hidden_states(model, ids.to(model.device), autocast=autocast)
-    packed = pack_teacher(teach(model, hidden.bfloat16(), dtype)).cpu().numpy()
+    hidden, logsumexp, greedy = teach(model, hidden.bfloat16(), dtype)
+    parts = hidden, logsumexp.float()[..., None], greedy.int()[..., None]
+    packed = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()
     for row, (start, end) in zip(packed, spans):
         rows[start:end] = row[:end - start]
