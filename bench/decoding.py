@@ -16,6 +16,8 @@ from tools.cli import load_heads, load_model, read_file
 from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
 
+PROMPTS = 16  # held-out texts, by default
+
 
 def load(args, folders):
     """The model of --model, {folder name: heads}, {kind: prompts}, and the tokens that end a text:
@@ -24,6 +26,7 @@ def load(args, folders):
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
     if not args.chats:
+        args.prompts = args.prompts or PROMPTS
         heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
         n = max(args.prompts, *args.batch_sizes)
         return model, heads, {None: prompts(heldout, n, args.prompt_length)}, ()
@@ -47,40 +50,30 @@ def chat_prompts(file, encoding, n):
     return groups
 
 
-def by_kind(ways, groups, batch_size, args):
-    """Yields (the first columns of its rows, {name: Outputs}) for each kind of prompts, and at last
-    for all of them, whose rounds are the sums of theirs. ways: as in decode_in_turns."""
+def decode_in_turns(ways, groups, batch_size, args):
+    """Decodes the prompts of each kind in each way, args.runs times in turns. Yields (the first
+    columns of its rows, {name: Outputs}) for each kind, and at last for all of them, whose rounds
+    are the sums of theirs. ways: {name: a function of prompts and new tokens}, plain decoding
+    first."""
     results = []
     for kind, texts in groups.items():
         texts = texts[:max(args.prompts, batch_size)]
-        results.append(decode_in_turns(ways, texts, args.max_new_tokens, args.runs))
-        yield dict(kind=kind) if kind else {}, results[-1]
+        outputs = {name: [] for name in ways}
+        for name, decode in args.runs * list(ways.items()):
+            outputs[name].append(decode(texts, args.max_new_tokens))
+        results.append(outputs)
+        yield dict(kind=kind) if kind else {}, outputs
     if len(results) > 1:
         yield dict(kind="all"), {name: list(map(total, *(outputs[name] for outputs in results)))
                                  for name in ways}
 
 
-def decode_in_turns(ways, texts, new, runs=1):
-    """Decodes the prompts in each way, `runs` times in turns. ways: {name: a function of prompts
-    and new tokens}, plain decoding first -> {name: Outputs}."""
-    outputs = {name: [] for name in ways}
-    for _ in range(runs):
-        for name, decode in ways.items():
-            outputs[name].append(decode(texts, new))
-    return outputs
-
-
 def total(*outputs):
     """One Output of several."""
-    whole = Output(tree_size=outputs[0].tree_size)
-    for output in outputs:
-        whole.sequences += output.sequences
-        whole.steps += output.steps
-        whole.seconds += output.seconds
-        for plan, counts in output.plans.items():
-            before = whole.plans.get(plan, [0, 0])
-            whole.plans[plan] = list(map(sum, zip(before, counts)))
-    return whole
+    return Output(sequences=sum((output.sequences for output in outputs), []),
+                  steps=sum(output.steps for output in outputs),
+                  seconds=sum(output.seconds for output in outputs),
+                  tree_size=outputs[0].tree_size)
 
 
 def medians(outputs):
@@ -88,7 +81,7 @@ def medians(outputs):
     plain = next(iter(outputs.values()))
     rows = {}
     for name, done in outputs.items():
-        out = median_run(done)
+        out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
         rows[name] = dict(tree_size=out.tree_size,
                           tokens_per_step=out.tokens_per_step,
@@ -106,33 +99,22 @@ def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options)
     return engine.generate(texts, new, stop)
 
 
-def median_run(done):
-    return sorted(done, key=lambda out: out.seconds)[len(done) // 2]
-
-
 def paired_ratio(done, others):
     """Tokens per second over those of others: the median over the rounds."""
     return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
 
 
-def bench(args):
+def bench_decode(args):
     """`bench decode`: prints the table -> the result."""
     model, heads, groups, stop = load(args, [] if args.heads == "none" else [args.heads])
     own = next(iter(heads.values()), None)
     table = Table()
     for batch_size in args.batch_sizes:
         ways = plan_ways(model, own, batch_size, args.temperature, stop)
-        plans = [name for name in ways if name != "auto"]
-        for label, outputs in by_kind(ways, groups, batch_size, args):
-            for name, row in decode_rows(outputs, plans).items():
+        for label, outputs in decode_in_turns(ways, groups, batch_size, args):
+            for name, row in decode_rows(outputs).items():
                 table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
-    return setting(args, model, heads) | dict(decoding=table)
-
-
-def setting(args, model, heads):
-    """What was measured, for the JSON line."""
-    return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
-                dtype=str(model.dtype))
+    return dict(device=str(model.device), dtype=str(model.dtype), decoding=table)
 
 
 def plan_ways(model, heads, batch_size, temperature, stop):
@@ -145,14 +127,11 @@ def plan_ways(model, heads, batch_size, temperature, stop):
             for name, make_policy in policies.items()}
 
 
-def decode_rows(outputs, plans):
-    """The rows of `medians`; auto's also names the plans that it took, and its speed relative to
-    the best of the names in `plans`."""
+def decode_rows(outputs):
+    """The rows of `medians`; auto's is also compared to the best of the plans."""
     rows = medians(outputs)
-    taken = median_run(outputs["auto"]).plans
-    best = max(plans, key=lambda name: rows[name]["tokens_per_second"])
-    rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
-                         over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
+    best = max(outputs.keys() - {"auto"}, key=lambda name: rows[name]["tokens_per_second"])
+    rows["auto"]["over_best_plan"] = paired_ratio(outputs["auto"], outputs[best])
     return rows
 
 
@@ -169,10 +148,11 @@ def bench_heads(args):
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
                               **options) for name, options in fixed_trees(heads, T).items()}
-        for label, outputs in by_kind(ways, groups, B, args):
+        for label, outputs in decode_in_turns(ways, groups, B, args):
             for name, row in heads_rows(outputs, next(iter(heads))).items():
                 table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
-    return setting(args, model, heads) | dict(accuracy=accuracy, decoding=table)
+    return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
+                decoding=table)
 
 
 def heads_rows(outputs, first):
