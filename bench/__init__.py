@@ -5,12 +5,14 @@ import json
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", speed_up="{:.2f}x",
              extra_tokens="{:.2f}", extra_over_first="{:.2f}", speed_up_over_first="{:.2f}x",
-             over_best_plan="{:.2f}x", identical="{:.0%}")  # of a column's cells
+             over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x",
+             identical="{:.0%}")  # of a column's cells
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=4096, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
@@ -70,12 +72,14 @@ def machine():
     import kernels
     commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, text=True,
                             capture_output=True).stdout.strip()  # "" without git
+    xllamacpp = sys.modules.get("xllamacpp")
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
     return dict(cpu=names[0] if names else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__, commit=commit or None,
+                xllamacpp=xllamacpp and f"{xllamacpp.__version__}, {xllamacpp.get_system_info()}",
                 triton=kernels.triton.__version__ if kernels.HAS_TRITON else None)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from bench import ROOT, SIZES
+from hf import is_gguf
 from tools import flags
 from training.flags import add_data_flag
 
@@ -46,8 +47,11 @@ def check_decoding_flags(parser, args):
         names = [Path(path).name for path in args.heads]
         if len({*names}) < len(names):
             parser.error("two of the heads folders have the same name; rename one")
-    elif args.random_weights and (args.quantize or args.heads_of_original):
-        parser.error("--quantize and --heads-of-original go without --random-weights")
+    elif args.random_weights and (args.quantize or args.heads_of_original or args.llama_cpp):
+        parser.error("--quantize, --heads-of-original and --llama-cpp go without --random-weights")
+    elif args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
+        parser.error("--llama-cpp decodes a GGUF file, one text at a time; give one as --model, "
+                     "and --batch-sizes 1")
     if args.chats and args.data:
         parser.error("--chats and --data are both prompts; give one of them")
     if args.chats and not args.chats.endswith(".jsonl"):
@@ -64,7 +68,8 @@ def add_shape_flags(parser, batch_sizes, tree_sizes):
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
 
 
-def add_decoding_flags(parser, runs):
+def add_decoding_flags(parser, runs, batch_sizes, tree_sizes):
+    add_shape_flags(parser, batch_sizes, tree_sizes)
     flags.add_model_flags(parser)
     flags.add_quantize_flag(parser)
     flags.add_original_heads_flag(parser)
@@ -79,8 +84,7 @@ def add_decoding_flags(parser, runs):
 
 
 def add_heads_flags(parser):
-    add_decoding_flags(parser, runs=1)
-    add_shape_flags(parser, [1], [5, 17])
+    add_decoding_flags(parser, 1, [1], [5, 17])
     parser.add_argument("--heads", nargs="+", metavar="DIR",
                         help="folders of draft heads; the others are compared to the first",
                         default=[str(flags.DEMO / "medusa"), str(flags.DEMO / "clover")])
@@ -88,10 +92,11 @@ def add_heads_flags(parser):
 
 
 def add_decode_flags(parser):
-    add_decoding_flags(parser, runs=3)
-    add_shape_flags(parser, [1, 8, 32], [1, 4, 16])
+    add_decoding_flags(parser, 3, [1, 8, 32], [1, 4, 16])
     parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
     flags.add_number(parser, "--temperature", 0.0, 1e4, float, default=0.0, help="0: greedy")
+    parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
+                        "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
     parser.add_argument("--random-weights", choices=SIZES, help="time steps of --tree-sizes nodes")
 
 

