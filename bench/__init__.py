@@ -29,12 +29,11 @@ SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
 
 
 class Table(list):
-    """Rows, dicts that are printed as they are added. The first row's keys are the headings; what
-    it has in lists and dicts is left out."""
+    """Rows, dicts that are printed as they are added. The first row's keys are the headings."""
 
     def add(self, row):
         if not self:
-            self.columns = [key for key in row if not isinstance(row[key], (dict, list))]
+            self.columns = list(row)
             print("\n| " + " | ".join(self.columns).replace("_", " ") + " |")
             print("|" + " --- |" * len(self.columns))
         self.append(row)

@@ -77,7 +77,7 @@ def add_decoding_flags(parser, runs, batch_sizes, tree_sizes):
     parser.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
                         "bench/prompts.jsonl; default: continue held-out texts of --data")
     number = lambda flag, **options: flags.add_number(parser, flag, 1, 10**6, **options)
-    number("--prompts", metavar="N", help="default: 16, or all of --chats")
+    number("--prompts", metavar="N", help="default: 16, or the largest batch; all of --chats")
     number("--prompt-length", default=64, help="tokens of each prompt")
     number("--max-new-tokens", default=128, help="of each prompt")
     number("--runs", default=runs, help="rounds; medians count")

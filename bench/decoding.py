@@ -27,10 +27,9 @@ def load(args, folders):
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
     if not args.chats:
-        args.prompts = args.prompts or PROMPTS
+        args.prompts = max(args.prompts or PROMPTS, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
-        n = max(args.prompts, *args.batch_sizes)
-        return model, heads, {None: prompts(heldout, n, args.prompt_length)}, ()
+        return model, heads, {None: prompts(heldout, args.prompts, args.prompt_length)}, ()
     groups = chat_prompts(Path(args.chats), encoding, args.prompts)
     fewest = min(map(len, groups.values()))
     if max(args.batch_sizes) > fewest:
@@ -50,14 +49,12 @@ def chat_prompts(file, encoding, n):
     return groups
 
 
-def decode_in_turns(ways, groups, batch_size, args):
-    """Decodes the prompts of each kind in each way, args.runs times in turns. Yields (the first
-    columns of its rows, {name: Outputs}) for each kind, and at last for all of them, whose rounds
-    are the sums of theirs. ways: {name: a function of prompts and new tokens}, plain decoding
-    first."""
+def decode_in_turns(ways, groups, args):
+    """Decodes the prompts in each way, args.runs times in turns: yields (first columns, {name:
+    Outputs}) for each kind of prompts, and at last for all, whose rounds are the sums of theirs.
+    ways: {name: a function of prompts and new tokens}, plain decoding first."""
     results = []
     for kind, texts in groups.items():
-        texts = texts[:max(args.prompts, batch_size)]
         outputs = {name: [] for name in ways}
         for name, decode in args.runs * list(ways.items()):
             outputs[name].append(decode(texts, args.max_new_tokens))
@@ -116,7 +113,7 @@ def bench_decode(args):
         if args.llama_cpp:
             capacity = max(len(x) for texts in groups.values() for x in texts) + args.max_new_tokens
             ways |= llama_cpp_ways(args.model, model.device, capacity, args.temperature, stop)
-        for label, outputs in decode_in_turns(ways, groups, batch_size, args):
+        for label, outputs in decode_in_turns(ways, groups, args):
             for name, row in decode_rows(outputs).items():
                 table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
     return dict(device=str(model.device), dtype=str(model.dtype), decoding=table)
@@ -158,7 +155,7 @@ def bench_heads(args):
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
                               **options) for name, options in fixed_trees(heads, T).items()}
-        for label, outputs in decode_in_turns(ways, groups, B, args):
+        for label, outputs in decode_in_turns(ways, groups, args):
             for name, row in heads_rows(outputs, next(iter(heads))).items():
                 table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
     return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,

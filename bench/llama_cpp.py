@@ -11,8 +11,7 @@ from generate import Output
 from model import InputError
 
 NAME = "llama.cpp"
-# of its lookups; ngram_mod is not here, since it also drafts what it wrote in earlier rounds
-DRAFTERS = "", " ngram_simple", " ngram_cache", " ngram_map_k"
+DRAFTERS = "", " ngram_simple", " ngram_cache", " ngram_map_k"  # ngram_mod recalls earlier rounds
 
 
 def llama_cpp_ways(path, device, capacity, temperature, stop):

@@ -158,29 +158,24 @@ def random_model(name, device, dtype):
     return model, heads
 
 
-def step_bytes(model, batch_size):
-    """What one step must read: the weights, but for an embedding table that is not the LM head as
-    well, and the keys and values of PREFIX tokens of each sequence."""
-    c = model.config
-    weights = sum(p.nbytes for p in model.parameters())
-    table = 0 if c.tied else model.embed.weight.nbytes
-    row = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    return weights - table + batch_size * PREFIX * row
-
-
 def bench_steps(args):
-    """`bench decode --random-weights`: prints the time of a step of each shape -> the result."""
+    """`bench decode --random-weights`: prints the time of a step of each shape -> the result. It
+    must read the weights, the embedding table only where that is the LM head, and the cache."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
     print(f"{SIZES[args.random_weights][0]} with random weights; {PREFIX} tokens in each cache")
+    c = model.config
+    cache = PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * dtype.itemsize
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= 0 if c.tied else model.embed.weight.nbytes
     table = Table()
     for B, T in product(args.batch_sizes, args.tree_sizes):
         decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), batch_size=B,
                                  sampling=Sampling(args.temperature))
         ms = 1e3 * step_time(decoder)
-        floor = 1e3 * step_bytes(model, B) / bandwidth
+        floor = 1e3 * (weights + B * cache) / bandwidth
         row = dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
         table.add(row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()})
     return dict(model=args.random_weights, heads="clover", device=str(device), dtype=str(dtype),

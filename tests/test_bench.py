@@ -171,8 +171,8 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
         order.append((name, texts, new))
         return runs[name].pop(0)
     ways = {name: partial(program, name) for name in runs}
-    args = SimpleNamespace(prompts=1, max_new_tokens=12, runs=3)
-    (label, outputs), = decoding.decode_in_turns(ways, {None: [[1], [2], [3]]}, 2, args)
+    args = SimpleNamespace(max_new_tokens=12, runs=3)
+    (label, outputs), = decoding.decode_in_turns(ways, {None: [[1], [2]]}, args)
     assert order == [("plain", [[1], [2]], 12), ("other", [[1], [2]], 12)] * 3 and label == {}
     assert [out.seconds for out in outputs["other"]] == [4, 1, 2]
     assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
@@ -196,8 +196,8 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
         steps_before.append((new, getattr(engine.policy, "steps", 0)))
         return generate(engine, prompts, new, stop, on_step)
     monkeypatch.setattr(Engine, "generate", noted)
-    args = SimpleNamespace(prompts=2, max_new_tokens=40, runs=2)
-    (_, outputs), = decoding.decode_in_turns(ways, {None: [[5, 9, 2], [7, 1]]}, 2, args)
+    args = SimpleNamespace(max_new_tokens=40, runs=2)
+    (_, outputs), = decoding.decode_in_turns(ways, {None: [[5, 9, 2], [7, 1]]}, args)
     assert outputs["auto"][0].tokens == outputs["auto"][1].tokens
     assert decoding.medians(outputs)["auto"]["identical"] == 1.0
     assert steps_before == [(8, 0), (40, 0)] * 4
