@@ -1,24 +1,39 @@
-"""Measurements, `python -m bench ...`: the tables they print and the JSON line they end with."""
+"""Measurements, `python -m bench ...`: the tables they print, the JSON line they end with, and the
+sizes of published models. Loads no torch, so that the command line can name them."""
 
 import json
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", speed_up="{:.2f}x",
              extra_tokens="{:.2f}", extra_over_first="{:.2f}", speed_up_over_first="{:.2f}x",
-             over_best_plan="{:.2f}x", identical="{:.0%}")  # of a column's cells
+             over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x",
+             identical="{:.0%}")  # of a column's cells
+FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
+LLAMA = dict(block_size=4096, rope_theta=500000.0, tied=False)
+SMOL = LLAMA | dict(tied=True)
+QWEN = LLAMA | dict(tied=True, qkv_bias=True, family="qwen2")
+SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
+    "135m": ("SmolLM2 135M", (49152, 30, 9, 3, 64, 576, 1536), SMOL),
+    "360m": ("SmolLM2 360M", (49152, 32, 15, 5, 64, 960, 2560), SMOL),
+    "0.5b": ("Qwen2.5 0.5B", (151936, 24, 14, 2, 64, 896, 4864), QWEN),
+    "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), LLAMA),
+    "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), LLAMA),
+    "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
+    "70b-layer": ("a layer of Llama 3 70B", (128256, 1, 64, 8, 128, 8192, 28672), LLAMA),
+}
 
 
 class Table(list):
-    """Rows, dicts that are printed as they are added. The first row's keys are the headings; what
-    it has in lists and dicts is left out."""
+    """Rows, dicts that are printed as they are added. The first row's keys are the headings."""
 
     def add(self, row):
         if not self:
-            self.columns = [key for key in row if not isinstance(row[key], (dict, list))]
+            self.columns = list(row)
             print("\n| " + " | ".join(self.columns).replace("_", " ") + " |")
             print("|" + " --- |" * len(self.columns))
         self.append(row)
@@ -56,10 +71,19 @@ def machine():
     import kernels
     commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, text=True,
                             capture_output=True).stdout.strip()  # "" without git
+    xllamacpp = sys.modules.get("xllamacpp")
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
     return dict(cpu=names[0] if names else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__, commit=commit or None,
+                xllamacpp=xllamacpp and f"{xllamacpp.__version__}, {xllamacpp.get_system_info()}",
                 triton=kernels.triton.__version__ if kernels.HAS_TRITON else None)
+
+
+def size_config(name):
+    """The GPTConfig of a model in SIZES."""
+    from model import GPTConfig
+    _, sizes, others = SIZES[name]
+    return GPTConfig(**dict(zip(FIELDS, sizes)), **others)

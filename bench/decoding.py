@@ -9,12 +9,15 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import Table
+from bench.llama_cpp import NAME, llama_cpp_ways
 from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.cli import load_heads, load_model, read_file
 from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
+
+PROMPTS = 16  # held-out texts, by default
 
 
 def load(args, folders):
@@ -24,9 +27,9 @@ def load(args, folders):
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
     if not args.chats:
+        args.prompts = max(args.prompts or PROMPTS, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
-        n = max(args.prompts, *args.batch_sizes)
-        return model, heads, {None: prompts(heldout, n, args.prompt_length)}, ()
+        return model, heads, {None: prompts(heldout, args.prompts, args.prompt_length)}, ()
     groups = chat_prompts(Path(args.chats), encoding, args.prompts)
     fewest = min(map(len, groups.values()))
     if max(args.batch_sizes) > fewest:
@@ -38,49 +41,36 @@ def load(args, folders):
 
 def chat_prompts(file, encoding, n):
     """{kind: token ids of each prompt} of a .jsonl file's first n chats; None: of all."""
-    chats = read_file(file, chat=True)[:n]
-    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
     groups = {}
-    for line, messages in zip(lines, chats):
+    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
+    for messages, line in zip(read_file(file, chat=True)[:n], lines):
         kind = str(json.loads(line).get("kind", "chat"))
         groups.setdefault(kind, []).append(encoding.chat(messages))
     return groups
 
 
-def by_kind(ways, groups, batch_size, args):
-    """Yields (the first columns of its rows, {name: Outputs}) for each kind of prompts, and at last
-    for all of them, whose rounds are the sums of theirs. ways: as in decode_in_turns."""
+def decode_in_turns(ways, groups, args):
+    """Decodes the prompts in each way, args.runs times in turns: yields (first columns, {name:
+    Outputs}) for each kind of prompts, and at last for all, whose rounds are the sums of theirs.
+    ways: {name: a function of prompts and new tokens}, plain decoding first."""
     results = []
     for kind, texts in groups.items():
-        texts = texts[:max(args.prompts, batch_size)]
-        results.append(decode_in_turns(ways, texts, args.max_new_tokens, args.runs))
-        yield dict(kind=kind) if kind else {}, results[-1]
+        outputs = {name: [] for name in ways}
+        for name, decode in args.runs * list(ways.items()):
+            outputs[name].append(decode(texts, args.max_new_tokens))
+        results.append(outputs)
+        yield dict(kind=kind) if kind else {}, outputs
     if len(results) > 1:
         yield dict(kind="all"), {name: list(map(total, *(outputs[name] for outputs in results)))
                                  for name in ways}
 
 
-def decode_in_turns(ways, texts, new, runs=1):
-    """Decodes the prompts in each way, `runs` times in turns. ways: {name: a function of prompts
-    and new tokens}, plain decoding first -> {name: Outputs}."""
-    outputs = {name: [] for name in ways}
-    for _ in range(runs):
-        for name, decode in ways.items():
-            outputs[name].append(decode(texts, new))
-    return outputs
-
-
 def total(*outputs):
     """One Output of several."""
-    whole = Output(tree_size=outputs[0].tree_size)
-    for output in outputs:
-        whole.sequences += output.sequences
-        whole.steps += output.steps
-        whole.seconds += output.seconds
-        for plan, counts in output.plans.items():
-            before = whole.plans.get(plan, [0, 0])
-            whole.plans[plan] = list(map(sum, zip(before, counts)))
-    return whole
+    return Output(sequences=sum((output.sequences for output in outputs), []),
+                  steps=sum(output.steps for output in outputs),
+                  seconds=sum(output.seconds for output in outputs),
+                  tree_size=outputs[0].tree_size)
 
 
 def medians(outputs):
@@ -88,12 +78,13 @@ def medians(outputs):
     plain = next(iter(outputs.values()))
     rows = {}
     for name, done in outputs.items():
-        out = median_run(done)
+        out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
         rows[name] = dict(tree_size=out.tree_size,
                           tokens_per_step=out.tokens_per_step,
                           tokens_per_second=out.tokens_per_second,
-                          speed_up=paired_ratio(done, plain), identical=fmean(same))
+                          speed_up=paired_ratio(done, plain),
+                          identical=fmean(same) if out.tree_size else None)  # else not ours
     return rows
 
 
@@ -101,13 +92,10 @@ def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options)
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
     from which its policy does not learn. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
-    engine.generate(texts[:engine.decoder.batch_size], min(8, new))
+    forget = lambda *_: engine.kept_text.clear()  # each prompt is read as a whole
+    engine.generate(texts[:engine.decoder.batch_size], min(8, new), on_step=forget)
     engine.policy = make_policy() or engine.policy
-    return engine.generate(texts, new, stop)
-
-
-def median_run(done):
-    return sorted(done, key=lambda out: out.seconds)[len(done) // 2]
+    return engine.generate(texts, new, stop, forget)
 
 
 def paired_ratio(done, others):
@@ -115,24 +103,20 @@ def paired_ratio(done, others):
     return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
 
 
-def bench(args):
+def bench_decode(args):
     """`bench decode`: prints the table -> the result."""
     model, heads, groups, stop = load(args, [] if args.heads == "none" else [args.heads])
     own = next(iter(heads.values()), None)
     table = Table()
     for batch_size in args.batch_sizes:
         ways = plan_ways(model, own, batch_size, args.temperature, stop)
-        plans = [name for name in ways if name != "auto"]
-        for label, outputs in by_kind(ways, groups, batch_size, args):
-            for name, row in decode_rows(outputs, plans).items():
+        if args.llama_cpp:
+            capacity = max(len(x) for texts in groups.values() for x in texts) + args.max_new_tokens
+            ways |= llama_cpp_ways(args.model, model.device, capacity, args.temperature, stop)
+        for label, outputs in decode_in_turns(ways, groups, args):
+            for name, row in decode_rows(outputs).items():
                 table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
-    return setting(args, model, heads) | dict(decoding=table)
-
-
-def setting(args, model, heads):
-    """What was measured, for the JSON line."""
-    return dict(model=Path(args.model).name, heads=list(heads), device=str(model.device),
-                dtype=str(model.dtype))
+    return dict(device=str(model.device), dtype=str(model.dtype), decoding=table)
 
 
 def plan_ways(model, heads, batch_size, temperature, stop):
@@ -145,14 +129,16 @@ def plan_ways(model, heads, batch_size, temperature, stop):
             for name, make_policy in policies.items()}
 
 
-def decode_rows(outputs, plans):
-    """The rows of `medians`; auto's also names the plans that it took, and its speed relative to
-    the best of the names in `plans`."""
+def decode_rows(outputs):
+    """The rows of `medians`; auto's is also compared to the best of the plans, each to llama.cpp
+    where that decoded, too."""
     rows = medians(outputs)
-    taken = median_run(outputs["auto"]).plans
+    plans = [name for name, row in rows.items() if row["tree_size"] and name != "auto"]
     best = max(plans, key=lambda name: rows[name]["tokens_per_second"])
-    rows["auto"] |= dict(plans={str(plan): steps for plan, (steps, _) in taken.items()},
-                         over_best_plan=paired_ratio(outputs["auto"], outputs[best]))
+    rows["auto"]["over_best_plan"] = paired_ratio(outputs["auto"], outputs[best])
+    if NAME in rows:
+        for name, row in rows.items():
+            row["over_llama_cpp"] = paired_ratio(outputs[name], outputs[NAME])
     return rows
 
 
@@ -169,10 +155,11 @@ def bench_heads(args):
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
                               **options) for name, options in fixed_trees(heads, T).items()}
-        for label, outputs in by_kind(ways, groups, B, args):
+        for label, outputs in decode_in_turns(ways, groups, args):
             for name, row in heads_rows(outputs, next(iter(heads))).items():
                 table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
-    return setting(args, model, heads) | dict(accuracy=accuracy, decoding=table)
+    return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
+                decoding=table)
 
 
 def heads_rows(outputs, first):

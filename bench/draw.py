@@ -18,6 +18,9 @@ TOKENS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950"
           "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
             "lookup": AMBER, "clover + lookup": BLUE}  # as results call them
+MEASURES = ("tokens_per_step", "tokens_per_second", "extra_over_first", "speed_up",
+            "over_llama_cpp")
+LABELS = "heads", "drafted_by", "temperature", "batch_size", "tree_size"
 
 
 def svg(title, height, shapes):
@@ -106,59 +109,42 @@ def draw_tree(run):
                 f"same. Outlined: rejected. {len(accepted) - 1} tokens.")
 
 
-def chart(title, height, shapes, below):
-    """shapes with a title above and a line below."""
-    return svg(title, height, [text(0, 20, title), *shapes, text(0, height - 6, below)])
-
-
-def measured(result):
-    """What was measured and where, for the line below a chart."""
-    machine = result["machine"]
-    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
-    return (f"Measured: {result['model']}/, {result['dtype'].removeprefix('torch.')}, greedy, "
-            f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; {where}")
-
-
-def of_all(result):
-    """The rows of all kinds of prompts together."""
-    return [row for row in result["decoding"] if row.get("kind", "all") == "all"]
-
-
 def draw_tokens_per_step(result):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
     values = {"plain": 1.0} | {
-        row["heads"]: row["tokens_per_step"] for row in of_all(result)
-        if (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
+        row["heads"]: row["tokens_per_step"] for row in result["decoding"] if row["kind"] == "all"
+        and (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
     names = [name for name in DRAFTERS if name in values]
     unit = 590 / max(values[name] for name in names)
-    shapes = []
+    title = ("Tokens per step with 16 guesses: one is the model's own (grey), the others were "
+             "guessed right")
+    shapes = [text(0, 20, title)]
     for i, name in enumerate(names):
         y = 46 + 32 * i
         value, colour = values[name], DRAFTERS[name]
         shapes += [text(0, y + 16, name), box(118, y, unit, 22, GREY),
                    box(118 + unit, y, unit * (value - 1), 22, colour),
                    text(124 + unit * value, y + 16, f"{value:.2f}", colour)]
-    return chart("Tokens per step with 16 guesses: one is the model's own (grey), the others were "
-                 "guessed right", 80 + 32 * len(names), shapes, measured(result))
+    machine = result["machine"]
+    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
+    height = 80 + 32 * len(names)
+    shapes.append(text(0, height - 6, (
+        f"Measured: {result['model']}/, {result['dtype'].removeprefix('torch.')}, greedy, "
+        f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each; {where}")))
+    return svg(title, height, shapes)
 
 
-def print_kinds(result):
-    """Tables of a result of --chats: a row for each drafter, a column for each kind of prompts."""
-    drafter, settings, measure = dict(
-        heads=("heads", ("temperature", "tree_size", "batch_size"), "extra_over_first"),
-        decode=("drafted_by", ("batch_size",), "tokens_per_second"))[result["command"]]
-    tables = {}  # (measure, its settings) -> {drafter: {kind: cell}}
-    for row in result["decoding"]:
-        for name in "tokens_per_step", measure, "speed_up":
-            rows = tables.setdefault((name, *(f"{x} {row[x]}" for x in settings)), {})
-            rows.setdefault(row[drafter], {})[row["kind"]] = cell(name, row[name])
-    for title, rows in tables.items():
-        if [*rows] == ["plain"]:
-            continue  # of bench heads: it has a tree size of its own
-        print("\n" + ", ".join(title).replace("_", " "))
+def print_kinds(rows):
+    """A table for each measure of a result of --chats, a column for each kind of prompts."""
+    for measure in [name for name in MEASURES if name in rows[0]]:
+        lines = {}  # what distinguishes it -> {kind: cell}
+        for row in rows:
+            label = tuple((name, row[name]) for name in LABELS if name in row)
+            lines.setdefault(label, {})[row["kind"]] = cell(measure, row[measure])
+        print("\n" + measure.replace("_", " "))
         table = Table()
-        for name, cells in rows.items():
-            table.add({drafter: name} | cells)
+        for label, cells in lines.items():
+            table.add(dict(label) | cells)
 
 
 def bench(args):
@@ -176,4 +162,4 @@ def bench(args):
         result = read_json(path)
         if result.get("chats"):
             print(f"\n{path.name}")
-            print_kinds(result)
+            print_kinds(result["decoding"])

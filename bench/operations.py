@@ -1,6 +1,6 @@
-"""`python -m bench kernels`: the kernels on a GPU, each one's time against the memory's bandwidth
-and against what torch has for it. A case is (bytes that must be moved, what makes inputs, our
-function, torch's)."""
+"""What is timed against the memory's bandwidth: by `python -m bench kernels` the kernels on a GPU,
+against what torch has for each, too; by `decode --random-weights SIZE` steps at the sizes of real
+models. A kernel's case is (bytes that must be moved, what makes inputs, our function, torch's)."""
 
 import math
 from functools import partial
@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from backends import cpu
 from backends.quantized import INT8_ROWS, Layout, round_weight
-from bench import Table
-from bench.sizes import size_config
-from generate import capture
-from model import Block
-from tools.timing import copy_bandwidth, seconds
+from bench import SIZES, Table, size_config
+from clover import CloverHeads, preset
+from generate import DraftPlan, Sampling, capture
+from model import GPT, Block, check_memory, free_memory, pick_device
+from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
 BYTES = 100e6  # of inputs that take turns: no cache holds one until its next turn
+DRAFT_VOCABULARY = 8192  # of heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
 
@@ -129,8 +131,53 @@ def measure(name, args, device, bandwidth):
     return table
 
 
-def bench(args):
-    """Prints the tables -> the result."""
+def bench_kernels(args):
+    """`bench kernels`: prints the tables -> the result."""
     bandwidth = copy_bandwidth(torch.device("cuda"))
     tables = {name: measure(name, args, "cuda", bandwidth) for name in args.operations}
     return dict(copy_gb_per_s=bandwidth / 1e9) | tables
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+def random_model(name, device, dtype):
+    """A GPT of a real model's sizes, and Clover heads that draft among DRAFT_VOCABULARY token ids,
+    with random weights. InputError where memory has no room."""
+    with torch.device("meta"):
+        model = GPT(size_config(name)).to(dtype)
+    check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
+                 sum(p.nbytes for p in model.parameters()), free_memory(device), device,
+                 "take another size or --dtype bfloat16")
+    model = model.to_empty(device=device).requires_grad_(False).eval()
+    for parameter_name, p in model.named_parameters():
+        p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
+    with model.device:
+        heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
+    heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, model.config.vocab_size)))
+    return model, heads
+
+
+def bench_steps(args):
+    """`bench decode --random-weights`: prints the time of a step of each shape -> the result. It
+    must read the weights, the embedding table only where that is the LM head, and the cache."""
+    device = pick_device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
+    bandwidth = copy_bandwidth(device)
+    model, heads = random_model(args.random_weights, device, dtype)
+    print(f"{SIZES[args.random_weights][0]} with random weights; {PREFIX} tokens in each cache")
+    c = model.config
+    cache = PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * dtype.itemsize
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= 0 if c.tied else model.embed.weight.nbytes
+    table = Table()
+    for B, T in product(args.batch_sizes, args.tree_sizes):
+        decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), batch_size=B,
+                                 sampling=Sampling(args.temperature))
+        ms = 1e3 * step_time(decoder)
+        floor = 1e3 * (weights + B * cache) / bandwidth
+        row = dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
+        table.add(row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()})
+    return dict(model=args.random_weights, heads="clover", device=str(device), dtype=str(dtype),
+                prefix=PREFIX, draft_vocabulary=heads.config.vocabulary,
+                copy_gb_per_s=bandwidth / 1e9, steps=table)

@@ -1,14 +1,14 @@
-"""bench/operations.py and gpu.py: torch's versions do the same work, the tables hold what was timed, all is run."""
+"""bench kernels and gpu: torch's versions do the same work, the tables hold what was timed, all is run."""
 
-import sys
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
+from bench import SIZES, operations
 from bench import __main__ as bench
-from bench import gpu, operations, sizes
 from model import InputError
 from test_kernels import as_int64, random_forest
 
@@ -44,7 +44,7 @@ def test_tables_hold_what_was_timed(monkeypatch):
         return 1000.0 * len(inputs)
     monkeypatch.setattr(operations, "call_us", call)
     monkeypatch.setattr(operations, "BYTES", 0)
-    monkeypatch.setitem(sizes.SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
+    monkeypatch.setitem(SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     args = SimpleNamespace(models=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5])
     rows = {name: operations.measure(name, args, "cpu", 1e9) for name in bench.OPERATIONS}
@@ -70,7 +70,7 @@ def test_kernels_bench_on_a_gpu(capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# bench/gpu.py
+# bench gpu
 
 @pytest.mark.parametrize("command", [["kernels"], ["gpu", "--out", "out"]])
 def test_without_a_gpu_one_line_says_so(command, monkeypatch):
@@ -80,27 +80,22 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch):
         bench.main(bench.parse(command))
 
 
-def test_everything_that_runs_on_a_gpu_is_a_command(tmp_path):
+def test_everything_that_runs_on_a_gpu_is_a_command(monkeypatch, tmp_path):
     """Bug: a flag that does not exist, found when a GPU is there; a folder with a space in its name."""
-    out = tmp_path / "a folder"
-    out.mkdir()
-    for name in gpu.COMMANDS:
-        _, _, module, *flags = gpu.argv(name, out)
-        assert module == "pytest" or bench.parse(flags).out == str(out / f"{name}.json")
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda argv, **options: ran.append(argv) or SimpleNamespace(returncode=0))
+    bench.bench_gpu(SimpleNamespace(out=tmp_path / "a folder"))
+    for name, (_, _, module, *flags) in zip(bench.GPU_COMMANDS, ran, strict=True):
+        assert module == "pytest" or bench.parse(flags).out == str(tmp_path / "a folder" / f"{name}.json")
 
 
 def test_a_failure_leaves_the_others_and_what_succeeded_is_not_run_again(monkeypatch, tmp_path, capsys):
     """Bug: a command that takes the others with it, a failure that is not told, one that is measured twice."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    code = dict(fails="print('why'); raise SystemExit(3)", works="print('a result')")
-    monkeypatch.setattr(gpu, "COMMANDS", code)
-    monkeypatch.setattr(gpu, "argv", lambda name, out: [sys.executable, "-c", code[name]])
-    args = SimpleNamespace(out=str(tmp_path / "out"))
-    gpu.bench(args)
-    assert capsys.readouterr().out == f"fails: failed, see {tmp_path}/out/fails.log\nworks: done\n"
-    assert (tmp_path / "out" / "fails.log").read_text() == "why\n"
-    code["fails"] = "pass"
-    code["works"] = "raise SystemExit('ran again')"
-    gpu.bench(args)
+    out = tmp_path / "out"
+    monkeypatch.setattr(bench, "GPU_COMMANDS", dict(fails="no_such_module", works="platform"))
+    bench.bench_gpu(SimpleNamespace(out=str(out)))
+    assert capsys.readouterr().out == f"fails: failed, see {out}/fails.log\nworks: done\n"
+    assert "no_such_module" in (out / "fails.log").read_text() and (out / "works.log").read_text()
+    monkeypatch.setattr(bench, "GPU_COMMANDS", dict(fails="platform", works="no_such_module"))
+    bench.bench_gpu(SimpleNamespace(out=str(out)))
     assert capsys.readouterr().out == "fails: done\n"
-    assert (tmp_path / "out" / "works.log").read_text() == "a result\n"

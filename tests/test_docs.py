@@ -10,7 +10,7 @@ import torch
 
 from backends.tensor_parallel import Group
 from bench import __main__ as bench
-from bench.sizes import size_config
+from bench import size_config
 from clover import PRESETS, Head
 from model import GPT, Block
 from tools.flags import parse_generate
