@@ -12,6 +12,7 @@ replayed, and the host reads a step's tokens while the next step runs.
 Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
 beams, C hidden size, V vocabulary."""
 
+import contextlib
 import math
 import time
 from collections import Counter, deque
@@ -151,13 +152,12 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
 class Decoder:
     """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
-    model's context. plans: those that a step may take. beams, graph: as in `generate`. exact: on a
-    CPU in half precision, texts do not depend on what decodes them; without it large batches are
-    quicker. Raises InputError for sizes out of range and caches without room in memory."""
+    model's context. plans: those that a step may take. beams, graph: as in `generate`. Raises
+    InputError for sizes out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
-                 beams=None, sampling=None, graph=True, exact=True):
+                 beams=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
         check_beams(heads, 1 if beams is None else beams)
         self.model = model
@@ -168,9 +168,10 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
+        self.context = contextlib.nullcontext
         if find_spec("backends"):
             from backends import cpu  # on a CPU, replaces layers of the caller's model
-            cpu.apply(model, heads, exact)
+            self.context = cpu.apply(model, heads)
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
@@ -426,14 +427,15 @@ class Engine:
         """Admits prompts and runs one step of all slots -> [(sequence, new tokens, path, plan)].
         path: the accepted nodes, root first, of which those after plan.head_nodes are lookup's. On
         a GPU the results are those of the step before: the host reads them while this one runs."""
-        self.resize()
-        usual = not self.admit()
-        started = time.perf_counter()
-        if self.running:
-            plan = self.policy.select()
-            self.launches[plan] += 1
-            usual &= self.launches[plan] > WARM_UP
-            self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
+        with self.decoder.context():
+            self.resize()
+            usual = not self.admit()
+            started = time.perf_counter()
+            if self.running:
+                plan = self.policy.select()
+                self.launches[plan] += 1
+                usual &= self.launches[plan] > WARM_UP
+                self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
         plan, results = self.retire()

@@ -390,7 +390,6 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         self.hash = None
-        self.context_type = AttentionContext  # a backend may put its own here
         self.query_heads = slice(None)        # those that the blocks hold of the model's
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
@@ -400,7 +399,7 @@ class GPT(nn.Module):
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_place()
-        if not self.embed.weight.is_meta:  # else its weights are read from a folder
+        if not self.norm.weight.is_meta:  # else its weights are read from a folder
             self.init_weights()
 
     def tie_and_place(self):
@@ -408,7 +407,7 @@ class GPT(nn.Module):
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
-        if self.embed.weight.is_meta:
+        if self.norm.weight.is_meta:
             return  # there the tables would take half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
         own = replace(c, rope_theta=c.window_theta, rope_scaling=None)  # of layers with a window
@@ -439,11 +438,11 @@ class GPT(nn.Module):
 
     @property
     def device(self):
-        return self.embed.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self):
-        return self.embed.weight.dtype
+        return self.norm.weight.dtype
 
     def free_memory(self):
         return free_memory(self.device)
@@ -453,24 +452,19 @@ class GPT(nn.Module):
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
-        dtype = self.cache_dtype(math.prod(shape))
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
-                     math.prod(shape) * dtype.itemsize, self.free_memory(), self.device,
+                     math.prod(shape) * self.dtype.itemsize, self.free_memory(), self.device,
                      "take a smaller batch size or fewer new tokens")
         # zeros: rows never written still pass through masked products, where 0 * nan is nan
-        return KVCache(torch.zeros(shape, dtype=dtype, device=self.device),
+        return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
-
-    def cache_dtype(self, n):
-        """The dtype of a cache of n numbers; a backend may have its own."""
-        return self.dtype
 
     def attention_context(self, positions, cache, ancestors, end, documents, query_heads):
         """The `AttentionContext` of a pass without a cache, of tokens that continue a sequence at
         consecutive cache rows, or, with ancestors, of tree nodes."""
         rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
         slopes = None if self.slopes is None else self.slopes[query_heads]
-        make = partial(self.context_type, rope=rope, slopes=slopes)
+        make = partial(AttentionContext, rope=rope, slopes=slopes)
         B, T = positions.shape
         if cache is None:
             rows = torch.arange(T, device=positions.device)[None]
@@ -510,13 +504,17 @@ class GPT(nn.Module):
         """As `forward`, but gives (hidden, residual) as `Block` does."""
         if positions is None:
             positions = token_positions(tokens, documents)
-        hidden = self.embed(tokens)  # (B, T, C)
+        return self.run_blocks(self.blocks, self.embeddings(tokens, positions), positions, cache,
+                               ancestors, end, documents, query_heads=self.query_heads)
+
+    def embeddings(self, tokens, positions):
+        """What the first block reads of tokens [B, T] -> [B, T, C]."""
+        hidden = self.embed(tokens)
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        return self.run_blocks(self.blocks, hidden, positions, cache, ancestors, end, documents,
-                               query_heads=self.query_heads)
+        return hidden
 
     def lm_head(self, hidden):
         """hidden [..., C] -> logits [..., V]."""

@@ -1,8 +1,9 @@
 """Weights of 8 and 4 bits: layers that keep them packed, and how `--quantize` rounds them.
 
 `pack_layers` puts QuantizedLinear and QuantizedLMHead in the place of a model's layers, where
-kernels run. Elsewhere a folder's weights are dequantised as they are read, see docs/models.md.
-hf/quantization.py reads the folders that hold such weights."""
+kernels run; `pack_cpu_layers` CPULinear and CPULMHead, where those of backends/cpu.c do. Elsewhere
+weights are dequantised as they are read, see docs/models.md. hf/quantization.py reads the folders
+that hold such weights, hf/gguf.py the files."""
 
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from backends import cpu
 from kernels import QuantizedWeight, dequantize, float_logits, linear_quantized
 from model import InputError
 
@@ -29,6 +31,7 @@ class Layout(NamedTuple):
     group: int           # channels that share a scale; 0: all
     scales: torch.dtype
     has_zeros: bool
+    has_minimums: bool = False  # in the place of zeros
 
     def empty(self, N, C):
         """A QuantizedWeight [N, C] without values."""
@@ -41,14 +44,17 @@ class Layout(NamedTuple):
 
 # what --quantize int8 gives, and the one that an LM head can have
 INT8_ROWS = Layout("int8", 0, torch.float32, False)
+# on a CPU: of what cpu.c has no layout for
+INT8_GROUPS = Layout("int8", 32, torch.float16, False)
 
 
 class Unpacked(NamedTuple):
-    """A weight [N, C] before it is packed."""
+    """A weight [N, C] before it is packed: scale * (q - zero), or scale * q + minimum."""
     q: torch.Tensor             # uint8 [N, C]: 0 to 15, or the bits of int8 or e4m3
     scales: torch.Tensor        # [G, N]
     zeros: torch.Tensor | None  # int8 [G, N]
     kind: str
+    minimums: torch.Tensor | None = None  # [G, N]
 
     def pack(self):
         """-> `QuantizedWeight`, which says how."""
@@ -62,7 +68,20 @@ class Unpacked(NamedTuple):
 
     def values(self):
         """float32 [N, C]"""
+        if self.zeros is None and self.kind != "e4m3":
+            q = self.q if self.kind == "int4" else self.q.view(torch.int8)
+            groups = q.float().view(len(q), len(self.scales), -1)
+            values = groups * self.scales.float().T[:, :, None]
+            if self.minimums is not None:
+                values += self.minimums.float().T[:, :, None]
+            return values.flatten(1)
         return dequantize(*self.pack(), self.q.shape[1], torch.float32)
+
+    def lowest(self):
+        """[G, N], the weight of q = 0; None where there are neither zeros nor minimums."""
+        if self.zeros is None:
+            return self.minimums
+        return -self.zeros.float() * self.scales.float()
 
     def columns(self, part):
         """A slice of the channels, at the borders of groups."""
@@ -178,6 +197,101 @@ def pack_layers(model, layouts):
             layer = (QuantizedLMHead(N, C) if stem == "head"
                      else QuantizedLinear(layout.empty(N, C), C, linear.bias))
         model.set_submodule(stem, layer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers on a CPU
+
+class CPULinear(nn.Module):
+    """nn.Linear whose packed weight cpu.c multiplies, for inference."""
+    packed = None  # `cpu.PackedWeight`
+
+    def __init__(self, layout, N, C, bias=None):
+        super().__init__()
+        self.layout, self.out_features, self.in_features = layout, N, C
+        self.bias = bias
+        self.parts = {}  # {first row: `Unpacked`}, until all are there
+
+    @property
+    def nbytes(self):
+        return self.out_features * self.in_features // (2 if self.layout.kind == "int4" else 1)
+
+    def fill(self, start, weight):
+        """Takes rows of the weight, from `start` on."""
+        self.parts[start] = weight
+        if sum(len(part.q) for part in self.parts.values()) == self.out_features:
+            self.packed = pack_for_cpu([self.parts[row] for row in sorted(self.parts)], self.bias)
+            self.parts = {}
+
+    def current(self):
+        return self.packed
+
+    def multiply(self, x):
+        """x [..., C] -> float32 [..., N]"""
+        return self.packed.multiply(x)
+
+    def forward(self, x):
+        return self.multiply(x).to(x.dtype)
+
+    def rows(self, index):
+        """The rows int [n] of the weight -> `Unpacked`."""
+        block, lane = index // cpu.LANES, index % cpu.LANES
+        q = self.packed.values[block, :, lane]  # (n, k / 4 or k / 8, 4)
+        q = torch.cat((q & 15, q >> 4), dim=-1) if self.layout.kind == "int4" else q ^ 128
+        scales, minimums = (x if x is None else x[block, :, lane, 0].T
+                            for x in (self.packed.scales, self.packed.minimums))
+        q = q.flatten(1)[:, :self.in_features]
+        return Unpacked(q, scales, None, self.layout.kind, minimums)
+
+    def embedding(self, tokens):
+        """The rows of token ids [...] -> float32 [..., C]."""
+        return self.rows(tokens.flatten()).values().view(*tokens.shape, -1)
+
+
+def pack_for_cpu(parts, bias=None):
+    """`Unpacked` parts of a weight, one below the other -> `cpu.PackedWeight`."""
+    join = lambda tensors: torch.cat([*tensors], dim=1)
+    scales, minimums = join(part.scales for part in parts), None
+    if parts[0].lowest() is not None:
+        minimums = join(part.lowest() for part in parts)
+    if scales.dtype != torch.float16 or minimums is not None and minimums.dtype != torch.float16:
+        scales, minimums = (x if x is None else x.float() for x in (scales, minimums))
+    return cpu.pack_quantized(torch.cat([part.q for part in parts]), parts[0].kind == "int4",
+                              scales, minimums, bias)
+
+
+class CPULMHead(cpu.KernelHead, CPULinear):
+    """`model.LMHead` of such a weight."""
+
+    def packed_rows(self, vocab_ids):
+        if self.vocab is None or self.vocab[0] is not vocab_ids:
+            self.vocab = vocab_ids, pack_for_cpu([self.rows(vocab_ids.long())])
+        return self.vocab[1]
+
+
+class CPUEmbedding(nn.Module):
+    """nn.Embedding of such a table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+        self.register_buffer("like", torch.empty(0), persistent=False)  # of the model's dtype
+
+    def fill(self, start, weight):
+        self.table.fill(start, weight)
+
+    def forward(self, tokens):
+        return self.table.embedding(tokens).to(self.like.dtype)
+
+
+def pack_cpu_layers(model, layouts):
+    """As `pack_layers`, for a CPU; also of the tables, of which a tied one is packed once."""
+    for name, layout in layouts.items():
+        stem = name.removesuffix(".weight")
+        layer = model.get_submodule(stem)
+        kind = CPULMHead if stem == "head" else CPULinear
+        packed = kind(layout, *layer.weight.shape, getattr(layer, "bias", None))
+        model.set_submodule(stem, CPUEmbedding(packed) if stem == "embed" else packed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,13 +16,28 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from backends.cpu import default_dtype
-from backends.quantized import pack_layers, round_weight, rounded_layouts
+from backends import cpu
+from backends.quantized import (
+    CPUEmbedding,
+    CPULinear,
+    Layout,
+    pack_cpu_layers,
+    pack_layers,
+    round_weight,
+    rounded_layouts,
+)
 from backends.tensor_parallel import Group
 from clover import samples_hash
 from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
-from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
+from hf.quantization import (
+    FP8,
+    QuantizedTensor,
+    combine,
+    cpu_layouts,
+    read_scheme,
+    weight_layouts,
+)
 from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
@@ -39,6 +54,8 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
     packed: str | None = None # the type that a GGUF file stores it in
+    layout: Layout | None = None       # as which `weight` gives it; None: as floats alone
+    weight: Callable | None = None     # as `QuantizedTensor.weight`
 
 
 def weight_files(path):
@@ -92,8 +109,8 @@ def open_pickle(file):
 
 
 def open_gguf(file):  # a model is in bfloat16 by default, whatever the types of the file
-    return {name: StoredTensor(file, shape, torch.bfloat16, load, packed)
-            for name, (shape, packed, load) in read_part(file, "weights").items()}
+    return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
+            for name, (shape, *rest) in read_part(file, "weights").items()}
 
 
 def read_headers(path):
@@ -147,7 +164,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     """Reads a folder of one of FAMILIES, a GGUF file or a short name, straight to the device ->
     GPT, frozen. group: the ranks that hold the model together, each a part. quantize: "int8" or
     "int4", to which weights are rounded. Quantised weights stay packed where kernels run, unless
-    `packed` is False."""
+    `packed` is False, or float32 is asked for on a CPU; those of a GGUF file on a CPU alone."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or Group()
     model, matches = read_headers(path)
@@ -157,21 +174,33 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
            f"{path}: the checkpoint is quantised already ({scheme}); leave out --quantize")
     for tensor in stored:
         tensor.check_values()
-    if quantize and model.config.tied:  # an LM head of its own, of the same table
+    on_cpu = (packed and dtype != torch.float32 and device.type == "cpu" and group.size == 1
+              and not runs_triton(torch.empty(0)) and cpu.library() is not None)
+    one_table = on_cpu and model.config.tied and any(
+        name == "embed.weight" and isinstance(tensor, StoredTensor) and tensor.layout
+        for tensor, name, _ in matches)
+    if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
         model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
         matches += [(tensor, "head.weight", start) for tensor, name, start in matches
                     if name == "embed.weight"]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
-    dtype = dtype or default_dtype(device, largest.dtype)
-    layouts = rounded_layouts(model, quantize) if quantize else weight_layouts(model, matches)
+    dtype = dtype or cpu.default_dtype(device, largest.dtype)
+    find_layouts = cpu_layouts if on_cpu else weight_layouts
+    layouts = rounded_layouts(model, quantize) if quantize else find_layouts(model, matches)
+    if one_table:
+        layouts.pop("embed.weight", None)
     with torch.device("meta"):
         group.divide(model)
-        if packed and runs_triton(torch.empty(0, device=device)):
+        if on_cpu:
+            pack_cpu_layers(model, layouts)
+            model.embed = CPUEmbedding(model.head) if one_table else model.embed
+        elif packed and runs_triton(torch.empty(0, device=device)):
             pack_layers(model, layouts)
     model = model.to(dtype)
-    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    packed_layers = [layer for layer in model.modules() if isinstance(layer, CPULinear)]
+    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *packed_layers))
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
@@ -189,20 +218,24 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
     for tensor, name, start in show_files(matches):
         arrange = partial(families.from_stored, name, start=start, config=model.config)
-        if name not in layouts:
-            given = value = arrange(tensor.load())
-        elif quantize:
-            given = arrange(tensor.load()).to(model.device)
-            weight = round_weight(given, layouts[name])
-            value = weight.values()
-        else:
+        layout = layouts.get(name)
+        weight = None
+        if layout and not quantize and tensor.layout == layout and tensor.weight:
             weight = tensor.weight(model.device, arrange)
             given = value = weight.values()
+        else:
+            given = value = arrange(tensor.load())
+        if layout and weight is None:
+            given = given.to(model.device)
+            weight = round_weight(given, layout)
+            value = weight.values() if quantize else given
         cut = group.shard_slices(name, model.config)
+        layer = model.get_submodule(name.rpartition(".")[0])
         if name in parameters:
             copy_shard(parameters[name], value, start, cut)
-        else:
-            layer = model.get_submodule(name.removesuffix(".weight"))
+        elif weight and hasattr(layer, "fill"):
+            layer.fill(start, weight)
+        elif weight:
             for target, stored, columns in layer.slots(weight, cut):
                 copy_shard(target, stored, start, columns)
         # of the whole parameter, `state_hash` samples one value in every stride

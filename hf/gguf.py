@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
+from backends.quantized import INT8_GROUPS, Layout, Unpacked
 from hf import expect, one_of
 from hf.families import FAMILIES, value_of
 from hf.tokenizer import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
@@ -130,7 +131,8 @@ def rope_scaling(meta, tensors):
 
 
 def weights(meta, tensors):
-    """{name as in a folder: (shape, type, function that gives float32 values)}."""
+    """{name as in a folder: (shape, function that gives float32 values, type, `Layout`, function
+    that gives `Unpacked`)}. Without a layout the values are stored as floats."""
     architecture = meta["general.architecture"]
     family = FAMILIES[meta["family"]]
     names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 1)
@@ -149,7 +151,7 @@ def weights(meta, tensors):
             theirs = names[first].replace(".N.", f".{number}.")
             shape = tuple(tensor.shape[::-1].tolist())
             load = partial(read_values, meta, tensor)
-            found[f"{theirs}.{kind}"] = shape, tensor.tensor_type.name, load
+            found[f"{theirs}.{kind}"] = shape, load, tensor.tensor_type.name, *packed(meta, tensor)
     return found
 
 
@@ -161,14 +163,90 @@ def dequantized(tensor):
 def read_values(meta, tensor):
     """The float32 values of a tensor as a folder has them."""
     values = dequantized(tensor)
-    architecture = meta["general.architecture"]
-    part = tensor.name.split(".")[-2]
-    if architecture == "gemma3" and part.endswith("norm"):
+    if meta["general.architecture"] == "gemma3" and tensor.name.endswith("norm.weight"):
         return values - 1
-    if architecture in ("llama", "smollm3") and part in PERMUTED:  # rows of a pair are neighbours
-        heads = meta.get(PERMUTED[part], meta["attention.head_count"])
-        return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(values.shape)
-    return values
+    return in_order(meta, tensor, values)
+
+
+def in_order(meta, tensor, rows):
+    """Rows [N, ...] of a tensor as a folder has them, which parts the rows of a pair."""
+    part = tensor.name.split(".")[-2]
+    if meta["general.architecture"] not in ("llama", "smollm3") or part not in PERMUTED:
+        return rows
+    heads = meta.get(PERMUTED[part], meta["attention.head_count"])
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Packed weights: the blocks of ggml-common.h, whose values `Unpacked` has as they are
+
+def packed(meta, tensor):
+    """(`Layout`, function as `hf.quantization.QuantizedTensor.weight`), None without a layout of
+    whole numbers, or where the weight must be rounded to it."""
+    kind = tensor.tensor_type.name
+    if kind in ("F64", "F32", "F16", "BF16") or len(tensor.shape) != 2:
+        return None, None
+    if kind not in BLOCKS:
+        return INT8_GROUPS, None
+    return BLOCKS[kind][0], partial(read_packed, meta, tensor)
+
+
+def read_packed(meta, tensor, device="cpu", arrange=lambda rows: rows):
+    """-> `Unpacked` [N, C]"""
+    layout, split = BLOCKS[tensor.tensor_type.name]
+    N, C = len(tensor.data), tensor.shape[0]
+    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0]
+    size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
+    q, scales, minimums = split(blocks)
+    by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
+    return Unpacked(q.reshape(N, int(C)), by_group(scales), None, layout.kind, by_group(minimums))
+
+
+def halves(blocks, first, count=1):
+    """float16 [..., count] at a byte of blocks uint8 [..., size]"""
+    return blocks[..., first:first + 2 * count].contiguous().view(torch.float16)
+
+
+def nibbles(x):
+    """uint8 [..., n] -> [..., 2 n]: the low halves, then the high ones"""
+    return torch.cat((x & 15, x >> 4), dim=-1)
+
+
+def split_q4_0(blocks):
+    scales = halves(blocks, 0)
+    return nibbles(blocks[..., 2:]), scales, -8 * scales
+
+
+def split_q4_1(blocks):
+    return nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2)
+
+
+def split_q5_0(blocks):
+    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return nibbles(blocks[..., 6:]) + 16 * bits.flatten(-2) - 16, halves(blocks, 0), None
+
+
+def split_q8_0(blocks):
+    return blocks[..., 2:], halves(blocks, 0), None
+
+
+def split_q4_k(blocks):
+    """8 groups of 32, whose scales and minimums are 6 bits times float16."""
+    d = halves(blocks, 0, 2).float()
+    low, middle, high = blocks[..., 4:16].split(4, dim=-1)
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), dim=-1)
+    minimums = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=-1)
+    q = nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return q, d[..., :1] * scales, -d[..., 1:] * minimums
+
+
+BLOCKS = {  # {type: (its layout, a function of blocks uint8 [N, n, size] -> q, scales, minimums)}
+    "Q4_0": (Layout("int4", 32, torch.float16, False, True), split_q4_0),
+    "Q4_1": (Layout("int4", 32, torch.float16, False, True), split_q4_1),
+    "Q5_0": (Layout("int8", 32, torch.float16, False), split_q5_0),
+    "Q8_0": (Layout("int8", 32, torch.float16, False), split_q8_0),
+    "Q4_K": (Layout("int4", 32, torch.float32, False, True), split_q4_k)}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from backends.quantized import Layout, Unpacked, largest_group
+from backends.quantized import INT8_GROUPS, INT8_ROWS, Layout, Unpacked, largest_group
 from hf import expect, one_of
 
 FP8 = torch.float8_e4m3fn
@@ -174,8 +174,27 @@ def weight_layouts(model, matches):
     """{parameter: `Layout`} of the blocks' linear layers whose parts are all quantised alike."""
     layouts = defaultdict(set)
     for tensor, name, _ in matches:
-        layouts[name].add(getattr(tensor, "layout", None))
+        layouts[name].add(tensor.layout if isinstance(tensor, QuantizedTensor) else None)
     linear = {f"{name}.weight" for name, layer in model.blocks.named_modules(prefix="blocks")
               if isinstance(layer, nn.Linear)}
     return {name: found.pop() for name, found in layouts.items()
             if name in linear and len(found) == 1 and None not in found}
+
+
+def cpu_layouts(model, matches):
+    """As `weight_layouts`, of what `backends.quantized.CPULinear` takes, tables too. Parts of
+    several kinds, and a kind that it does not know, are rounded to 8 bits in groups of 32."""
+    layouts = defaultdict(set)
+    for tensor, name, _ in matches:
+        layouts[name].add(tensor.layout)
+    linear = {f"{name}.weight" for name, layer in model.named_modules()
+              if isinstance(layer, (nn.Linear, nn.Embedding))}
+    found = {}
+    for name in linear & layouts.keys():
+        kinds = layouts[name]
+        columns = model.get_parameter(name).shape[1]
+        if None not in kinds:
+            rounded = INT8_ROWS if columns % INT8_GROUPS.group else INT8_GROUPS
+            layout = next(iter(kinds))
+            found[name] = layout if len(kinds) == 1 and layout.kind != "e4m3" else rounded
+    return found

@@ -195,15 +195,39 @@ def test_packed_layers_in_the_interpreter(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Heads, and the demo
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_the_demo_says_the_same_in_every_tree_and_batch(quantize):
-    """Catches rounded weights whose products are not those of packed ones elsewhere."""
+def test_the_demo_says_the_same_in_every_tree_and_batch(quantize, temperature):
+    """Catches rounded weights whose products depend on the rows beside them, or on the number of threads."""
     model = checkpoint.load(ROOT / "demo", device="cpu", quantize=quantize)
     heads = CloverHeads.from_pretrained(ROOT / "demo" / "clover", model)
     prompts = random_prompts([9, 30, 4], vocab_size=4096)
-    want = generate(model, prompts, 24, tree_size=1, batch_size=1).tokens
+    want = generate(model, prompts, 24, tree_size=1, batch_size=1, temperature=temperature).tokens
+    torch.set_num_threads(2)
     for way in (dict(tree_size=5, batch_size=1), dict(tree_size=17, lookup=True), dict(tree_size=8, batch_size=2)):
-        assert generate(model, prompts, 24, heads, **way).tokens == want, way
+        assert generate(model, prompts, 24, heads, **way, temperature=temperature).tokens == want, way
+    torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("kind", ["awq", "gptq-4", "gptq-8", "fp8", "int8", "int4"])
+def test_layers_on_a_cpu_hold_the_same_values(kind, tmp_path):
+    """Catches a zero, a scale or an order of rows that is lost on the way to cpu.c, and dequantised weights."""
+    quantize = kind if kind.startswith("int") else None
+    path = tmp_path if quantize else write_quantised(tmp_path, kind)
+    if quantize:
+        toy_model(**SIZES).save_pretrained(path)
+    want = checkpoint.load(path, torch.float32, "cpu", quantize=quantize)
+    got = checkpoint.load(path, None, "cpu", quantize=quantize)
+    assert got.hash == want.hash
+    for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down"):
+        layer, weight = (model.blocks[1].get_submodule(name) for model in (got, want))
+        rounded = 0.01 if kind == "fp8" else 1e-6
+        values = layer.embedding(torch.arange(layer.out_features))
+        torch.testing.assert_close(values, weight.weight, atol=rounded * weight.weight.abs().max(), rtol=0)
+        x = torch.randn(9, layer.in_features)
+        exact = weight(x)
+        assert (layer(x) - exact).norm() < 0.02 * exact.norm()
 
 
 def run(path, *flags):

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import TokenType
 
 import test_hf_tokenizer as tk
+from backends import cpu
 from conftest import random_prompts
 from generate import generate
 from hf import chat, default_heads, find_heads, find_model
@@ -156,6 +157,41 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
     states = [GPT.from_pretrained(x, torch.float32, "cpu").state_dict() for x in (file, tmp_path / "folder")]
     assert all(torch.equal(states[0][name].nan_to_num(), states[1][name].nan_to_num()) for name in states[0])
     assert len(used) > 20 and "IQ1_M, IQ1_S" in describe(file)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
+    """Catches bytes, scales or minimums that go elsewhere than in the package's reader, rows whose scales stay when a
+    rotation moves them, parts of two types in one layer, a table that is dequantised or packed twice."""
+    theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)
+    kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q4_K,
+             "attn_output": Type.Q4_0, "ffn_gate": Type.Q8_0, "ffn_up": Type.Q4_1, "ffn_down": Type.Q5_0}
+    rng = np.random.default_rng(0)
+
+    def convert(name, value):
+        kind = kinds.get(name.split(".")[-2])
+        if kind is None:
+            return value, None
+        raw = rng.integers(0, 255, gguf.quant_shape_to_byte_shape(value.shape, kind), np.uint8)
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        scales = np.frombuffer(np.float16([0.002, 0.003]).tobytes(), np.uint8)
+        first = size - 2 if kind == Type.Q6_K else 0  # the rest of a block may be any bytes
+        raw.reshape(-1, size)[:, first:first + 4] = scales[:size - first][:4]
+        return raw, kind
+    file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
+    want, got = (GPT.from_pretrained(file, dtype, "cpu") for dtype in (torch.float32, None))
+    assert got.hash == want.hash and "embed.weight" not in dict(got.named_parameters())
+    assert got.embed.table is got.head
+    for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down"):
+        layer, weight = (model.blocks[1].get_submodule(name) for model in (got, want))
+        values = layer.embedding(torch.arange(layer.out_features))
+        if name == "mlp.up":  # rounded again
+            torch.testing.assert_close(values, weight.weight, atol=0.005 * weight.weight.abs().max(), rtol=0)
+        else:
+            assert torch.equal(values, weight.weight), name
+    table = want.embed.weight
+    rows = got.head.embedding(torch.arange(len(table)))
+    torch.testing.assert_close(rows, table, atol=0.005 * table.abs().max(), rtol=0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from training import flags as train_flags
 ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
-LINES = dict(library=9725, tests=8500)  # at most: all Python and C without tests, and tests
+LINES = dict(library=9900, tests=8600)  # at most: all Python without tests, and tests
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
     "model": {("GPT.from_pretrained", "hf"), ("GPT.save_pretrained", "hf"), ("__main__", "hf"), ("__main__", "tools")},
     "generate": {("Decoder.__init__", "backends"), ("prepare", "tools"), ("main", "tools"), ("__main__", "tools")}}
@@ -70,7 +70,7 @@ def test_imports_keep_the_order(file):
 
 def test_growth_is_a_decision():
     """Bug: a library made to be read that grows past reading, a little in every commit."""
-    files = subprocess.run(["git", "ls-files", "*.py", "*.c"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     files = files or [str(p.relative_to(ROOT)) for p in ROOT.glob("*/*.py")] + [f"{name}.py" for name in FILES]
     lines = {part: 0 for part in LINES}
     for file in files:

@@ -12,14 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from backends import cpu
 from backends.tensor_parallel import group_of
 from generate import DEFAULT_TREE, DraftPlan
 
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 CHAINS = (4, 10)                   # tokens of lookup
-ROW = dict(cpu=0.06, cuda=0.004)  # what a step takes for each further row, relative to one,
-HEAD = 0.25       # and for each draft head that guesses: pessimistic guesses
+ROW = dict(cpu=0.09, cuda=0.004)  # what a step takes for each further row, relative to one,
+HEAD = dict(cpu=0.12, cuda=0.25)  # and for each draft head that guesses: pessimistic guesses
 PRIORS = ((0, 1), (0.5, 2), (2, 2))  # lookup: right and wrong tokens, by match; pessimistic
 MEMORY = 64       # steps that counts of tokens look back on
 PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
@@ -43,8 +42,8 @@ def expected_tokens(tables, tree_size, temperature):
 def guessed_cost(model, heads, plan, batch_size):
     """Duration of a step, relative to a plain one of one sequence."""
     depths = min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-    row = ROW["cuda" if model.device.type == "cuda" else "cpu"]
-    return 1 + row * (batch_size * plan.tree_size - 1) + HEAD * depths
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    return 1 + ROW[kind] * (batch_size * plan.tree_size - 1) + HEAD[kind] * depths
 
 
 def draft_plans(model, heads, lookup, batch_size, temperature):
@@ -174,15 +173,13 @@ def choose_threads(decoder):
     """Sets torch's number of threads: one, unless as many as it has now are quicker. Means count,
     not the quickest steps: where other work runs, threads wait for one another."""
     most = torch.get_num_threads()
-    on_cpu = decoder.model.device.type == "cpu" and group_of(decoder.model).size == 1
-    counts = cpu.same_bits(decoder.model, sorted({1, most})) if on_cpu else []
-    if len(counts) < 2:
+    if most == 1 or decoder.model.device.type != "cpu" or group_of(decoder.model).size > 1:
         return
     torch.set_num_threads(1)
     step_seconds(decoder)  # the first one takes longer
-    seconds = dict.fromkeys(counts, 0.0)
+    seconds = dict.fromkeys((1, most), 0.0)
     while sum(seconds.values()) < BUDGET:
-        for n in counts:
+        for n in seconds:
             torch.set_num_threads(n)
             seconds[n] += step_seconds(decoder)
     torch.set_num_threads(most if FEWER * seconds[most] < seconds[1] else 1)
@@ -190,5 +187,6 @@ def choose_threads(decoder):
 
 def step_seconds(decoder):
     started = time.perf_counter()
-    decoder.step(DraftPlan())
+    with decoder.context():
+        decoder.step(DraftPlan())
     return time.perf_counter() - started

@@ -120,8 +120,7 @@ class Writer:
     def engine(self, slots, capacity, sampling):
         """An Engine of as many slots, up to this number, as memory has room for."""
         try:
-            return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling,
-                          exact=False)
+            return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling)
         except InputError:
             if slots == 1:
                 raise

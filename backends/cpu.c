@@ -1,0 +1,841 @@
+// The CPU's kernels, beside the Triton ones of kernels.py; backends/cpu.py compiles this file once.
+//
+//     product       rows times a packed weight of 32, 16, 8 or 4 bits
+//     add_norm      residual add + RMSNorm or LayerNorm
+//     rope_cache    norm and rotation of queries and keys, write of keys and values
+//     attention     of tree nodes, or of a prompt's tokens, over the cache
+//     glu           SiLU or GELU of the gate, times up
+//     run_blocks    transformer blocks, of the functions above
+//     argmax        the best token of each row of logits, with or without Gumbel noise
+//
+// Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
+// whatever the other rows, the threads and the token's place in the cache. Threads share the units
+// of a function, and each unit writes its own part of the result.
+//
+// Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
+// C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define GROUP 32             // inputs that are rounded to 8 bits with one scale
+#define TILE 8               // most rows that are multiplied at once
+#define SPLIT 128            // cache positions that a unit of attention reads
+#define SLICE 64             // numbers of a head whose sums stay in registers
+#define MAX_TREE 64          // T of a tree
+#define MAX_HEAD 256         // D
+#define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
+#define PART 4096            // tokens among which a unit of argmax finds the best
+#define MIN_WORK 4096        // numbers below which a function stays on one thread
+#define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms
+#define INLINE static inline __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors as arguments: all such functions are inlined
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef int8_t vb __attribute__((vector_size(16)));
+typedef float vf_anywhere __attribute__((vector_size(64), aligned(1), may_alias));
+
+static const vi NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+enum { FLOAT32, BFLOAT16, INT8, INT4 };
+
+typedef struct {                 // a weight [n, k], packed as `product` says
+    int32_t kind, n, k;
+    int32_t group, half;         // inputs that share a scale, a multiple of GROUP; float16 scales
+    const void *values, *scales, *minimums;  // scales, or NULL: [n / LANES][k / group][LANES]
+    const float *bias;           // [n], or NULL
+} Linear;
+
+typedef struct {
+    const float *weight, *bias;  // no weight: no norm; no bias: RMSNorm, else LayerNorm
+    float eps;
+} Norm;
+
+typedef struct {
+    Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
+    Linear qkv, proj, up, down;
+    int32_t n_embd, n_head, n_kv_head, head_size, n_inner;
+    int32_t norms_all;           // q_norm and k_norm are of all heads together
+    int32_t gated, gelu, window, rope;  // no window: 0; rope: one of the pass's tables, none: -1
+    float scale;                 // of the scores
+} Block;
+
+typedef struct {                 // what the blocks of a pass share
+    int32_t B, T, threads;
+    const int32_t *lengths;      // [B]: rows in the cache before the tokens'
+    const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
+    const float *rope[2];        // [B, T, 2, D]: cosine, signed sine
+    const float *slopes;         // [Hq] of ALiBi, or NULL
+} Pass;
+
+typedef struct {                 // keys and values of a layer, [2, B, Hkv, S, D]
+    void *data;
+    int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
+    int32_t bfloat16;            // else float32
+} Cache;
+
+typedef struct {                 // the arguments of add_norm, rope_cache, attention and glu
+    const Block *block;
+    const Pass *pass;
+    const Cache *cache;
+    const Norm *post, *norm;
+    float *x, *delta, *out, *parts;
+    int n, splits, width, first, nodes;
+} Call;
+
+INLINE int min(int a, int b) { return a < b ? a : b; }
+INLINE int max(int a, int b) { return a > b ? a : b; }
+
+// -------------------------------------------------------------------------------------------------
+// Dot products: the one part that knows the processor
+//
+// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane, w the lane's bytes and x the same for all; dot2
+// adds two products of bfloat16. OFFSET is 128 where w is unsigned, else 0: see `product`.
+
+#if !defined(PLAIN) && defined(__AVX2__)
+#include <immintrin.h>
+#elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+#if !defined(PLAIN) && defined(__AVX512VNNI__)
+#define OFFSET 128
+typedef __m512i piece;
+#define DOT _mm512_dpbusd_epi32
+#elif !defined(PLAIN) && defined(__AVXVNNI__)
+#define OFFSET 128
+typedef __m256i piece;
+#define DOT _mm256_dpbusd_avx_epi32
+#elif !defined(PLAIN) && defined(__AVX2__)
+#define OFFSET 0
+typedef __m256i piece;
+INLINE piece DOT(piece sum, piece w, piece x) {  // of |w| and x with w's sign
+    piece pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
+#define OFFSET 0
+typedef int32x4_t piece;
+#define DOT(sum, w, x) vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#else
+#define OFFSET 0
+typedef vi piece;
+INLINE piece DOT(piece sum, piece w, piece x) {
+    for (int shift = 24; shift >= 0; shift -= 8)
+        sum += (w << shift >> 24) * (x << shift >> 24);
+    return sum;
+}
+#endif
+
+INLINE vi dot4(vi sum, vi w, int32_t x) {
+    union { vi all; piece pieces[sizeof(vi) / sizeof(piece)]; } s = {sum}, b = {w}, xs;
+    xs.all = x - (vi){0};
+    for (size_t i = 0; i < sizeof(vi) / sizeof(piece); i++)
+        s.pieces[i] = DOT(s.pieces[i], b.pieces[i], xs.pieces[i]);
+    return s.all;
+}
+
+INLINE vf dot2(vf sum, vi w, vi x) {
+#if !defined(PLAIN) && defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#else
+    sum += (vf)(w << 16) * (vf)(x << 16);
+    return sum + (vf)(w & (int32_t)0xffff0000) * (vf)(x & (int32_t)0xffff0000);
+#endif
+}
+
+INLINE void pause_thread(void) {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------
+// Threads: a pool that looks for work for a moment, then sleeps. The caller takes units like the
+// others, and waits only for units that a thread has begun.
+
+typedef void Function(void *arguments, int unit);
+
+#define NO_THREADS {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, \
+                    .wake = PTHREAD_COND_INITIALIZER}
+static struct Pool {
+    pthread_mutex_t caller, sleep;
+    pthread_cond_t wake;
+    Function *function;
+    void *arguments;
+    int threads;
+    atomic_int left, helpers, inside;  // units not begun; threads that may help; that are at work
+} pool = NO_THREADS;
+
+static void forget_threads(void) { pool = (struct Pool)NO_THREADS; }  // a forked process has none
+
+static void take_units(void) {
+    for (int left; (left = pool.left--) > 0;)
+        pool.function(pool.arguments, left - 1);
+}
+
+static int has_work(void *number) { return pool.left > 0 && (intptr_t)number < pool.helpers; }
+
+static void *run_thread(void *number) {
+    for (;;) {
+        for (int spins = 0; spins < SPINS && !has_work(number); spins++)
+            pause_thread();
+        if (!has_work(number)) {
+            pthread_mutex_lock(&pool.sleep);
+            while (!has_work(number))
+                pthread_cond_wait(&pool.wake, &pool.sleep);
+            pthread_mutex_unlock(&pool.sleep);
+        }
+        pool.inside++;
+        take_units();
+        pool.inside--;
+    }
+    return NULL;
+}
+
+// Calls the function for each unit, all of `size` numbers
+static void parallel(Function *function, void *arguments, int units, int64_t size, int threads) {
+    if (threads < 2 || units < 2 || units * size < MIN_WORK || pthread_mutex_trylock(&pool.caller)) {
+        for (int unit = 0; unit < units; unit++)
+            function(arguments, unit);
+        return;
+    }
+    if (!pool.threads)
+        pthread_atfork(NULL, NULL, forget_threads);
+    for (pthread_t thread; pool.threads < threads - 1; pool.threads++) {
+        if (pthread_create(&thread, NULL, run_thread, (void *)(intptr_t)pool.threads))
+            break;
+        pthread_detach(thread);
+    }
+    pool.function = function;
+    pool.arguments = arguments;
+    pool.helpers = threads - 1;
+    pthread_mutex_lock(&pool.sleep);
+    pool.left = units;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.sleep);
+    take_units();
+    for (int spins = 0; pool.inside; spins++)
+        spins < SPINS ? pause_thread() : (void)sched_yield();
+    pthread_mutex_unlock(&pool.caller);
+}
+
+// Memory of the calling thread, kept from call to call
+enum { PREPARED, PASS, ROWS, PARTS, BEST, BUFFERS };
+
+static void *scratch(int which, size_t size) {
+    static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
+    if (kept[which].size < size) {
+        free(kept[which].data);
+        kept[which].size = (size + size / 2 + 63) / 64 * 64;
+        kept[which].data = aligned_alloc(64, kept[which].size);
+        if (!kept[which].data)
+            abort();
+    }
+    return kept[which].data;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Vectors of 16 lanes
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
+INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
+
+// Copies at most 16 items; all 16 with one instruction
+INLINE void copy_n(void *to, const void *from, int n, int size) {
+    if (n >= LANES)
+        memcpy(to, from, LANES * size);
+    else
+        memcpy(to, from, max(n, 0) * size);
+}
+
+INLINE vf load_n(const float *x, int n) {
+    vf v = {0};
+    copy_n(&v, x, n, sizeof *x);
+    return v;
+}
+
+INLINE vu load_halves(const uint16_t *x, int n) {
+    vh halves = {0};
+    copy_n(&halves, x, n, sizeof *x);
+    return __builtin_convertvector(halves, vu);
+}
+
+INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+INLINE vh to_bfloat16(vf x) {    // the nearest, ties to even
+    vu bits = (vu)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return __builtin_convertvector((vu)select_lanes(x == x, (vf)rounded, (vf)bits) >> 16, vh);
+}
+
+INLINE vf from_float16(vu x) {
+    vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)magnitude | (x & 0x8000) << 16);
+}
+
+// Lane i of SWAP(v, s) is lane i ^ s of v
+#ifdef __clang__
+#define SWAP(v, s) __builtin_shufflevector(v, v, 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, \
+    7 ^ s, 8 ^ s, 9 ^ s, 10 ^ s, 11 ^ s, 12 ^ s, 13 ^ s, 14 ^ s, 15 ^ s)
+#else
+#define SWAP(v, s) __builtin_shuffle(v, NUMBERS ^ s)
+#endif
+#define REDUCE(f, v) (v = f(v, SWAP(v, 8)), v = f(v, SWAP(v, 4)), v = f(v, SWAP(v, 2)), \
+                      v = f(v, SWAP(v, 1)), v[0])
+
+INLINE vf add(vf a, vf b) { return a + b; }
+INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN, if any is
+INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
+INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
+
+#define FOLD(s) \
+    for (int i = 0; i < LANES; i += 2 * s) { \
+        vi odd = (NUMBERS & s) != 0; \
+        vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]); \
+        v[i] = stay + SWAP(move, s); \
+    }
+INLINE vf fold(vf *v) {          // lane i: the sum of v[i], pairs of neighbours first
+    FOLD(1) FOLD(2) FOLD(4) FOLD(8)
+    return v[0];
+}
+
+INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
+    vf y = splat(c[0]);
+    for (int i = 1; i < n; i++)
+        y = y * x + c[i];
+    return y;
+}
+
+INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
+    static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    vf n = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
+    vi exponent = (vi)n << 23;
+    n -= 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = polynomial(r, 6, c) * r * r + r + 1.0f;
+    vf result = select_lanes(x > 88.0f, splat(INFINITY), (vf)((vi)p + exponent));
+    return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
+}
+
+INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); x > 0, normal
+    static const float c[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
+                              -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                              2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    vi bits = (vi)x - 0x3f3504f3;
+    vf n = __builtin_convertvector(bits >> 23, vf);
+    vf f = (vf)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, p = polynomial(f, 9, c);
+    return n * 0.693359375f + (f + (f * f * (p * f - 0.5f) - n * 2.12194440e-4f));
+}
+
+// -------------------------------------------------------------------------------------------------
+// product
+//
+//   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
+//
+// Rows are multiplied as float32 by a float32 weight, rounded to bfloat16 by a bfloat16 one. For
+// weights of 8 and 4 bits each group of 32 inputs is rounded to 8 bits, x = scale * q. With w =
+// scale' * p + minimum' the group adds scale scale' sum(q p) + minimum' scale sum(q) in float32;
+// these sums are of whole numbers, exact in any order.
+//
+// Weights are packed in blocks of 16 outputs, one a lane, with zeros up to a multiple of 4 inputs,
+// or of 32: no sum crosses lanes. FLOAT32 [n / 16][k][16], BFLOAT16 [n / 16][k / 2][16][2], INT8
+// [n / 16][k / 4][16][4], plus 128; INT4 [n / 16][k / 8][16][4], four inputs in the bytes' low halves,
+// the next four in the high ones. Where OFFSET is 0 the 128 is taken off the weights, else the sums.
+//
+// Bytes: the weight, once: 0.5, 1, 2 or 4 a number, and the scales. Up to about 8 rows that is the
+// time; more are cut into tiles of equal size, by all of which a block in the cache is multiplied.
+
+typedef struct {                 // 8, 16 or 32 inputs of a row as they are multiplied
+    int32_t words[8];            // of a float32, two bfloat16 or four bytes
+    float scale, sum;            // of bytes: sum = scale * sum(q)
+    int32_t offset;              // -OFFSET * sum(q)
+} Group;
+
+typedef struct {
+    const Linear *w;
+    const float *x;              // [M, k]
+    float *out;                  // [M, n]
+    Group *groups;               // [tiles][n_groups][rows of a tile]
+    int M, tiles, n_groups, blocks, per_unit;
+} Product;
+
+INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
+
+static void round_group(const float *x, int n, Group *group) {
+    vf low = load_n(x, n), high = load_n(x + LANES, n - LANES);
+    float largest = max_lanes(larger((vf)((vi)low & INT32_MAX), (vf)((vi)high & INT32_MAX)));
+    float inverse = largest > 1e-30f && largest < INFINITY ? 127.0f / largest : 0.0f;
+    vb bytes[2];                 // rounded, ties to even
+    bytes[0] = __builtin_convertvector((vi)(low * inverse + 12582912.0f) - 0x4b400000, vb);
+    bytes[1] = __builtin_convertvector((vi)(high * inverse + 12582912.0f) - 0x4b400000, vb);
+    memcpy(group->words, bytes, sizeof bytes);
+    float sum = sum_lanes(__builtin_convertvector(bytes[0], vf) + __builtin_convertvector(bytes[1], vf));
+    group->scale = largest / 127.0f;
+    group->sum = group->scale * sum;
+    group->offset = -OFFSET * (int)sum;
+}
+
+static void prepare_row(void *arguments, int m) {
+    const Product *p = arguments;
+    int kind = p->w->kind, inputs = kind == FLOAT32 ? 8 : kind == BFLOAT16 ? 16 : 32;
+    int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);
+    Group *group = p->groups + (size_t)first * p->n_groups + m - first;
+    for (int i = 0; i < p->w->k; i += inputs, group += tile_start(p, tile + 1) - first) {
+        const float *x = p->x + (size_t)m * p->w->k + i;
+        vf v = load_n(x, p->w->k - i);
+        vh rounded = to_bfloat16(v);
+        if (kind >= INT8)
+            round_group(x, p->w->k - i, group);
+        else
+            memcpy(group->words, kind == BFLOAT16 ? (void *)&rounded : (void *)&v, sizeof rounded);
+    }
+}
+
+INLINE vf load_scales(const Linear *w, const void *scales, size_t at) {
+    return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
+                   : load((const float *)scales + at * LANES);
+}
+
+INLINE void quantized_tile(const Product *p, const Group *x, int block, int n, int int4, vf *acc) {
+    const Linear *w = p->w;
+    int per_scale = w->group / GROUP, size = int4 ? 256 : 512;
+    const char *values = (const char *)w->values + (size_t)block * p->n_groups * size;
+    size_t scale_at = (size_t)block * ((p->n_groups - 1) / per_scale + 1);
+    for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
+        vi sums[TILE];
+        for (int i = 0; i < n; i++)
+            sums[i] = (int4 ? 0 : x[i].offset) - (vi){0};
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            vi w4 = (vi)load(values + (int4 ? j / 2 : j) * 64);
+            if (int4)
+                w4 = (vi)((vu)w4 >> j % 2 * 4) & 0x0f0f0f0f;
+            else if (!OFFSET)
+                w4 ^= (int32_t)0x80808080;
+            for (int i = 0; i < n; i++)
+                sums[i] = dot4(sums[i], w4, x[i].words[j]);
+        }
+        size_t at = scale_at + g / per_scale;
+        vf scale = load_scales(w, w->scales, at);
+        for (int i = 0; i < n; i++)
+            acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
+        vf minimum = w->minimums ? load_scales(w, w->minimums, at) : splat(0);
+        for (int i = 0; w->minimums && i < n; i++)
+            acc[i] += minimum * x[i].sum;
+    }
+}
+
+INLINE void float_tile(const Product *p, const Group *x, int block, int n, int whole, vf *acc) {
+    int words = (p->w->k + 3) / 4 * (whole ? 4 : 2);
+    const char *values = (const char *)p->w->values + (size_t)block * words * 64;
+    vf odd[TILE] = {{0}};        // a second sum, so that a product need not wait for the last
+    for (; words > 0; words -= 8, x += n)
+        for (int j = 0; j < min(words, 8); j += 2, values += 128) {
+            vi w0 = (vi)load(values), w1 = (vi)load(values + 64);
+            for (int i = 0; i < n; i++) {
+                vi x0 = x[i].words[j] - (vi){0}, x1 = x[i].words[j + 1] - (vi){0};
+                acc[i] = whole ? acc[i] + (vf)w0 * (vf)x0 : dot2(acc[i], w0, x0);
+                odd[i] = whole ? odd[i] + (vf)w1 * (vf)x1 : dot2(odd[i], w1, x1);
+            }
+        }
+    for (int i = 0; i < n; i++)
+        acc[i] += odd[i];
+}
+
+INLINE void tile(const Product *p, int block, int first, int n, int kind) {
+    vf acc[TILE] = {{0}};
+    const Group *x = p->groups + (size_t)first * p->n_groups;
+    if (kind >= INT8)
+        quantized_tile(p, x, block, n, kind == INT4, acc);
+    else
+        float_tile(p, x, block, n, kind == FLOAT32, acc);
+    int at = block * LANES, outputs = p->w->n - at;
+    vf bias = p->w->bias ? load_n(p->w->bias + at, outputs) : splat(0);
+    for (int i = 0; i < n; i++) {
+        acc[i] += bias;
+        copy_n(p->out + (size_t)(first + i) * p->w->n + at, &acc[i], outputs, sizeof(float));
+    }
+}
+
+// Inlined for each kind and number of rows, so that a tile's sums stay in registers
+#define TILE_OF(kind, n) case kind * TILE + n: tile(p, block, first, n, kind); break;
+#define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4) \
+                       TILE_OF(kind, 5) TILE_OF(kind, 6) TILE_OF(kind, 7) TILE_OF(kind, 8)
+static void product_unit(void *arguments, int unit) {
+    const Product *p = arguments;
+    int end = min((unit + 1) * p->per_unit, p->blocks);
+    for (int block = unit * p->per_unit; block < end; block++)
+        for (int t = 0, first = 0; t < p->tiles; first = tile_start(p, ++t))
+            switch (p->w->kind * TILE + tile_start(p, t + 1) - first) {
+                TILES_OF(FLOAT32) TILES_OF(BFLOAT16) TILES_OF(INT8) TILES_OF(INT4)
+            }
+}
+
+void product(const Linear *w, const float *x, int M, float *out, int threads) {
+    int inputs = w->kind == FLOAT32 ? 8 : w->kind == BFLOAT16 ? 16 : 32;
+    Product p = {w, x, out, .M = M, .tiles = (M + TILE - 1) / TILE};
+    p.n_groups = (w->k + inputs - 1) / inputs;
+    p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
+    p.blocks = (w->n + LANES - 1) / LANES;
+    p.per_unit = max(p.blocks / (8 * threads), 1);
+    parallel(prepare_row, &p, M, w->k, threads);
+    parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// add_norm
+//
+//   x = x + post(delta);  out = x / sqrt(mean(x^2) + eps) * weight, or LayerNorm
+
+static void norm_row(const Norm *norm, const float *x, int n, float *out) {
+    vf total = {0}, squares = {0};
+    for (int i = 0; norm->bias && i < n; i += LANES)
+        total += load_n(x + i, n - i);
+    float mean = sum_lanes(total) / n;
+    for (int i = 0; i < n; i += LANES) {
+        vf v = select_lanes(NUMBERS < n - i, load_n(x + i, n - i) - mean, splat(0));
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_lanes(squares) / n + norm->eps);
+    for (int i = 0; i < n; i++)
+        out[i] = (x[i] - mean) * scale * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
+}
+
+static void add_norm_row(void *arguments, int m) {
+    const Call *a = arguments;
+    size_t at = (size_t)m * a->n;
+    if (a->delta && a->post->weight)
+        norm_row(a->post, a->delta + at, a->n, a->delta + at);
+    for (int i = 0; a->delta && i < a->n; i++)
+        a->x[at + i] += a->delta[at + i];
+    if (a->norm->weight)
+        norm_row(a->norm, a->x + at, a->n, a->out + at);
+    else
+        memcpy(a->out + at, a->x + at, a->n * sizeof *a->x);
+}
+
+// All [M, n]; delta may be NULL. x changes in place, and so does a delta that has a norm
+void add_norm(const Norm *post, const Norm *norm, float *x, float *delta, float *out, int M, int n,
+              int threads) {
+    Call a = {.post = post, .norm = norm, .x = x, .delta = delta, .out = out, .n = n};
+    parallel(add_norm_row, &a, M, n, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// rope_cache
+//
+//   q, k = norm(q), norm(k), of each head or of all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
+//
+// Queries go to a buffer, keys and values to rows lengths[b] + t of the cache.
+
+INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
+    return is_value * a->cache->value_stride + b * a->cache->batch_stride
+        + head * a->cache->head_stride + row * a->block->head_size;
+}
+
+static void rope_cache_row(void *arguments, int m) {
+    const Call *a = arguments;
+    const Block *c = a->block;
+    int D = c->head_size, Hq = c->n_head, Hkv = c->n_kv_head, T = a->pass->T;
+    const float *rope = c->rope < 0 ? NULL : a->pass->rope[c->rope] + (size_t)m * 2 * D;
+    float *x = a->x + (size_t)m * (Hq + 2 * Hkv) * D;
+    if (c->q_norm.weight && c->norms_all) {
+        norm_row(&c->q_norm, x, Hq * D, x);
+        norm_row(&c->k_norm, x + Hq * D, Hkv * D, x + Hq * D);
+    }
+    for (int h = 0; h < Hq + 2 * Hkv; h++, x += D) {
+        int kv = h - Hq, is_value = kv >= Hkv;
+        float rotated[MAX_HEAD + LANES];
+        if (c->q_norm.weight && !c->norms_all && !is_value)
+            norm_row(kv < 0 ? &c->q_norm : &c->k_norm, x, D, x);
+        for (int i = 0; i < D; i++)
+            rotated[i] = is_value || !rope ? x[i]
+                : x[i] * rope[i] + x[i < D / 2 ? i + D / 2 : i - D / 2] * rope[D + i];
+        size_t at = kv < 0 ? ((size_t)m * Hq + h) * D
+            : cache_at(a, is_value, m / T, kv % Hkv, a->pass->lengths[m / T] + m % T);
+        float *out = kv < 0 ? a->out : a->cache->data;
+        if (kv < 0 || !a->cache->bfloat16)
+            memcpy(out + at, rotated, D * sizeof *rotated);
+        for (int i = 0; kv >= 0 && a->cache->bfloat16 && i < D; i += LANES) {
+            vh halves = to_bfloat16(load(rotated + i));
+            copy_n((uint16_t *)a->cache->data + at + i, &halves, D - i, sizeof(uint16_t));
+        }
+    }
+}
+
+// qkv [M, (Hq + 2 Hkv) D], changed in place; q [M, Hq, D]
+void rope_cache(const Block *block, const Pass *pass, const Cache *cache, float *qkv, float *q) {
+    Call a = {.block = block, .pass = pass, .cache = cache, .x = qkv, .out = q};
+    int size = block->n_head * block->head_size;
+    parallel(rope_cache_row, &a, pass->B * pass->T, size, pass->threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// attention
+//
+//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over what m sees; formula and ALiBi as
+//   in kernels.tree_attention
+//
+// A query sees one cache row at each position: the committed rows, then those of its ancestors. Sums
+// run over positions, 128 to a split, so it does not matter which rows the ancestors are in; the
+// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
+//
+// Bytes: keys and values, once for each 64 nodes.
+
+INLINE int position_of(const Pass *pass, int m) {
+    int nodes = pass->ancestors ? __builtin_popcountll(pass->ancestors[m]) - 1 : m % pass->T;
+    return pass->lengths[m / pass->T] + nodes;
+}
+
+// part [width]: the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
+static void attend_query(const Call *a, int m, int head, int start, const float *keys,
+                         const float *values, float *part) {
+    const Block *c = a->block;
+    int D = c->head_size, padded = a->width - LANES, position = position_of(a->pass, m);
+    int end = min(max(position + 1 - start, 0), SPLIT);
+    int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
+    float slope = a->pass->slopes ? a->pass->slopes[head] : 0, q[MAX_HEAD] = {0}, probs[SPLIT + 1];
+    memcpy(q, a->x + ((size_t)m * c->n_head + head) * D, D * sizeof *q);
+    vf best = splat(-INFINITY), total = {0};
+    for (int i = low / LANES * LANES; i < end; i += LANES) {
+        vf v[LANES] = {{0}};
+        for (int d = 0; d < padded; d += SLICE)
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++)
+                for (int s = d; s < d + SLICE; s += LANES)
+                    v[j] += load(q + s) * load(keys + (i + j) * padded + s);
+        vi at = NUMBERS + i;
+        vf score = fold(v) * c->scale;
+        score += slope * __builtin_convertvector(at + start - position, vf);
+        score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
+        best = larger(score, best);
+        store(probs + i, score);
+    }
+    float maximum = max_lanes(best);
+    for (int i = low / LANES * LANES; i < end; i += LANES) {
+        vf prob = vexp(load(probs + i) - maximum);
+        total += prob;
+        store(probs + i, prob);
+    }
+    probs[end] = 0;
+    for (int d = 0; d < padded; d += SLICE) {
+        vf sums[2][SLICE / LANES] = {{{0}}};  // of every other position, so that no product waits
+        for (int i = low; i < end; i += 2)
+            for (int j = 0; j < 2; j++)
+                for (int s = 0; s < SLICE / LANES; s++)
+                    sums[j][s] += probs[i + j]
+                        * load(values + min(i + j, end - 1) * padded + d + s * LANES);
+        for (int s = 0; s < SLICE / LANES; s++)
+            store(part + d + s * LANES, sums[0][s] + sums[1][s]);
+    }
+    part[padded] = sum_lanes(total);
+    part[padded + 1] = maximum;
+}
+
+// A row of keys and its row of values, as float32 [padded], the values SPLIT rows after the keys
+static void read_cache(const Call *a, int b, int head, int row, float *out) {
+    int D = a->block->head_size, padded = a->width - LANES;
+    for (int i = 0; i < 2; i++, out += SPLIT * padded) {
+        size_t at = cache_at(a, i, b, head, row);
+        for (int d = 0; d < padded; d += LANES)
+            store(out + d, a->cache->bfloat16
+                ? (vf)(load_halves((uint16_t *)a->cache->data + at + d, D - d) << 16)
+                : load_n((float *)a->cache->data + at + d, D - d));
+    }
+}
+
+static void attend_split(void *arguments, int unit) {
+    const Call *a = arguments;
+    int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
+    int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
+    int length = a->pass->lengths[b], padded = a->width - LANES;
+    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys);  // then values, by position
+    float *part = a->parts + (size_t)unit * a->nodes * G * a->width;
+    for (int i = 0; i < min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT); i++)
+        read_cache(a, b, kv, start + i, keys + i * padded);
+    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++) {
+        uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
+        for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
+            if (i >= 0)
+                read_cache(a, b, kv, length + __builtin_ctzll(nodes), keys + i * padded);
+        for (int head = kv * G; head < (kv + 1) * G; head++, part += a->width)
+            attend_query(a, m, head, start, keys, keys + SPLIT * padded, part);
+    }
+}
+
+static void merge_splits(void *arguments, int unit) {
+    const Call *a = arguments;
+    int D = a->block->head_size, Hq = a->block->n_head, Hkv = a->block->n_kv_head, G = Hq / Hkv;
+    int head = unit % Hq, n = unit / Hq % a->nodes, b = unit / Hq / a->nodes;
+    size_t stride = (size_t)a->nodes * G * a->width, row = (size_t)b * a->pass->T + a->first + n;
+    const float *parts = a->parts + ((size_t)b * Hkv + head / G) * a->splits * stride
+        + (n * G + head % G) * a->width, *sum = parts + a->width - LANES;
+    float *out = a->out + (row * Hq + head) * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    for (int s = 0; s < a->splits; s++)
+        maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
+    for (int s = 0; s < a->splits; s++) {
+        float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
+        total += scale * sum[s * stride];
+        for (int d = 0; d < D; d++)
+            values[d] += scale * parts[s * stride + d];
+    }
+    for (int d = 0; d < D; d++)
+        out[d] = total == 0 ? 0 : values[d] / total;
+}
+
+// q, out [M, Hq, D]
+void attention(const Block *block, const Pass *pass, const Cache *cache, float *q, float *out) {
+    Call a = {.block = block, .pass = pass, .cache = cache, .x = q, .out = out};
+    int longest = 0, Hq = block->n_head, D = block->head_size;
+    for (int b = 0; b < pass->B; b++)
+        longest = max(longest, pass->lengths[b] + pass->T);
+    a.splits = (longest + SPLIT - 1) / SPLIT;
+    a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
+    int units = pass->B * block->n_kv_head * a.splits;
+    size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // of a node
+    int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
+    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [B, Hkv, splits, nodes, G, width]
+    for (; a.first < pass->T; a.first += nodes) {
+        a.nodes = min(pass->T - a.first, nodes);
+        int64_t work = (int64_t)a.nodes * Hq * min(longest, SPLIT);
+        parallel(attend_split, &a, units, work, pass->threads);
+        parallel(merge_splits, &a, pass->B * a.nodes * Hq, a.splits * D, pass->threads);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// glu
+//
+//   y = act(gate) * up, or act(up); silu(x) = x / (1 + e^-x), and with u = sqrt(2 / pi) (x +
+//   0.044715 x^3) the tanh approximation of gelu is x / (1 + e^-2u)
+
+static void glu_row(void *arguments, int m) {
+    const Call *a = arguments;
+    int n = a->block->n_inner, gated = a->block->gated;
+    const float *x = a->x + (size_t)m * n * (1 + gated);
+    for (int i = 0; i < n; i += LANES) {
+        vf v = load_n(x + i, n - i);
+        vf y = a->block->gelu ? 1.5957691216f * (v + 0.044715f * v * v * v) : v;
+        v /= 1.0f + vexp(-y);
+        if (gated)
+            v *= load_n(x + n + i, n - i);
+        copy_n(a->out + (size_t)m * n + i, &v, n - i, sizeof(float));
+    }
+}
+
+// x [M, n_inner], or gate and up, [M, 2 n_inner] -> out [M, n_inner]
+void glu(const Block *block, float *x, int M, float *out, int threads) {
+    Call a = {.block = block, .x = x, .out = out};
+    parallel(glu_row, &a, M, 8 * block->n_inner, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// run_blocks: model.Block, one after another
+
+// x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm
+void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *pass,
+                const Cache *first, float *x, float *normed) {
+    int M = pass->B * pass->T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass->threads;
+    int q_size = blocks->n_head * blocks->head_size;
+    int size = 2 * q_size + 2 * blocks->n_kv_head * blocks->head_size + C + 3 * inner;
+    float *q = scratch(PASS, (size_t)M * size * sizeof *q), *delta = q + (size_t)M * q_size;
+    float *up = delta + (size_t)M * C, *hidden = up + (size_t)M * 2 * inner;
+    float *qkv = hidden + (size_t)M * inner;
+    Cache cache = *first;
+    Norm post = {0};
+    for (const Block *c = blocks; c < blocks + count; c++) {
+        add_norm(&post, &c->attn_norm, x, c == blocks ? NULL : delta, normed, M, C, threads);
+        product(&c->qkv, normed, M, qkv, threads);
+        rope_cache(c, pass, &cache, qkv, q);
+        attention(c, pass, &cache, q, qkv);
+        product(&c->proj, qkv, M, delta, threads);
+        add_norm(&c->attn_post_norm, &c->mlp_norm, x, delta, normed, M, C, threads);
+        product(&c->up, normed, M, up, threads);
+        glu(c, up, M, hidden, threads);
+        product(&c->down, hidden, M, delta, threads);
+        post = c->mlp_post_norm;
+        cache.data = (char *)cache.data + cache.layer_stride * (cache.bfloat16 ? 2 : 4);
+    }
+    add_norm(&post, last, x, delta, normed, M, C, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// argmax
+//
+//   argmax_t(logits[m, t] / temperature + gumbel(seed, sequence[m], position[m], t)), at temperature
+//   0 of the logits alone; of equals the lowest t, and NaN is never the largest
+
+typedef struct { float score; int token; } Best;
+
+typedef struct {
+    const float *logits;         // [M, V]
+    int V, first_token, parts;   // first_token: the token of the first column
+    float temperature;
+    uint64_t seed;               // as kernels._seed_key mixes it
+    const int64_t *sequence, *position;  // [M]
+    Best *best;                  // [M, parts]
+} Argmax;
+
+static uint64_t splitmix64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+INLINE vf gumbel(uint64_t key, vi tokens) {  // as kernels.gumbel
+    vu x = (vu)tokens ^ (uint32_t)key;
+    x = (x ^ x >> 16) * 0x7feb352d ^ (uint32_t)(key >> 32);
+    x = (x ^ x >> 15) * 0x846ca68b;
+    x = (x ^ x >> 16) >> 8 | 1;
+    return -vlog(-vlog(__builtin_convertvector(x, vf) * 0x1p-24f));
+}
+
+INLINE Best better(Best a, Best b) {
+    return a.score > b.score || (a.score == b.score && a.token < b.token) ? a : b;
+}
+
+static void best_of_part(void *arguments, int unit) {
+    const Argmax *a = arguments;
+    int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
+    uint64_t key = 0;
+    if (a->temperature != 0)
+        key = splitmix64(splitmix64(a->sequence[m] + a->seed) + a->position[m]);
+    vf best = splat(-INFINITY);
+    vi at = start + NUMBERS;
+    for (int i = start; i < end; i += LANES) {
+        vf score = load_n(a->logits + (size_t)m * a->V + i, end - i);
+        if (a->temperature != 0)
+            score = score / a->temperature + gumbel(key, NUMBERS + i + a->first_token);
+        vi larger = (score > best) & (NUMBERS < end - i);
+        best = select_lanes(larger, score, best);
+        at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
+    }
+    a->best[unit] = (Best){best[0], at[0]};
+    for (int i = 1; i < LANES; i++)
+        a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
+}
+
+void argmax(const float *logits, int M, int V, int first_token, float temperature, int64_t seed,
+            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
+    Argmax a = {logits, V, first_token, (V + PART - 1) / PART, temperature, seed, sequence,
+                position, NULL};
+    a.best = scratch(BEST, (size_t)M * a.parts * sizeof *a.best);
+    parallel(best_of_part, &a, M * a.parts, PART, threads);
+    for (int m = 0; m < M; m++) {
+        Best best = a.best[m * a.parts];
+        for (int i = 1; i < a.parts; i++)
+            best = better(best, a.best[m * a.parts + i]);
+        out[m] = best.token;
+    }
+}
