@@ -6,13 +6,14 @@
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, of the functions above
+//     argmax        the best token of each row of logits, with or without Gumbel noise
 //
 // Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
 // whatever the other rows, the threads and the token's place in the cache. Threads share the units
 // of a function, and each unit writes its own part of the result.
 //
-// Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, C hidden size,
-// Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
+// Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
+// C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
 
 #include <math.h>
 #include <pthread.h>
@@ -30,6 +31,7 @@
 #define MAX_TREE 64          // T of a tree
 #define MAX_HEAD 256         // D
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
+#define PART 4096            // tokens among which a unit of argmax finds the best
 #define MIN_WORK 4096        // numbers below which a function stays on one thread
 #define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
@@ -228,7 +230,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 }
 
 // Memory of the calling thread, kept from call to call
-enum { PREPARED, PASS, ROWS, PARTS, BUFFERS };
+enum { PREPARED, PASS, ROWS, PARTS, BEST, BUFFERS };
 
 static void *scratch(int which, size_t size) {
     static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
@@ -307,6 +309,13 @@ INLINE vf fold(vf *v) {          // lane i: the sum of v[i], pairs of neighbours
     return v[0];
 }
 
+INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
+    vf y = splat(c[0]);
+    for (int i = 1; i < n; i++)
+        y = y * x + c[i];
+    return y;
+}
+
 INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -314,12 +323,19 @@ INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     vi exponent = (vi)n << 23;
     n -= 12582912.0f;
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = splat(c[0]);
-    for (int i = 1; i < 6; i++)
-        p = p * r + c[i];
-    p = p * r * r + r + 1.0f;
+    vf p = polynomial(r, 6, c) * r * r + r + 1.0f;
     vf result = select_lanes(x > 88.0f, splat(INFINITY), (vf)((vi)p + exponent));
     return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
+}
+
+INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); x > 0, normal
+    static const float c[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
+                              -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                              2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    vi bits = (vi)x - 0x3f3504f3;
+    vf n = __builtin_convertvector(bits >> 23, vf);
+    vf f = (vf)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, p = polynomial(f, 9, c);
+    return n * 0.693359375f + (f + (f * f * (p * f - 0.5f) - n * 2.12194440e-4f));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -740,5 +756,75 @@ void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *pa
         add.norm = c + 1 < blocks + count ? &c[1].attn_norm : last;
         parallel(add_norm_row, &add, M, C, threads);
         cache.data = (char *)cache.data + cache.layer_stride * (cache.bfloat16 ? 2 : 4);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// argmax
+//
+//   argmax_t(logits[m, t] / temperature + gumbel(seed, sequence[m], position[m], t)), at temperature
+//   0 of the logits alone; of equals the lowest t, and NaN is never the largest
+
+typedef struct { float score; int token; } Best;
+
+typedef struct {
+    const float *logits;         // [M, V]
+    int V, first_token, parts;   // first_token: the token of the first column
+    float temperature;
+    uint64_t seed;               // as kernels._seed_key mixes it
+    const int64_t *sequence, *position;  // [M]
+    Best *best;                  // [M, parts]
+} Argmax;
+
+static uint64_t splitmix64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+INLINE vf gumbel(uint64_t key, vi tokens) {  // as kernels.gumbel
+    vu x = (vu)tokens ^ (uint32_t)key;
+    x = (x ^ x >> 16) * 0x7feb352d ^ (uint32_t)(key >> 32);
+    x = (x ^ x >> 15) * 0x846ca68b;
+    x = (x ^ x >> 16) >> 8 | 1;
+    return -vlog(-vlog(__builtin_convertvector(x, vf) * 0x1p-24f));
+}
+
+INLINE Best better(Best a, Best b) {
+    return a.score > b.score || (a.score == b.score && a.token < b.token) ? a : b;
+}
+
+static void best_of_part(void *arguments, int unit) {
+    const Argmax *a = arguments;
+    int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
+    uint64_t key = 0;
+    if (a->temperature != 0)
+        key = splitmix64(splitmix64(a->sequence[m] + a->seed) + a->position[m]);
+    vf best = splat(-INFINITY);
+    vi at = start + NUMBERS;
+    for (int i = start; i < end; i += LANES) {
+        vf score = load_n(a->logits + (size_t)m * a->V + i, end - i);
+        if (a->temperature != 0)
+            score = score / a->temperature + gumbel(key, NUMBERS + i + a->first_token);
+        vi larger = (score > best) & (NUMBERS < end - i);
+        best = select_lanes(larger, score, best);
+        at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
+    }
+    a->best[unit] = (Best){best[0], at[0]};
+    for (int i = 1; i < LANES; i++)
+        a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
+}
+
+void argmax(const float *logits, int M, int V, int first_token, float temperature, int64_t seed,
+            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
+    Argmax a = {logits, V, first_token, (V + PART - 1) / PART, temperature, seed, sequence,
+                position, NULL};
+    a.best = scratch(BEST, (size_t)M * a.parts * sizeof *a.best);
+    parallel(best_of_part, &a, M * a.parts, PART, threads);
+    for (int m = 0; m < M; m++) {
+        Best best = a.best[m * a.parts];
+        for (int i = 1; i < a.parts; i++)
+            best = better(best, a.best[m * a.parts + i]);
+        out[m] = best.token;
     }
 }

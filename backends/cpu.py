@@ -6,7 +6,6 @@ compiler nothing changes: a model computes by torch's operations, as model.py ha
 
 import ctypes
 import hashlib
-import math
 import os
 import platform
 import shlex
@@ -22,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gumbel, runs_triton
+from kernels import _seed_key, gumbel_argmax, runs_triton
 from model import GPT, LMHead, NoNorm, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -133,7 +132,8 @@ FUNCTIONS = {
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
     "attention": (POINTER(Block), POINTER(Pass), POINTER(Cache), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), POINTER(Cache), c_void_p,
-                   c_void_p)}
+                   c_void_p),
+    "argmax": (c_void_p, c_int, c_int, c_int, c_float, c_int64, *[c_void_p] * 3, c_int)}
 
 
 @lru_cache
@@ -316,7 +316,7 @@ class KernelHead:
         packed = self.current()
         if packed is None:
             return super().sample(hidden, temperature, seed, sequence, position, first_token)
-        return sample(packed.multiply(hidden), temperature, seed, sequence, position, first_token)
+        return argmax(packed.multiply(hidden), temperature, seed, sequence, position, first_token)
 
 
 class PackedLMHead(KernelHead, PackedLinear, LMHead):
@@ -329,18 +329,16 @@ class PackedLMHead(KernelHead, PackedLinear, LMHead):
         return self.vocab[1]
 
 
-def sample(logits, temperature, seed, sequence, position, first_token=0):
-    """`kernels.gumbel_argmax` of float32 logits, which makes noise for those tokens alone that
-    some noise would let win: it is from -2.9 to 16.7."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    scores = logits / temperature
-    rows, columns = (scores >= scores.amax(1, keepdim=True) - 19.6).nonzero().unbind(1)
-    tokens = (first_token + columns)[:, None]
-    noise = gumbel(seed, sequence[rows], position[rows], tokens)[:, 0]
-    noisy = torch.full_like(scores, -math.inf)
-    noisy[rows, columns] = scores[rows, columns] + noise
-    return noisy.argmax(-1)
+def argmax(logits, temperature, seed, sequence, position, first_token=0):
+    """As `kernels.gumbel_argmax`, of float32 logits."""
+    if library() is None:
+        return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
+    M, V = logits.shape
+    sequence, position = (x.long().contiguous() for x in (sequence, position))
+    out = torch.empty(M, dtype=torch.int64)
+    library().argmax(logits.data_ptr(), M, V, first_token, temperature, _seed_key(seed),
+                     sequence.data_ptr(), position.data_ptr(), out.data_ptr(), threads())
+    return out
 
 
 def topk_logprobs(logits, k):
