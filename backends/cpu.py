@@ -2,7 +2,7 @@
 
 `apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
 names; a layer whose weight has changed, or that needs a gradient, computes as before. Without a
-compiler nothing changes: a model computes by torch's operations, as model.py has them."""
+compiler a model computes by torch's operations, in float32 with oneDNN's products."""
 
 import ctypes
 import hashlib
@@ -37,23 +37,22 @@ def apply(model, heads=None):
     """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU -> a context to decode in. Call it
     again after weights have changed, or the model has left the CPU: its layers then become what
     they were."""
-    modules = [module for module in (model, heads) if module is not None]
+    layers = [*model.modules(), *(heads.modules() if heads is not None else ())]
     if model.device.type != "cpu" or runs_triton(model.norm.weight):
-        replace_classes(modules, {packed: layer for layer, packed in PACKED.items()})
+        replace_classes(layers, {packed: layer for layer, packed in PACKED.items()})
         return nullcontext
-    linears = [layer for module in modules for layer in module.modules()
-               if isinstance(layer, nn.Linear) and getattr(layer, "copy", None) is None]
-    if 2 * sum(layer.weight.nbytes for layer in linears) > model.free_memory():
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    unpacked = (layer.weight for layer in linears if getattr(layer, "copy", None) is None)
+    if 2 * sum(weight.nbytes for weight in unpacked) > model.free_memory():
         warn("the memory has no room for packed copies of the weights, so decoding is slower; take "
              "a smaller model")
         return nullcontext
-    replace_classes(modules, PACKED)
+    replace_classes(layers, PACKED)
     model.programs = ()
-    for module in modules:
-        for layer in module.modules():
-            if isinstance(layer, PackedLinear):  # a fork may have a subclass of its own
-                layer.repack()
-    return kernel_threads
+    for layer in linears:
+        if isinstance(layer, PackedLinear):  # a fork may have a subclass of its own
+            layer.repack()
+    return kernel_threads if is_exact(model) else nullcontext
 
 
 @contextmanager
@@ -74,10 +73,9 @@ def threads():
     return THREADS[-1] if THREADS else torch.get_num_threads()
 
 
-def replace_classes(modules, classes):
-    for module in modules:
-        for layer in module.modules():
-            layer.__class__ = classes.get(type(layer), type(layer))
+def replace_classes(layers, classes):
+    for layer in layers:
+        layer.__class__ = classes.get(type(layer), type(layer))
 
 
 def default_dtype(device, stored):
@@ -160,7 +158,8 @@ def library():
 
 def load_or_build(command):
     """The library that a command makes of cpu.c, from the user's cache folder."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True,
+                             text=True).stdout
     key = SOURCE.read_bytes(), version, command, cpu_features()
     name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"

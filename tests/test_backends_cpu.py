@@ -282,3 +282,92 @@ def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
             got = model.head.topk(hidden, 4, vocab_ids)
         torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
         assert torch.equal(got[1], want[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The library
+
+def run_with(environment, code, *arguments):
+    """Runs code in a fresh process from the root -> what it printed."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+TEXT = """
+import sys, torch
+from backends import cpu
+from generate import generate
+from hf import checkpoint
+torch.set_num_threads(1)
+model = checkpoint.load(sys.argv[1], device="cpu", quantize=sys.argv[2] if len(sys.argv) > 2 else None)
+print(cpu.library() is not None, generate(model, [[1, 2, 3], [50] * 40], 20, lookup=True, tree_size=5).tokens)
+"""
+
+
+@needs_compiler
+def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeypatch, capsys):
+    """Catches a compiler that runs each time, a broken file or another machine's that is taken, a folder that cannot be
+    written and then a traceback, or more than one line about it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **k: runs.append(command) or run(command, **k))
+    compiled = lambda: sum("-o" in command for command in runs)
+    command = ["cc", "-O1", "-std=gnu11", "-shared", "-fPIC", "-pthread"]
+    cpu.load_or_build(command)
+    cpu.load_or_build(command)
+    (file,) = (tmp_path / "clover").iterdir()
+    assert compiled() == 1 and file.suffix == ".so"
+    file.unlink()
+    file.write_bytes(b"truncated")
+    cpu.load_or_build(command)
+    assert compiled() == 2 and file.stat().st_size > 10_000
+    monkeypatch.setattr(cpu, "cpu_features", lambda: ["another"])
+    cpu.load_or_build(command)
+    assert compiled() == 3 and len(list((tmp_path / "clover").iterdir())) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where no folder can be made
+    models.warn.cache_clear()
+    cpu.load_or_build(command)
+    assert compiled() == 4 and capsys.readouterr().err.count("compiled anew in each run") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_without_a_compiler_the_texts_are_the_same(compiler, tmp_path):
+    """Catches a traceback, and a line that does not help; in float32, where a tie would be chance."""
+    toy_model().save_pretrained(tmp_path)
+    want = run_with({}, TEXT, tmp_path)
+    got = run_with(dict(CC=compiler), TEXT, tmp_path)
+    assert want.stdout.startswith("True") and not want.stderr
+    assert got.stdout == want.stdout.replace("True", "False") and len(got.stderr.splitlines()) == 1
+    assert "install a C compiler" in got.stderr
+
+
+@needs_compiler
+def test_two_processes_may_build_at_once(tmp_path):
+    """Catches a file that one reads while the other writes it."""
+    environment = os.environ | dict(XDG_CACHE_HOME=str(tmp_path), CFLAGS="-O1")
+    code = "from backends import cpu; assert cpu.library()"
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len(list((tmp_path / "clover").iterdir())) == 1
+
+
+FUNCTIONS = "product or row_without or attention or argmax or same_bits"
+SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", [
+    "-DPLAIN -O2", *(pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", SANITIZED))])
+def test_other_processors_compute_the_same(flags, tmp_path):
+    """Catches a version of the dot products that this CPU does not take, and what sanitizers find."""
+    environment = dict(CFLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
+    if flags == SANITIZED:
+        libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
+                     for name in ("asan", "ubsan")]
+        environment |= dict(LD_PRELOAD=" ".join(map(str.strip, libraries)), ASAN_OPTIONS="detect_leaks=0")
+    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-x', *sys.argv[1:]]))"
+    done = run_with(environment, code, "tests/test_backends_cpu.py", "-k", FUNCTIONS)
+    assert "passed" in done.stdout and "skipped" not in done.stdout
