@@ -84,6 +84,11 @@ def default_dtype(device, stored):
     return torch.bfloat16 if fast else torch.float32
 
 
+def trim_memory():
+    """Gives the system back what glibc keeps of freed memory: reading weights frees much."""
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+
+
 def is_exact(model):
     """Whether two ways to decode give the same bits."""
     return (isinstance(model, CPUModel) and model.head.current() is not None

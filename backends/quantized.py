@@ -70,8 +70,8 @@ class Unpacked(NamedTuple):
         """float32 [N, C]"""
         if self.zeros is None and self.kind != "e4m3":
             q = self.q if self.kind == "int4" else self.q.view(torch.int8)
-            groups = q.float().view(len(q), len(self.scales), -1)
-            values = groups * self.scales.float().T[:, :, None]
+            values = q.float().view(len(q), len(self.scales), -1)
+            values *= self.scales.float().T[:, :, None]
             if self.minimums is not None:
                 values += self.minimums.float().T[:, :, None]
             return values.flatten(1)

@@ -182,15 +182,15 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
         model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
-        matches += [(tensor, "head.weight", start) for tensor, name, start in matches
-                    if name == "embed.weight"]
+        head = [(tensor, "head.weight", *rest) for tensor, name, *rest in matches
+                if name == "embed.weight"]
+        others = [match for match in matches if match[1] != "embed.weight" or not one_table]
+        matches = others + head
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
     find_layouts = cpu_layouts if on_cpu else weight_layouts
     layouts = rounded_layouts(model, quantize) if quantize else find_layouts(model, matches)
-    if one_table:
-        layouts.pop("embed.weight", None)
     with torch.device("meta"):
         group.divide(model)
         if on_cpu:
@@ -207,6 +207,8 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     model.hash, model.unrounded_hash = read_weights(
         model, matches, shapes, group, layouts, quantize)
     model.quantization = quantize or scheme
+    if on_cpu:
+        cpu.trim_memory()
     group.connect(model)
     return model
 
@@ -249,8 +251,9 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     for i in range(2):
         joined = {name: (shapes[name], torch.cat([parts[row][i] for row in sorted(parts)]))
                   for name, parts in samples.items()}
-        tied = {"head.weight": joined["embed.weight"]} if model.config.tied else {}
-        hashes.append(samples_hash(joined | tied))
+        joined.setdefault("head.weight", joined.get("embed.weight"))  # where they are one
+        joined.setdefault("embed.weight", joined["head.weight"])
+        hashes.append(samples_hash(joined))
     return hashes
 
 
