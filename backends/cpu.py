@@ -91,8 +91,13 @@ def trim_memory():
 
 def is_exact(model):
     """Whether two ways to decode give the same bits."""
-    return (isinstance(model, CPUModel) and model.head.current() is not None
+    return (isinstance(model, CPUModel) and packed_weight(model.head) is not None
             and model.program(model.blocks) is not None)
+
+
+def packed_weight(layer):
+    """The `PackedWeight` that a layer multiplies by, None where there is none."""
+    return layer.current() if hasattr(layer, "current") else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -439,7 +444,7 @@ def make_program(blocks):
     for block, struct in zip(blocks, array):
         attn, mlp = block.attn, block.mlp
         for name, layer in dict(qkv=attn.qkv, proj=attn.proj, up=mlp.up, down=mlp.down).items():
-            packed = layer.current() if hasattr(layer, "current") else None
+            packed = packed_weight(layer)
             if packed is None or packed.linear is None:
                 return None
             setattr(struct, name, packed.linear)
