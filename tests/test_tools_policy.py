@@ -35,7 +35,7 @@ def test_expected_tokens_of_a_table():
 @pytest.mark.parametrize("heads", [None, Heads()])
 @pytest.mark.parametrize("lookup", [False, True])
 def test_at_most_five_plans(toy, heads, lookup):
-    plans = draft_plans(toy, heads, lookup, 8, 0.0)
+    plans = draft_plans(toy, heads, lookup, 1, 0.0)
     assert plans[0] == PLAIN and len(set(plans)) == len(plans) <= 5
     assert any(plan.head_nodes for plan in plans) == bool(heads)
     assert any(plan.lookup_tokens for plan in plans) == lookup

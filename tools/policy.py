@@ -17,7 +17,7 @@ from generate import DEFAULT_TREE, DraftPlan
 
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 CHAINS = (4, 10)                   # tokens of lookup
-ROW = dict(cpu=0.09, cuda=0.004)  # what a step takes for each further row, relative to one,
+ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one,
 HEAD = dict(cpu=0.12, cuda=0.25)  # and for each draft head that guesses: pessimistic guesses
 PRIORS = ((0, 1), (0.5, 2), (2, 2))  # lookup: right and wrong tokens, by match; pessimistic
 MEMORY = 64       # steps that counts of tokens look back on
