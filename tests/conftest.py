@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, InputError
+from training.corpus import builtin_corpus
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 
@@ -42,6 +44,15 @@ def random_prompts(lengths, vocab_size=97, seed=0):
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
+def refusal(call, *says):
+    """The message of the InputError that `call` raises: one line that contains all of `says`."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and all(str(part) in message for part in says), message
+    return message
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -50,6 +61,11 @@ def seeded():
 @pytest.fixture(scope="session")
 def toy():
     return toy_model()
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return tuple(file.read_text()[:20_000] for file in builtin_corpus("heldout")[:12])
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +78,7 @@ def checkpoint(tmp_path_factory):
 
 
 def write_tokenizer(path):
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"])
     spec = dict(version="1.0", added_tokens=[dict(id=257, content="<|endoftext|>", special=True)], normalizer=None,
