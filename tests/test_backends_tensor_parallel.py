@@ -27,7 +27,7 @@ from tools.cli import command
 ROOT = Path(__file__).parent.parent
 FAMILIES = {
     "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
-    "mistral": dict(n_head=8, n_kv_head=4), "qwen2": dict(qkv_bias=True, n_kv_head=1),
+    "qwen2": dict(qkv_bias=True, n_kv_head=1),
     "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
     "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
                  proj_bias=True, mlp_bias=True),
@@ -36,8 +36,7 @@ FAMILIES = {
     "olmo3": dict(qk_norm="all", norm_at="after", n_kv_head=4, windows=(7, 0), tied=False),
     "gemma3_text": dict(qk_norm="head", norm_at="both", windows=(0, 5), window_theta=500.0, activation="gelu",
                         embed_scale=8.0, attn_scale=0.25),
-    "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False),
-    "smollm3": dict(unrotated=(0,), windows=(9, 0))}
+    "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False)}
 WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2), dict(tree_size=1, temperature=0.8),
         dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20)]
 PROMPTS = random_prompts([5, 14, 1])
@@ -78,7 +77,7 @@ def texts(folder, group):
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
         for way in WAYS if i < 1 else WAYS[:1]:
             way = way | dict(heads=heads if "heads" in way else None)
-            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 8, **way).tokens
+            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 6, **way).tokens
     return found
 
 

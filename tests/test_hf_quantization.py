@@ -121,7 +121,7 @@ def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flag
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_layers_hold_the_same_values(kind, tmp_path, monkeypatch):
     """Catches packed rows in the folder's order, or scales that the layer lays out otherwise. Layers compute by the
-    kernels' references here, in test_backends_quantized.py by kernels."""
+    kernels' references here, in test_kernels_quantized.py by kernels."""
     path = write_quantised(tmp_path, kind)
     want = checkpoint.load(path, torch.float32, "cpu")
     monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
