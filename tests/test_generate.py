@@ -10,15 +10,13 @@ import torch
 
 import generate as module
 import model as models
-from backends import cpu
-from clover import PRESETS, CloverHeads, Tree
-from conftest import SHAPES, random_prompts, toy_model
+from clover import PRESETS, CloverHeads
+from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import DraftPlan, Engine, FixedPolicy, Interrupted, Sampling, fixed_plan, generate
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT, InputError
 from test_clover import random_heads
-from tools.compare import first_difference
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
@@ -56,8 +54,8 @@ def test_short_prompts_are_read_at_once(toy, plain, name, batch, passes, monkeyp
     assert shapes[:len(passes)] == passes
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name, way", [
+    *((name, "sampled") for name in PRESETS), ("clover", "greedy"), ("clover2", "filtered")])
 def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):
     """Catches a guess that is accepted wrongly, a cache row left behind, noise that depends on the slot or the tree."""
     heads = random_heads(toy, name)
@@ -85,27 +83,6 @@ def test_every_model_shape_is_lossless(shape):
     assert got.tokens == want.tokens
 
 
-class Oracle(CloverHeads):
-    """Guesses right as far as it goes: a chain of the true continuation, which shows what the loop makes of it."""
-
-    def draft(self, state, root, tree_size, beams):
-        tokens = torch.stack([torch.tensor(self.text[self.at(b):][:tree_size]) for b in range(len(root))])
-        nodes = torch.arange(tree_size).expand(len(root), -1)
-        return Tree(tokens, (nodes - 1).clamp(min=0), nodes, (2 << nodes) - 1)
-
-
-def test_right_guesses_are_all_accepted(toy):
-    """Catches a loop that is lossless because it accepts too little."""
-    text = PROMPTS[0] + generate(toy, PROMPTS[:1], 60).tokens[0]
-    oracle = Oracle(PRESETS["clover"], toy).eval()
-    oracle.text, position = text + [0] * 8, [len(PROMPTS[0]) - 1]
-    oracle.at = lambda b: position[0]
-    out = generate(toy, PROMPTS[:1], 60, oracle, tree_size=5,
-                   on_tokens=lambda index, tokens: position.__setitem__(0, position[0] + len(tokens)))
-    assert out.tokens[0] == text[len(PROMPTS[0]):] and out.steps == 12 and out.step_lengths == {5: 12}
-    assert out.tokens_per_step == 5.0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Lookup, and steps that draft in several ways
 
@@ -113,8 +90,8 @@ DRAFTS = {"lookup-2": (False, 2), "lookup-64": (False, 64), "both-3": (True, 3),
           "both-64": (True, 64)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts, way", [
+    *((drafts, "sampled") for drafts in DRAFTS), ("lookup-64", "greedy"), ("both-22", "filtered")])
 def test_lookup_gives_the_plain_text(toy, plain, drafts, way):
     """Catches a chain of another sequence, of tokens behind the text's end, or merged under the wrong node."""
     both, tree_size = DRAFTS[drafts]
@@ -179,8 +156,7 @@ class InTurns(FixedPolicy):
 ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["clover", "clover2", "medusa"])
+@pytest.mark.parametrize("name, way", [("clover", "filtered"), ("clover2", "sampled"), ("medusa", "greedy")])
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, steps_ahead, name, way):
     """Catches heads that read a hole in the text, a path of another step's length, a step read as another's."""
@@ -200,8 +176,7 @@ def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, ste
 
 GRID = [(name, batch, tree_size) for name in (*PRESETS, "lookup", "clover+lookup", "medusa+lookup", "in turns")
         for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64) if name != "in turns" or tree_size == 64]
-SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16), ("lookup", 3, 16),
-          ("clover+lookup", 8, 22), ("in turns", 8, 64)]
+SAMPLE = [("clover", 16, 5), ("clover2", 3, 16), ("clover+lookup", 8, 16), ("in turns", 8, 64)]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +189,7 @@ def mixed():
 
 
 @pytest.mark.parametrize("name, batch, tree_size",
-                         SAMPLE + [pytest.param(*case, marks=pytest.mark.slow) for case in GRID])
+                         SAMPLE + [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in SAMPLE])
 def test_mixed_prompts_through_refilled_slots(mixed, name, batch, tree_size):
     """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
     model, prompts, plain = mixed
@@ -224,22 +199,6 @@ def test_mixed_prompts_through_refilled_slots(mixed, name, batch, tree_size):
         made = new_engine(model, random_heads(model, preset) if preset else None, batch_size=batch,
                           sampling=Sampling(**WAYS[way]), **drafts)
         assert made.generate(prompts[:n], 24).tokens == plain[way][:n]
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_in_bfloat16_texts_are_equal_or_part_at_a_tie(way):
-    """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal. On
-    a CPU that has instructions for it, none part."""
-    model = toy_model().to(torch.bfloat16)
-    prompts = random_prompts([random.Random(i).randint(1, 150) for i in range(8)])
-    plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
-    for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
-        heads = random_heads(model, name).to(torch.bfloat16)
-        texts = generate(model, prompts, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way]).tokens
-        for i, prompt in enumerate(prompts):
-            place = [[]] * i + [texts[i]], [[]] * i + [plain[i]]  # the noise knows a text by its place
-            difference = first_difference(model, [prompt] * (i + 1), *place, **WAYS[way])
-            assert difference is None or cpu.library() is None and difference[3] == "tie", (i, difference)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -443,9 +402,7 @@ BAD_CALLS = {
 def test_bad_calls_are_refused_in_one_line(toy, case):
     changes, says = BAD_CALLS[case]
     options = dict(prompts=[[1, 2]], max_new_tokens=5, heads=random_heads(toy)) | changes
-    with pytest.raises(InputError) as caught:
-        generate(toy, **options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    refusal(lambda: generate(toy, **options), says)
 
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_allocated(toy, monkeypatch):
@@ -499,8 +456,8 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("drafts", ["heads", "in turns"])
-@pytest.mark.parametrize("name", [None, "clover", "clover2", "medusa"])
+@pytest.mark.parametrize("name, drafts", [
+    (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
 def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
     model = toy_model()

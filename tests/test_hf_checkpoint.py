@@ -4,19 +4,17 @@ import json
 import math
 import os
 import shutil
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset, state_hash
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import generate
 from hf.checkpoint import describe
 from hf.families import FAMILIES, GEMMA_KEYS, parse_config, read_config
-from model import GPT, InputError, alibi_slopes, atomic_write
-from test_clover import random_heads
+from model import GPT, InputError, alibi_slopes
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -167,25 +165,7 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     assert len(text) == 64 and text == their_text[len(prompt) - 1:-1]  # each token is their argmax after those before
     model = GPT.from_pretrained(sharded, device="cpu")
     heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
-    assert generate(model, [prompt, prompt[:7]], 64, heads, tree_size=12).tokens[0] == text
-
-
-WAYS = (1, 4, "lookup", 0.9), (5, 4, "both", 0.9), (17, 1, "heads", 0.0)
-REST = "mistral-window", "qwen2-window", "smollm3", "olmo2-grouped", "glm", "glm4"
-
-
-@pytest.mark.parametrize("name", [
-    "gemma3", "olmo3", "phi4-mini", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
-def test_what_drafts_changes_no_text_of_any_kind_of_family(name, tmp_path):
-    """Catches a window, a norm or a rotation that a tree's nodes or the heads' block have otherwise than a text."""
-    model = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu")
-    heads, prompts = random_heads(model), random_prompts([30, 7, 1, 60])
-    plain = {temperature: generate(model, prompts, 40, temperature=temperature, seed=3, batch_size=1).tokens
-             for temperature in (0.0, 0.9)}
-    for tree_size, batch, draft, temperature in WAYS:
-        out = generate(model, prompts, 40, None if draft == "lookup" else heads, lookup=draft != "heads", seed=3,
-                       tree_size=tree_size, batch_size=batch, temperature=temperature)
-        assert out.tokens == plain[temperature], (tree_size, batch, draft, temperature)
+    assert generate(model, [prompt, prompt[:7]], 24, heads, tree_size=12).tokens[0] == text[:24]
 
 
 def test_pickled_weights_are_the_same_weights(tmp_path):
@@ -419,12 +399,9 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     toy_model().save_pretrained(path)
     breaks, says = BROKEN[case]
     edit_config(path, **breaks) if isinstance(breaks, dict) else breaks(path)
-    start = time.perf_counter()
-    for call in (lambda: describe(path), lambda: GPT.from_pretrained(path, device="cpu")):
-        with pytest.raises(InputError) as caught:
-            call()
-        assert says in str(caught.value) and "\n" not in str(caught.value)
-    assert time.perf_counter() - start < 3 and "code ran" not in capsys.readouterr().out
+    for call in (describe, GPT.from_pretrained):
+        refusal(lambda: call(path), says)
+    assert "code ran" not in capsys.readouterr().out
 
 
 def test_describe_names_windows_and_rotation(tmp_path):
@@ -440,19 +417,3 @@ def test_a_config_without_a_spelling_is_not_written(tmp_path):
         with pytest.raises(InputError, match="no way to write|not supported"):
             toy_model(**flags).save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(InputError, match="nowhere: no such folder"):
-        GPT.from_pretrained(tmp_path / "nowhere")
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    """Catches half-written files."""
-    def fail(tmp):
-        open(tmp, "w").write("half")
-        raise OSError("disk full")
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(OSError):
-        atomic_write(tmp_path / "file", fail)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"

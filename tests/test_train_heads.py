@@ -96,7 +96,8 @@ def start_accuracy(checkpoint, texts, name):
     return evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)[1]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [
+    "hydra", "clover2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "clover"))])
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     """Catches heads that are trained towards the wrong token."""
     start = start_accuracy(checkpoint, texts, name)
@@ -139,10 +140,8 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
     ("baichuan", dict(n_kv_head=4, positions="alibi", unit_head=True)),
     ("gemma3_text", dict(qk_norm="head", norm_at="both", windows=(0, 9), window_theta=500.0, activation="gelu",
                          embed_scale=8.0, attn_scale=0.25)),
-    pytest.param("olmo3", dict(qk_norm="all", norm_at="after"), marks=pytest.mark.slow),
-    pytest.param("glm4", dict(norm_at="both", rotary_size=8, qkv_bias=True), marks=pytest.mark.slow)])
+    pytest.param("olmo3", dict(qk_norm="all", norm_at="after"), marks=pytest.mark.slow)])
 def test_heads_of_every_family_are_trained_and_used(family, shape, checkpoint, texts, tmp_path, unmeasured):
-    """Catches a family that loads and cannot be trained on or decoded with."""
     toy_model(family=family, vocab_size=258, block_size=128, tied=family == "gpt2", **shape).save_pretrained(tmp_path)
     shutil.copy(checkpoint / "tokenizer.json", tmp_path)
     run(tmp_path, texts, tmp_path / "out", "--steps", "3")
@@ -386,7 +385,6 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 
 def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches heads that learn what users say."""
     turn = lambda role, content: dict(role=role, content=content)
     says = lambda i: [turn("user", f"{i}?"), turn("assistant", f"it is {i}, and {i * i}, " * 3)]
     chats = write_lines(tmp_path / "chats.jsonl", (dict(messages=says(i)) for i in range(300)))
