@@ -5,6 +5,7 @@ import json
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 from model import GPT, GPTConfig, InputError
 from training.corpus import builtin_corpus
@@ -51,6 +52,22 @@ def refusal(call, *says):
     message = str(caught.value)
     assert "\n" not in message and all(str(part) in message for part in says), message
     return message
+
+
+def edit_weights(path, change, name="model.safetensors"):
+    """Changes the tensors of a folder's file by change(tensors)."""
+    tensors = load_file(path / name)
+    change(tensors)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path / name)
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """The (rows, tokens) of each call of GPT.prefill."""
+    shapes, prefill = [], GPT.prefill
+    note = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
+    monkeypatch.setattr(GPT, "prefill", note)
+    return shapes
 
 
 @pytest.fixture(autouse=True)

@@ -51,8 +51,7 @@ def values(layer):
 
 @pytest.mark.parametrize("layout", [INT8_ROWS, INT4(128), INT4(64), INT4(32)], ids=str)
 def test_rounding_is_to_the_nearest(layout):
-    """Catches a zero that is not on the grid, a group's largest number that is clipped, a group of zeros that becomes
-    NaN, rows of another chunk."""
+    """Catches a zero off the grid, a largest number that is clipped, NaN for a group of zeros, another chunk's rows."""
     value = torch.randn(70, 256) * torch.logspace(-3, 3, 70)[:, None]
     value[3] = 0
     value[4, :128] = value[4, :128].abs() + 1  # a group without 0
@@ -73,8 +72,7 @@ def test_rounding_is_to_the_nearest(layout):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_packed_and_dequantised_are_one_model(folder, quantize, monkeypatch):
-    """Catches a packed layer that was rounded otherwise than where weights are dequantised, and a tied table whose
-    embedding was rounded too."""
+    """Catches a packed layer that is rounded otherwise than a dequantised one, a tied table rounded for both uses."""
     want = checkpoint.load(folder, torch.float32, "cpu", quantize=quantize)
     plain = checkpoint.load(folder, torch.float32, "cpu")
     monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)

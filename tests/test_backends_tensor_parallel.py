@@ -96,35 +96,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_say_what_one_process_says(folder, size, tmp_path):
-    """Catches a part of a fused matrix that another rank has too, a bias that is added twice, noise of another token,
-    slopes of other heads, a draft vocabulary cut at the wrong id, ranks that take different tokens."""
+    """Catches a slice that another rank has too, a bias added twice, another token's noise, other heads' slopes."""
     decode = lambda rank: print(json.dumps(texts(folder, start(SimpleNamespace(device="cpu")))))
     said = run_ranks(tmp_path, decode, size)
     want, (first, *others) = texts(folder, Group()), [json.loads(out) for _, out, _ in said]
     assert all(other == first for other in others)
     assert {name: first[name] == tokens for name, tokens in want.items()} == dict.fromkeys(want, True)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ranks_hold_every_weight_once(folder, name):
-    """Catches rows that no rank holds, or that two do without need."""
-    for size in (2, 4):
-        model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
-        config = model.config
-        for rank, part in enumerate(ranks):
-            with torch.device("meta"):
-                Group(rank, size).divide(part)
-        for parameter, whole in model.named_parameters():
-            whole = torch.arange(whole.numel()).view(whole.shape)
-            counts = torch.zeros(whole.numel())
-            for rank, part in enumerate(ranks):
-                part = torch.empty_like(part.get_parameter(parameter), dtype=torch.int64, device="cpu")
-                checkpoint.copy_shard(part, whole, 0, Group(rank, size).shard_slices(parameter, config))
-                counts[part.flatten()] += 1
-            kv_copies = max(size // config.n_kv_head, 1)
-            allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), size}
-            allowed |= {float(size)} if parameter.endswith("bias") else set()
-            assert set(counts.tolist()) <= allowed and counts.min() >= 1, parameter
 
 
 @pytest.mark.parametrize("flags", [dict(n_head=3, n_kv_head=1), dict(n_inner=97), dict(n_head=6, n_kv_head=3)], ids=str)

@@ -40,18 +40,13 @@ def plain(toy):
 
 @pytest.mark.parametrize("batch, passes", [(8, [(5, 89), (3, 17)]), (3, [(3, 29)])])
 @pytest.mark.parametrize("name", [None, "clover", "clover2"])
-def test_short_prompts_are_read_at_once(toy, plain, name, batch, passes, monkeypatch):
-    """As a GPU does, which waits for launches. Catches a prompt that sees another's padding, or starts from another's
-    state, and a pass for each prompt."""
+def test_short_prompts_are_read_at_once(toy, plain, prefilled, name, batch, passes):
+    """Catches a prompt that sees another's padding, or starts from another's state, and a pass for each prompt."""
     heads = random_heads(toy, name) if name else None
     engine = new_engine(toy, heads, tree_size=5, lookup=True, batch_size=batch, capacity=150)
     engine.decoder.steps_ahead = 1  # as on a GPU, where slots stay where they are
-    shapes = []
-    prefill = GPT.prefill
-    count = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
-    monkeypatch.setattr(GPT, "prefill", count)
     assert engine.generate(PROMPTS, 24).tokens == plain["greedy"]
-    assert shapes[:len(passes)] == passes
+    assert prefilled[:len(passes)] == passes
 
 
 @pytest.mark.parametrize("name, way", [
@@ -213,8 +208,7 @@ def test_a_step_can_be_launched_outside_of_inference_mode(toy):
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
-    """Catches a token of the step after a text's end, given to the slot's next prompt or to none: what CUDA does,
-    here."""
+    """Catches a token of the step after a text's end, given to the slot's next prompt or to none."""
     for heads, tree_size in ((None, 1), (random_heads(toy), 9)):
         made = new_engine(toy, heads, batch_size=3, capacity=150, tree_size=tree_size)
         made.decoder.steps_ahead = steps_ahead
@@ -243,8 +237,7 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
 
 
 def test_the_last_texts_move_to_the_first_slots(toy):
-    """Catches a text that loses its cache, its noise or its state when it moves to another slot, and a step for every
-    number of texts, each of which a CPU prepares anew."""
+    """Catches a text that loses its cache, noise or state when it moves, and a step for every number of texts."""
     prompts = random_prompts([50, 5, 20, 3, 40, 9] + [3] * 10)
     stops = [tokens[3 + 3 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
     want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
@@ -260,8 +253,7 @@ def test_the_last_texts_move_to_the_first_slots(toy):
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
-    """Catches a slot whose half-filled cache a step of the others overwrites, others that wait for a long prompt, and
-    tokens that on_tokens does not hear."""
+    """Catches a half-filled cache that others' steps overwrite, others that wait, tokens that nobody hears."""
     prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])
     want = generate(toy, prompts, 20).tokens
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
@@ -335,8 +327,7 @@ def test_seeds_differ_and_repeat(toy):
 # Where text ends
 
 def test_stops_in_decoding(checkpoint):
-    """Catches a stop that only plain decoding sees, a token past it, inside an accepted path, and a reason for the end
-    that is not the true one."""
+    """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
     prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
     whole = generate(model, prompts, 40)
@@ -458,14 +449,10 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
 
 @pytest.mark.parametrize("name, drafts", [
     (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
-def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, monkeypatch):
+def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, prefilled, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
     model = toy_model()
     heads = random_heads(model, name) if name else None
-    read = []
-    prefill = GPT.prefill
-    count = lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest)
-    monkeypatch.setattr(GPT, "prefill", count)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
     plans = ALL if name else [plan for plan in ALL if not plan.head_nodes]
     kept = new_engine(model, heads, capacity=250, policy=InTurns(*plans)) if drafts == "in turns" else new()
@@ -474,8 +461,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     def check(prompt, most):
         fresh = new()
         want = fresh.generate([prompt], 20).tokens[0]
-        read.clear()
-        assert kept.generate([prompt], 20).tokens == [want] and sum(read) <= most
+        prefilled.clear()
+        assert kept.generate([prompt], 20).tokens == [want] and sum(n for _, n in prefilled) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
         for cache in ("cache", "heads_cache") if name else ("cache",):
             a, b = (getattr(engine.decoder.slots, cache).kv[..., :rows, :] for engine in (kept, fresh))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset, state_hash
-from conftest import SHAPES, random_prompts, refusal, toy_model
+from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf.checkpoint import describe
 from hf.families import FAMILIES, GEMMA_KEYS, parse_config, read_config
@@ -50,8 +50,6 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=1, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=32)),
-    "qwen3-window": ("Qwen3", dict(use_sliding_window=True, sliding_window=28, num_hidden_layers=3,
-                                   layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", dict(sliding_window=17)),
     "phi3-longrope": ("Phi3", dict(rope_parameters=ROPES["longrope"], original_max_position_embeddings=100)),
@@ -74,15 +72,12 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "mistral3-vision": ("Mistral", dict(sliding_window=None, head_dim=32)),
     "glm": ("Glm", dict(head_dim=32, rope_parameters=PARTIAL)),
     "glm4": ("Glm4", dict(head_dim=16, rope_parameters=PARTIAL)),
-    "glm4-whole": ("Glm4", dict(head_dim=16, attention_bias=False, rope_parameters=PARTIAL | dict(
-        partial_rotary_factor=1.0))),
     **{f"baichuan{kind}": ("Llama", {}) for kind in ("-7b", "2-7b", "-13b", "2-13b")},
 }
 
 
 def theirs_of(name, **changes):
-    """The transformers model of a folder, its weights all random: norms at 1 and biases at 0 would hide mistakes.
-    changes: flags of its config."""
+    """The transformers model of a folder, norms and biases random, too. changes: flags of its config."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     kind, flags = FOLDERS[name]
     flags = flags if kind == "GPT2" else TINY | flags | (dict(num_key_value_heads=4) if "baichuan" in name else {})
@@ -140,8 +135,7 @@ def rename_to_baichuan(path, name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
-    """Catches a misread flag, a swapped weight, a wrong rotation, a folder that we write and transformers misreads;
-    positions, masks and caches that go wrong only in decoding; and folders that differ in shards."""
+    """Catches a misread flag, a swapped weight, a wrong rotation or cache, shards, a folder that only we can read."""
     def check(logits):
         torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
 
@@ -193,17 +187,10 @@ def as_version_4(tensors):
     return {key: value.to(torch.int8) if "vision" in key else value for key, value in renamed.items()}
 
 
-def with_both_tables(tensors):
-    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
-
-
-def with_the_heads_name(tensors):
-    return {key.replace("model.embed_tokens", "lm_head"): value for key, value in tensors.items()}
-
-
 @pytest.mark.parametrize("name, rename", [
     ("gpt2", without_prefix), ("gemma3-vision", as_version_4), ("mistral3-vision", as_version_4),
-    ("llama-tied", with_both_tables), ("llama-tied", with_the_heads_name)])
+    ("llama-tied", lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
+    ("llama-tied", lambda tensors: {key.replace("model.embed_tokens", "lm_head"): x for key, x in tensors.items()})])
 def test_other_names_of_the_same_weights(name, rename, tmp_path):
     want = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu")
     tensors = rename(load_file(tmp_path / "model.safetensors"))
@@ -333,12 +320,6 @@ def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp
 def edit_config(path, **changes):
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({k: v for k, v in (raw | changes).items() if v is not None}))
-
-
-def edit_weights(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
 
 
 class Code:

@@ -160,8 +160,7 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
 
 @pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
-    """Catches bytes, scales or minimums that go elsewhere than in the package's reader, rows whose scales stay when a
-    rotation moves them, parts of two types in one layer, a table that is dequantised or packed twice."""
+    """Catches bytes, scales or minimums in another place, parts of two types in one layer, a table that is dequantised."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)
     kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q4_K,
              "attn_output": Type.Q4_0, "ffn_gate": Type.Q8_0, "ffn_up": Type.Q4_1, "ffn_down": Type.Q5_0}
@@ -369,9 +368,7 @@ HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
     "version 1": (patched(4, "<I", 1), "file appears to be version 1"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
-    "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "ends before byte"),
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
-    "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "ends before byte"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
     "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "ends before byte"),
     "no such type": (patched(NORM, "<I", 99), "99) is not a valid GGMLQuantizationType"),
@@ -383,7 +380,6 @@ VALUES = {  # case: (what changes tensors and metadata before a file is written,
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
     "a missing size": ({"llama.block_count": None}, "num_hidden_layers must be a whole number"),
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
-    "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
     "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),

@@ -152,15 +152,14 @@ ATTENTION = {
     "window-two-of-64-nodes": ([30, 3], 64, 2, 1, 16, 96, FP32, None, 2),
     "window-a-tile-less-one": ([0, 14, 15, 16, 90], 5, 4, 2, 80, 111, FP32, 0.3, 15),
     "window-bfloat16-a-tile-less-one": ([700, 62, 63, 64], 1, 16, 2, 64, 714, BF16, None, 63),
-    "window-bfloat16-odd": ([600, 0, 77], 13, 8, 1, 80, 650, BF16, None, 101),
     "window-bfloat16-64-nodes": ([129, 5], 64, 3, 1, 128, 200, BF16, 0.05, 31),
     "window-longer-than-the-text": ([40, 85], 7, 3, 1, 48, 100, FP32, None, 90),
     "window-as-long-as-the-cache": ([40, 93], 7, 3, 1, 48, 100, FP32, None, 100),
 }
 BIASED = {"ragged-lengths", "bit-63-wide-head", "bfloat16-one-node", "bfloat16-narrow-head", "float16",
           "window-two-of-64-nodes", "window-bfloat16-64-nodes"}
-SLOW = {"window-bfloat16-odd", "many-row-tiles", "float16-128-rows", "bfloat16-narrow-head", "window-bfloat16-64-nodes",
-        "window-as-long-as-the-cache", "many", "many-float32", "a-long-text-beside-short-ones"}
+SLOW = {"many-row-tiles", "float16-128-rows", "bfloat16-narrow-head", "window-bfloat16-64-nodes",
+        "window-as-long-as-the-cache", "many", "a-long-text-beside-short-ones"}
 
 
 @pytest.mark.parametrize("case, biased", [
@@ -168,8 +167,7 @@ SLOW = {"window-bfloat16-odd", "many-row-tiles", "float16-128-rows", "bfloat16-n
                  marks=slow_to_interpret if biased != (name in BIASED) or name in SLOW else [])
     for name, case in ATTENTION.items() for biased in (False, True)])
 def test_tree_attention_matches_float64(case, biased, device):
-    """Bug: a row sees too much or too little, NaN of an unseen row gets through, a head reads another's slope, a node
-    counts, or a window ends, by cache row and not by depth."""
+    """Bug: a row sees too much, too little or NaN, a head reads another's slope, a window ends by row and not by depth."""
     check_attention(case, device, biased=biased)
 
 
@@ -177,7 +175,6 @@ def test_tree_attention_matches_float64(case, biased, device):
 SPLITS = {
     "one": (1, 1, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
     "many": (10**6, 11, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
-    "many-float32": (10**6, 22, ([0, 255, 256, 687], 3, 3, 1, 32, 700, FP32), False),
     "many-of-a-window": (10**6, 5, ([0, 255, 687], 13, 3, 1, 32, 700, BF16, None, 300), True),
     "more-than-fit-one-tile": (10**6, 22, ([600, 699], 1, 1, 1, 16, 700, FP32), False),
     "a-long-text-beside-short-ones": (4, 3, ([2040, *(7 * i % 40 for i in range(31))], 3, 1, 1, 16, 2100, FP32), False),
@@ -469,20 +466,6 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     assert kv.shape == (2, 2, 4, 3, S, D) and not kv.is_contiguous()
     kernels.commit_path(kv, lengths.int().to(device), paths.to(integers).to(device), counts.to(integers).to(device))
     assert torch.equal(outer.cpu(), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_commit_path_reads_before_it_writes():
-    """Bug: a race of the warps, where each row moves to the place of the row before it."""
-    path = torch.tensor([0, *range(2, 64)], device="cuda").repeat(8, 1)
-    lengths, count = torch.arange(8, device="cuda", dtype=torch.int32), torch.full((8,), 63, device="cuda")
-    for _ in range(200):
-        kv = torch.randn(8, 2, 8, 8, 80, 256, device="cuda", dtype=BF16)
-        want = kv.clone()
-        kernels.commit_path_reference(want, lengths, path, count)
-        kernels.commit_path(kv, lengths, path, count)
-        assert torch.equal(kv, want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -360,8 +360,7 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
 
 def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
         checkpoint, tmp_path, monkeypatch, unmeasured):
-    """Catches texts that are written twice, states computed anew for each preset, and a window's states that are those
-    of other tokens."""
+    """Catches texts that are written twice, states computed anew for each preset, a window's states of other tokens."""
     monkeypatch.setattr(writing, "ROUND", 120)
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
@@ -501,7 +500,6 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--draft-vocabulary 7", "--draft-vocabulary takes auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
     ("--resume", "--resume needs a run"),
-    ("--self-tokens 0", "--self-tokens: expected"),
 ])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
     given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags.split()]
