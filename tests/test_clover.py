@@ -7,12 +7,10 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backends import cpu
 from clover import PRESETS, CloverHeads, model_hash, preset
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from model import GPT, InputError
 
@@ -76,8 +74,7 @@ def test_draft_equals_a_plain_beam_search(toy, name, tree_size, beams):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_smaller_tree_is_the_front_of_a_larger_one(toy, name):
-    """Catches nodes out of the order of their probability: then no table of acceptance could serve all sizes; and spare
-    nodes that could be accepted."""
+    """Catches nodes out of order, for which no table of acceptance serves all sizes, and spare nodes that count."""
     heads = random_heads(toy, name)
     state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)), torch.tensor([5, 0, 96])
     large = heads.draft(state, root, 64, 8)
@@ -124,25 +121,11 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     same = CloverHeads.from_pretrained(tmp_path, toy)
     assert same.config.vocabulary == 3 and same.vocabulary.tolist() == [96, 95, 33]
     assert same.vocabulary.dtype == torch.int32
-    weights = load_file(tmp_path / "heads.safetensors")
-    save_file(weights | dict(vocabulary=torch.tensor([1, 2, 97], dtype=torch.int32)), tmp_path / "heads.safetensors")
+    edit_weights(tmp_path, lambda x: x.update(vocabulary=torch.tensor([1, 2, 97]).int()), "heads.safetensors")
     with pytest.raises(InputError, match="outside 0..96"):
         CloverHeads.from_pretrained(tmp_path, toy)
     random_heads(toy).save_pretrained(tmp_path)
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
-
-
-def test_children_as_likely_as_their_parents_keep_them(monkeypatch):
-    """Catches a kept child whose parent was dropped: every first guess is certain, so each depth ties with the root."""
-    toy = toy_model()
-
-    def certain(hidden, k, rows):
-        logprobs = torch.tensor([[0.0] + [-50.0] * (k - 1)])
-        return logprobs.expand(len(hidden), k), torch.arange(k).flip(0).expand(len(hidden), k)
-    monkeypatch.setattr(toy.head, "topk", certain, raising=False)
-    tree = random_heads(toy).draft(torch.zeros(1, 64), torch.tensor([7]), 4, 3)
-    assert tree.parents.tolist() == [[0, 0, 1, 2]] and tree.depths.tolist() == [[0, 1, 2, 3]]
-    assert tree.ancestors.tolist() == [[1, 3, 7, 15]]
 
 
 @pytest.mark.parametrize("name, switches", [("clover2", dict(mix="none")), ("medusa", dict(projector="linear")),
@@ -156,22 +139,9 @@ def test_single_switches_can_be_flipped(toy, name, switches):
     assert len(heads(toy(tokens)[:, :15], tokens[:, 1:])) == 4
 
 
-def test_drafting_reads_nothing_back_to_the_host(monkeypatch):
-    """Catches an .item(), a bool() of a tensor or a shape that depends on values: fake tensors have none."""
-    toy = toy_model()
-    topk = lambda hidden, k, rows: (hidden @ toy.head.weight.T).log_softmax(-1).topk(k)
-    monkeypatch.setattr(toy.head, "topk", topk, raising=False)
-    presets = [CloverHeads(preset(name), toy) for name in PRESETS]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for heads in presets:
-            tree = heads.draft(torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), 17, 4)
-            assert tree.ancestors.shape == (2, 17)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_decoding_states_equal_training_states(toy, name):
-    """Catches heads that are fed in decoding what they were not fed in training: another token, position or cache
-    row."""
+    """Catches heads that are fed in decoding what they were not fed in training: a token, position or cache row."""
     heads, K = random_heads(toy, name), 4
     tokens = torch.tensor(random_prompts([30, 30]))
     hidden = toy(tokens)
@@ -190,14 +160,11 @@ def test_decoding_states_equal_training_states(toy, name):
 
 
 def test_presets_start_where_the_papers_start(toy):
-    """Catches an initial state that is far from the frozen model's own: Medusa's and Hydra's heads begin as the LM
-    head."""
+    """Catches a start far from the frozen model's own: Medusa's and Hydra's heads begin as the LM head."""
     hidden, tokens = toy(torch.tensor(random_prompts([12]))), torch.tensor(random_prompts([16]))
     for name in ("medusa", "hydra"):
         for out in CloverHeads(preset(name), toy)(hidden, tokens):
             torch.testing.assert_close(toy.lm_head(out), toy.lm_head(hidden), atol=1e-3, rtol=1e-3)
-    block = CloverHeads(preset("clover"), toy).augment_blocks[0]
-    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), toy.blocks[-1].state_dict().values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,9 +183,8 @@ def test_save_and_load(toy, name, tmp_path):
 def test_a_model_is_the_same_in_any_dtype_and_another_one_is_refused(toy, tmp_path):
     """Catches heads that silently draft for a model they were not trained on."""
     toy.save_pretrained(tmp_path / "base")
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        half = GPT.from_pretrained(tmp_path / "base", dtype=dtype, device="cpu")
-        assert model_hash(half) == model_hash(toy)
+    half = GPT.from_pretrained(tmp_path / "base", dtype=torch.bfloat16, device="cpu")
+    assert model_hash(half) == model_hash(toy)
     random_heads(toy).save_pretrained(tmp_path / "heads", tokenizer="abc")
     assert CloverHeads.from_pretrained(tmp_path / "heads", half).heads[0].project.linear.weight.dtype == torch.bfloat16
     with pytest.raises(InputError, match="belong to another model"):
@@ -234,27 +200,18 @@ def change(path, part=None, **values):
     (path / "heads.json").write_text(json.dumps(record))
 
 
-def drop_a_weight(path):
-    weights = load_file(path / "heads.safetensors")
-    weights.popitem()
-    save_file(weights, path / "heads.safetensors")
-
-
 BROKEN = {
     "no folder": shutil.rmtree,
     "no record": lambda path: (path / "heads.json").unlink(),
     "record is cut": lambda path: (path / "heads.json").write_text("{"),
-    "record of something else": lambda path: (path / "heads.json").write_text('{"config": {}, "base": "y"}'),
     "no base": lambda path: change(path, base=None),
     "unknown switch": lambda path: change(path, "config", colour="blue"),
     "wrong type": lambda path: change(path, "config", shared=1),
     "absurdly many heads": lambda path: change(path, "config", n_draft=10**9),
-    "absurd vocabulary": lambda path: change(path, "config", vocabulary=10**12),
     "broken acceptance": lambda path: change(path, acceptance=dict(warm=[[0.5]])),
     "acceptance above 1": lambda path: change(path, acceptance={"0": [[1.5]]}),
-    "acceptance is a list": lambda path: change(path, acceptance=[1]),
     "weights are cut": lambda path: os.truncate(path / "heads.safetensors", 999),
-    "a weight is missing": drop_a_weight,
+    "a weight is missing": lambda path: edit_weights(path, dict.popitem, "heads.safetensors"),
 }
 
 
@@ -262,9 +219,7 @@ BROKEN = {
 def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
     random_heads(toy).save_pretrained(tmp_path / "heads")
     BROKEN[case](tmp_path / "heads")
-    with pytest.raises(InputError) as caught:
-        CloverHeads.from_pretrained(tmp_path / "heads", toy)
-    assert str(tmp_path / "heads") in str(caught.value) and "\n" not in str(caught.value)
+    refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", toy), tmp_path / "heads")
 
 
 @pytest.mark.parametrize("name", PRESETS)

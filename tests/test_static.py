@@ -31,8 +31,7 @@ def check_figures(pairs, figures):
 
 @pytest.mark.static
 def test_every_launch_compiles_without_spills():
-    """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory. For the
-    older target: a launch of each shape class of the kernels that have tiles."""
+    """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory."""
     launches = static.all_launches()
     tiled = "_tree_attention_kernel", "_project_kernel", "_linear_quantized_kernel"
     of_class = {static.shape_class(launch): launch for launch in launches if launch[0] in tiled}
@@ -42,7 +41,6 @@ def test_every_launch_compiles_without_spills():
 
 
 def test_a_launch_of_every_kernel_compiles_without_spills():
-    """Bug: as above, in a sample of seconds."""
     launches = static.signatures([launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])])
     assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
     pairs = [("cuda:90", launch) for launch in launches]

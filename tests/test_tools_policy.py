@@ -1,4 +1,4 @@
-"""tools/policy.py: what each step drafts, and on how many threads of a CPU."""
+"""tools/policy.py and timing.py: what each step drafts, on how many threads of a CPU, and how long steps take."""
 
 import random
 from types import SimpleNamespace
@@ -8,10 +8,12 @@ import torch
 
 from clover import CloverConfig
 from conftest import random_prompts, toy_model
-from generate import DraftPlan, FixedPolicy, Sequence, generate, prepare
+from generate import DraftPlan, FixedPolicy, Sampling, Sequence, generate, prepare
 from kernels import ngram_lookup_reference
+from test_clover import random_heads
 from tools import policy as module
 from tools.policy import AdaptivePolicy, Text, choose_threads, draft_plans, expected_tokens
+from tools.timing import stage_times, step_time, timing_decoder
 
 PLAIN = DraftPlan()
 TABLES = {"0": [[0.6, 0.1, 0.1], [0.4, 0.1, 0.0]], "1.0": [[0.3, 0.1, 0.0], [0.1, 0.0, 0.0]]}
@@ -183,3 +185,20 @@ def test_more_threads_are_used_where_they_are_quicker_by_15_percent(monkeypatch,
     monkeypatch.setattr(module, "step_seconds", lambda decoder: 0.01 / (quicker if threads[0] == 2 else 1))
     choose_threads(prepare(toy_model(), [[1]], 4, tree_size=1).decoder)
     assert threads == [want]
+
+
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("plan", [DraftPlan(), DraftPlan(8), DraftPlan(0, 8), DraftPlan(4, 4)], ids=str)
+def test_stages_and_steps_are_timed(plan, device):
+    """Catches a stage that cannot be captured alone, a graph of nothing, steps that run out of the cache."""
+    model = toy_model().to(device)
+    heads = random_heads(model).to(device)
+    decoder = timing_decoder(model, heads, plan, batch_size=2, sampling=Sampling(0.5, top_k=3))
+    times = stage_times(decoder)
+    assert list(times) == ["draft", "verify", "sample", "accept", "commit"]
+    assert (times.pop("draft") > 0) == (plan.tree_size > 1) and min(times.values()) > 0
+    assert step_time(decoder) > 0 and decoder.slots.cache.lengths.tolist() == [255, 255]

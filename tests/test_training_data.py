@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import test_hf_tokenizer as tk
+from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
-from model import InputError
+from test_hf_tokenizer import write
 from training import corpus, data
 
-EOT = "<|endoftext|>"
+EOT = tk.EOT
 CHATML = ChatTemplate("chatml", (
     "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -30,16 +32,9 @@ TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think
 
 
 def save(folder, added):
-    """A tokenizer of the 256 bytes under GPT-2's ids, five merges, and special tokens, {text: id}, after a gap."""
-    symbols = map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)))
-    vocab = {symbol: i for i, symbol in enumerate([*symbols, "he", "ll", "hell", "Ġw", "ĠĠ"])}
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    """A tokenizer of GPT-2's 256 bytes, five merges, and special tokens, {text: id}."""
     special = [dict(id=index, content=text, special=True) for text, index in added.items()]
-    model = dict(type="BPE", vocab=vocab, merges=["h e", "l l", "he ll", "Ġ w", "Ġ Ġ"])
-    spec = dict(version="1.0", added_tokens=special, normalizer=None, pre_tokenizer=byte_level, decoder=byte_level,
-                model=model)
-    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    return load_encoding(folder)
+    return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 
 
 @pytest.fixture
@@ -51,21 +46,6 @@ def tiny(tmp_path):
 def chatty(tmp_path):
     """tiny with the two tokens of ChatML."""
     return save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263})
-
-
-def write(folder, files):
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
-
-
-def refusal(call, *names):
-    """The message of the InputError that `call` raises: one line that contains all of `names`."""
-    with pytest.raises(InputError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and all(str(name) in message for name in names), message
 
 
 def documents_in(paths, **options):

@@ -41,8 +41,7 @@ def plain(model, outputs, hidden, tokens, guess_mask, objective, ids):
 @pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, ids, monkeypatch):
-    """Catches a border between chunks that is off by one, a guess that should not count, a gradient's wrong scale, a
-    teacher that is normalised over what heads draft among."""
+    """Catches a chunk's border off by one, a guess that should not count, a gradient's scale, a teacher cut short."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)

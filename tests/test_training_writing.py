@@ -60,8 +60,7 @@ def lines(folder):
 
 
 def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, tmp_path, monkeypatch):
-    """Catches words that are put to the wrong role, near-duplicates, runaways, special tokens, and texts without a
-    second turn, or all with one."""
+    """Catches words of the wrong role, near-duplicates, runaways, special tokens, second turns in all texts or none."""
     asked = ["what is 0", "What  is 0", "", "a" * 20, "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
     ends = [True, True, True, False, True, True, True, True]
 
