@@ -36,6 +36,7 @@ PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and betw
 WARM_UP = 2          # steps of a plan that compile and capture
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
+GREEDY, NOISE, FILTERED = range(3)  # ways to sample: each gives a text what those before it do
 
 
 class DraftPlan(NamedTuple):
@@ -73,8 +74,11 @@ class Sampling:
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
 
     @property
-    def filtered(self):
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+    def way(self):
+        """The cheapest way to sample so."""
+        if self.temperature == 0:
+            return GREEDY
+        return FILTERED if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else NOISE
 
 
 class FixedPolicy:
@@ -114,8 +118,14 @@ class Slots:
     history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
     sequence: torch.Tensor          # int64 [B]: the text's number; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
+    temperature: torch.Tensor       # float32 [B]: this and those below are of the text's `Sampling`
+    top_k: torch.Tensor             # int64 [B]
+    top_p: torch.Tensor             # float32 [B]
+    min_p: torch.Tensor             # float32 [B]
+    seed: torch.Tensor              # int64 [B]
 
-    ROWS = "root", "state", "history", "sequence", "active"
+    SAMPLING = "temperature", "top_k", "top_p", "min_p", "seed"
+    ROWS = "root", "state", "history", "sequence", "active", *SAMPLING
 
     def view(self, first, count):
         """Slots first, first + 1, ..., which share the memory of these."""
@@ -132,6 +142,12 @@ class Slots:
             rows = getattr(self, name)
             rows[free] = rows[source]
 
+    def set_sampling(self, samplings):
+        """Sets how each slot samples. The host does not wait for the copies to a GPU."""
+        for name in self.SAMPLING:
+            rows = getattr(self, name)
+            rows.copy_(to_device([getattr(s, name) for s in samplings], rows.device))
+
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     """Empty `Slots` for texts of `capacity` tokens. On a GPU the host learns of a text's end a step
@@ -146,14 +162,20 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # and the root
         sequence=zeros(batch_size, dtype=torch.int64),
-        active=zeros(batch_size, dtype=torch.int32))
+        active=zeros(batch_size, dtype=torch.int32),
+        temperature=zeros(batch_size, dtype=torch.float32),
+        top_k=zeros(batch_size, dtype=torch.int64),
+        top_p=zeros(batch_size, dtype=torch.float32),
+        min_p=zeros(batch_size, dtype=torch.float32),
+        seed=zeros(batch_size, dtype=torch.int64))
 
 
 class Decoder:
     """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
-    model's context. plans: those that a step may take. beams, graph: as in `generate`. Raises
-    InputError for sizes out of range and caches without room in memory."""
+    model's context. plans: those that a step may take. beams, graph: as in `generate`. sampling: of
+    texts that say nothing else; `way`: how the next steps sample, no cheaper than any of their
+    texts needs. Raises InputError for sizes out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -166,6 +188,7 @@ class Decoder:
         self.plans = plans
         self.beams = beams
         self.sampling = sampling or Sampling()
+        self.way = self.sampling.way
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = contextlib.nullcontext
@@ -178,10 +201,11 @@ class Decoder:
         self.looks_up = any(plan.lookup_tokens for plan in plans)
         max_tree = max(plan.tree_size for plan in plans)
         self.buffers = new_slots(model, heads, batch_size, self.capacity, max_tree, P)
+        self.buffers.set_sampling([self.sampling] * batch_size)
         self.run_first(batch_size)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
-        self.graphs = {}  # plan -> a function that replays its step; None before its capture
+        self.graphs = {}  # (plan, way) -> a function that replays its step; None: not captured
         self.pool = None  # the memory of all graphs; None: there are none
         if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
@@ -223,16 +247,15 @@ class Decoder:
 
     def sample(self, normed, positions):
         B, T, C = normed.shape
-        s = self.sampling
+        slots, head = self.slots, self.model.head
         normed = normed.view(B * T, C)
-        sequence = self.slots.sequence[:, None].expand(B, T).reshape(-1)
-        position = (positions + 1).view(-1)
-        if s.filtered:
-            logits = self.model.head.logits(normed)  # (B * T, V)
-            target = filtered_sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed,
-                                     sequence, position)
+        noise = slots.seed, slots.sequence, (positions + 1).view(-1)
+        if self.way == FILTERED:
+            sample = getattr(head, "filtered_sample", filtered_sample)
+            target = sample(head.logits(normed), slots.temperature, slots.top_k, slots.top_p,
+                            slots.min_p, *noise)
         else:
-            target = self.model.head.sample(normed, s.temperature, s.seed, sequence, position)
+            target = head.sample(normed, 0.0 if self.way == GREEDY else slots.temperature, *noise)
         return target.view(B, T)
 
     def accept(self, plan, tree, target):
@@ -265,17 +288,19 @@ class Decoder:
 
     def body(self, plan=None):
         """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
-        graphs a plan's first step runs eagerly, which compiles it; then it is captured."""
+        graphs the first step of a plan and way to sample runs eagerly, which compiles it; then it
+        is captured."""
         plan = plan or self.plans[0]
+        key = plan, self.way
         step = partial(self.step, plan)
         if self.pool is None:
             return step
-        if plan not in self.graphs:
-            self.graphs[plan] = None
+        if key not in self.graphs:
+            self.graphs[key] = None
             return step
-        if self.graphs[plan] is None:
-            self.graphs[plan] = capture(step, self.model.device, self.pool)
-        return self.graphs[plan]
+        if self.graphs[key] is None:
+            self.graphs[key] = capture(step, self.model.device, self.pool)
+        return self.graphs[key]
 
     @torch.inference_mode()
     def launch(self, plan):
@@ -323,6 +348,7 @@ class Decoder:
         slots.cache.lengths.copy_(last[:, 0])
         if end == longest:
             slots.sequence.copy_(numbers[:, 0])
+            slots.set_sampling([s.sampling for s in sequences])
             slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
@@ -340,17 +366,21 @@ class Decoder:
 
 def chunk_tensors(sequences, start, end, device):
     """Tokens start, ..., end of prompts, padded [n, end + 1 - start], where each prompt's last of
-    these is [n, 1], and the sequences' numbers [n, 1]. The host does not wait for the copy to a
-    GPU."""
+    these is [n, 1], and the sequences' numbers [n, 1]."""
     rows = []
     for s in sequences:
         padding = [0] * (end + 1 - len(s.prompt))
         last = min(end, len(s.prompt) - 1)
         rows.append([*s.prompt[start:end + 1], *padding, last, s.index])
-    rows = torch.tensor(rows)
+    return to_device(rows, device).split((end + 1 - start, 1, 1), dim=1)
+
+
+def to_device(numbers, device):
+    """A list's tensor. The host does not wait for the copy to a GPU."""
+    numbers = torch.tensor(numbers)
     if device.type == "cuda":
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    return rows.split((end + 1 - start, 1, 1), dim=1)
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    return numbers
 
 
 def capture(body, device, pool=None):
@@ -408,13 +438,16 @@ class Engine:
     def busy(self):
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, prompt, max_new_tokens, stop=(), encoding=None, index=0):
+    def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0):
         """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens.
-        index: the number of which the noise is a function. The rest as in `generate`."""
+        sampling: default the Decoder's. index: the number of which the noise is a function. The
+        rest as in `generate`."""
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
-        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding)
+        sampling = sampling or self.decoder.sampling
+        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, sampling, stop,
+                            encoding)
         length = len(prompt) + sequence.limit
         if length > capacity:
             raise InputError(f"a text of {length} tokens does not fit an engine made for "
@@ -433,8 +466,9 @@ class Engine:
             started = time.perf_counter()
             if self.running:
                 plan = self.policy.select()
-                self.launches[plan] += 1
-                usual &= self.launches[plan] > WARM_UP
+                way = self.decoder.way = max(s.sampling.way for s in self.running.values())
+                self.launches[plan, way] += 1
+                usual &= self.launches[plan, way] > WARM_UP
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
@@ -514,15 +548,22 @@ class Engine:
                     self.kept_text = [*sequence.prompt, *sequence.tokens]
         return plan, results
 
-    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None):
+    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
+                 sampling=None):
         """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
-        each result of `step`. Raises InputError as `add` does, Interrupted on Ctrl-C."""
+        each result of `step`. sampling: None, or one for each prompt. Raises InputError as `add`
+        does, Interrupted on Ctrl-C."""
+        sampling = [None] * len(prompts) if sampling is None else sampling
+        if len(sampling) != len(prompts):
+            raise InputError(f"sampling must hold one for each of {len(prompts)} prompts, not "
+                             f"{len(sampling)}")
         output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
                         batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
-            for index, prompt in enumerate(prompts):
-                output.sequences.append(self.add(prompt, max_new_tokens, stop, encoding, index))
+            for index, (prompt, own) in enumerate(zip(prompts, sampling)):
+                sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
+                output.sequences.append(sequence)
             while self.busy:
                 for sequence, tokens, path, plan in self.step():
                     output.count(tokens, path, plan)
@@ -541,9 +582,10 @@ class Sequence:
     """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
     "length" (max_new_tokens) or "context" (the model's is full). Checks what is to stop it."""
 
-    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding):
+    def __init__(self, index, prompt, max_new_tokens, context, sampling, stop, encoding):
         self.index = index
         self.prompt = prompt
+        self.sampling = sampling
         self.tokens = []
         self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))
@@ -643,7 +685,7 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, graph=True):
+             on_tokens=None, encoding=None, graph=True, sampling=None):
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
@@ -655,12 +697,15 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
     graph       on CUDA, capture each plan's step in a graph once and replay it
+    sampling    a `Sampling` for each prompt, in place of temperature, ..., seed
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if sampling is not None and engine.decoder.sampling != Sampling():
+        raise InputError("give either sampling, or temperature, top_k, top_p, min_p and seed")
     on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
-    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding)
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,

@@ -47,7 +47,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
-NO_NOISE = 0.0, 0, None, None, 0  # temperature, seed_key, sequence, position, first_token
+NO_NOISE = *(None,) * 4, 0  # temperature, seed, sequence, position, first_token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,29 +357,34 @@ def _splitmix64(x):
 
 
 @triton.jit
-def _row_key(sequence, position, seed_key):
-    """The 64-bit key of a row's noise, as two uint32."""
-    key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
+def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
+    """The 64-bit key of the noise of row m, of sequence b, as two uint32."""
+    key = _splitmix64(tl.load(seed_ptr + b).to(tl.uint64) + 0x9E3779B97F4A7C15)
+    key = _splitmix64(key + tl.load(sequence_ptr + b).to(tl.int64).to(tl.uint64))
+    key = _splitmix64(key + tl.load(position_ptr + m).to(tl.int64).to(tl.uint64))
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _gumbel_noise(low, high, tokens):
-    """`gumbel` for row keys (low, high) and tokens, all uint32, of shapes that broadcast."""
-    x = tokens ^ low
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = x ^ high
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    x = x ^ (x >> 16)
-    uniform = ((x >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(uniform))
+def _add_noise(x, temperature, low, high, tokens):
+    """x + `gumbel` of row keys (low, high) and tokens, all uint32; x alone at temperature 0."""
+    key = tokens ^ low
+    key = (key ^ (key >> 16)) * 0x7FEB352D
+    key = key ^ high
+    key = (key ^ (key >> 15)) * 0x846CA68B
+    key = key ^ (key >> 16)
+    uniform = ((key >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return tl.where(temperature > 0, x - tl.log(-tl.log(uniform)), x)
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for each token's
-    sequence and position there, int [M], and tokens int [n] or [M, n]; seed of at most 64 bits."""
-    key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
-    key = _splitmix64_torch(key)[:, None]  # (M, 1)
+    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for positions int
+    [M] in texts of the numbers sequence, int [B], of M / B rows each, and tokens int [n] or [M, n].
+    seed: of at most 64 bits, or int64 [B]."""
+    # so mixed, seed 1, sequence 0 differs from seed 0, sequence 1
+    key = _splitmix64_torch(torch.as_tensor(_int64(seed)) - 0x61C8864680B583EB)
+    key = _splitmix64_torch(key + sequence.long())  # (B,)
+    key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
     x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
     x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
     x = _xor_shift(x, 15).mul_(-0x7B935975)
@@ -398,12 +403,21 @@ def _splitmix64_torch(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@lru_cache
-def _seed_key(seed):
-    """A mixed, signed 64-bit int, so that seed 1, sequence 0 differs from seed 0, sequence 1."""
-    _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
-    seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
-    return int(_splitmix64_torch(torch.tensor(seed, device="cpu")))
+def _int64(seed):
+    """The signed number of a seed's 64 bits; a tensor has these already."""
+    return seed if isinstance(seed, torch.Tensor) else (seed + 2**63) % 2**64 - 2**63
+
+
+def per_row(x, rows):
+    """A number, or a tensor [B] for M / B rows each -> [M, 1], for rows [M, ...]."""
+    if not isinstance(x, torch.Tensor):
+        return torch.full((len(rows), 1), x, device=rows.device)
+    return x.repeat_interleave(len(rows) // len(x))[:, None]
+
+
+def is_greedy(temperature):
+    """Whether all rows are, of any logits."""
+    return not isinstance(temperature, torch.Tensor) and temperature == 0
 
 
 @triton.jit
@@ -426,12 +440,13 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
     return values, columns
 
 
-@triton.jit(do_not_specialize=["seed_key", "first_token", "M", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, sequence_ptr, position_ptr,
+    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr,
+    temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
     values_ptr, columns_ptr, lse_ptr,
     stride_hm, stride_hc, stride_wv, stride_wc,
-    temperature, seed_key, first_token, M, V, programs, k,
+    first_token, M, T, V, programs, k,
     C: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
@@ -440,7 +455,8 @@ def _project_kernel(
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
-    hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
+    row = tl.minimum(m, M - 1)
+    hidden_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * stride_hm
     slots = tl.arange(0, BLOCK_K)[None, :]
     # Slots beyond k hold infinity, which no score beats. Negative columns mark empty slots.
     empty = tl.where(slots < k, float("-inf"), float("inf"))
@@ -449,9 +465,9 @@ def _project_kernel(
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
-        sequence = tl.load(sequence_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        position = tl.load(position_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        low, high = _row_key(sequence, position, seed_key)
+        low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
+        temperature = tl.load(temperature_ptr + row // T)
+        scale = tl.where(temperature > 0, temperature, 1.0)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. As first operand int8 would load 8 bytes at a time.
@@ -486,9 +502,10 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :], scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
-                scores = scores / temperature
                 ids = (first_token + token).to(tl.uint32)
-                scores += _gumbel_noise(low[:, None], high[:, None], ids[None, :])
+                scores /= scale[:, None]
+                scores = _add_noise(
+                    scores, temperature[:, None], low[:, None], high[:, None], ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -536,9 +553,9 @@ def _merge_lists_kernel(
 def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    temperature, seed_key, sequence, position, first_token = noise
-    vocab_ids, scales, sequence, position = map(
-        _contiguous, (vocab_ids, scales, sequence, position))
+    *rows, first_token = noise
+    vocab_ids, scales, *rows = map(_contiguous, (vocab_ids, scales, *rows))
+    T = 1 if noise is NO_NOISE else M // len(rows[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
@@ -551,9 +568,9 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=N
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, scales, vocab_ids, sequence, position, values, columns, lse,
-            *_strides(hidden), *_strides(weight), float(temperature), seed_key, first_token,
-            M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
+            hidden, weight, scales, vocab_ids, *rows, values, columns, lse,
+            *_strides(hidden), *_strides(weight), first_token, M, T, V, programs, k,
+            C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
@@ -586,17 +603,19 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
     at temperature 0, else a sample. Of equals the lowest wins. seed, sequence, position: as in
-    `gumbel`. first_token: the token id of the weight's first row, where it is a part of a larger
-    one; the noise depends on token ids. scales: of the rows of an int8 weight."""
+    `gumbel`; temperature: a number, or float32 [B]. first_token: the token id of the weight's first
+    row, where it is a part of a larger one; the noise depends on token ids. scales: of the rows of
+    an int8 weight."""
     _check_head(hidden, weight, scales)
-    _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
-    _check_tensors("sequence, position", (len(hidden),), hidden, INTS, sequence, position)
+    _check_rows(hidden, sequence, position, temperature=temperature, seed=seed)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
-    noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(
-        hidden, weight, 1, None, scales, noise=noise if temperature else NO_NOISE)[:, 0]
+    noise = NO_NOISE
+    if not is_greedy(temperature):
+        parameters = _filled(sequence, temperature=temperature, seed=seed)
+        noise = *parameters, sequence, position, first_token
+    return _project_triton(hidden, weight, 1, None, scales, noise=noise)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -1718,13 +1737,16 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   x = logits / temperature. Kept are, in this order: the top_k largest; of these the fewest whose
 #   mass, a sum of exp(x), reaches top_p of theirs (arXiv 1904.09751); of these what has at least
 #   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
-#   argmax(x + gumbel(seed, sequence, position, token)).
+#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
 # of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
-# top_p of the mass together. A second pass lists the others, some hundreds, in any order: masses
-# are sums of integers. One program per row searches the list for the nucleus's cut, an integer that
-# orders as the logits do, four bits a turn: the highest of 16 with enough mass from it on.
+# top_p of the mass together, and the k-th largest of the maxima is no larger than the k-th largest
+# token (with more k than splits there is no bound). A second pass lists the others, some hundreds,
+# in any order: masses are sums of integers. Where all count, the best of each split are enough. One
+# program per row searches the list for the cut of the top_k, then of the nucleus, an integer that
+# orders as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it
+# on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1739,8 +1761,15 @@ def _order(x):
 @triton.jit
 def _load_logits(logits_ptr, columns, mask, temperature):
     """logits / temperature in float32; NaN is -inf."""
-    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf")) / temperature
+    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
+    x /= tl.where(temperature > 0, temperature, 1.0)
     return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _log_min_p(min_p, temperature):
+    """How far below the largest x a token may be: no farther than noise can lift it."""
+    return tl.where(temperature > 0, tl.log(tl.maximum(min_p, 1e-37)), 0.0)
 
 
 @triton.jit
@@ -1753,34 +1782,49 @@ def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
     return row_max, tl.sum(tl.exp(lse - row_max), 0)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature, V, splits,
+@triton.jit(do_not_specialize=["T", "splits"])
+def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature_ptr, T, V, splits,
                          BLOCK_V: tl.constexpr):
     """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    temperature = tl.load(temperature_ptr + m // T)
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
     tl.store(max_ptr + m * splits + split, split_max)
     tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["T", "splits"])
 def _list_tokens_kernel(
-    logits_ptr, max_ptr, lse_ptr, kth_ptr, count_ptr, list_ptr,
-    temperature, log_rest, log_min_p, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr,
+    log_share, T, V, splits,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
     m = tl.program_id(0).to(tl.int64)
+    b = m // T
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    if kth_ptr is not None:  # their mass is wanted, so all of the top_k are listed
-        bound = tl.load(kth_ptr + m) / temperature
-    else:
-        row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
-        bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
+    temperature = tl.load(temperature_ptr + b)
+    top_k = tl.load(top_k_ptr + b)
+    top_p = tl.load(top_p_ptr + b)
+    row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+    rest = tl.log(mass) + tl.log(tl.maximum(1 - top_p, 1e-37)) + log_share
+    bound = row_max + tl.maximum(rest, _log_min_p(tl.load(min_p_ptr + b), temperature))
+    if top_k > 0:  # their mass is wanted, so all of them are listed
+        split = tl.arange(0, BLOCK_SPLITS)
+        maxima = tl.load(max_ptr + m * splits + split, mask=split < splits, other=float("-inf"))
+        ranked = tl.sort(maxima, descending=True)
+        bound = tl.max(tl.where(split >= top_k - 1, ranked, float("-inf")), 0)
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     listed = (x >= bound) & (x > float("-inf"))
+    if (top_k == 0) & (top_p >= 1):
+        low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
+        score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
+        score = tl.where(listed, score, float("-inf"))
+        listed &= score == tl.max(score, 0)
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
     first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
     tl.store(list_ptr + m * V + first + place, columns, mask=listed)
@@ -1794,48 +1838,68 @@ def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.co
     return entry < count, columns, _load_logits(logits_ptr, columns, entry < count, temperature)
 
 
-@triton.jit(do_not_specialize=["seed_key", "splits"])
+@triton.jit
+def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS: tl.constexpr,
+              BLOCK_V: tl.constexpr):
+    """The highest number with as many tokens of the list from it on, or as much of their mass, as
+    is wanted; the lowest one where all of them have less."""
+    cut = tl.full([], -2147483648, tl.int32)
+    for digit in range(0, 8):
+        # [16], [BLOCK_V, 16]
+        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
+        sums = tl.zeros([BLOCK_V, 16], tl.int64)
+        for start in range(0, count, BLOCK_V):
+            mask, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+            weights = mask.to(tl.int64)
+            if not COUNTS:
+                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
+            sums += tl.where(_order(x)[:, None] >= candidates[None, :], weights[:, None], 0)
+        cut = tl.max(tl.where(tl.sum(sums, 0) >= wanted, candidates, cut), 0)
+    return cut
+
+
+@triton.jit(do_not_specialize=["T", "splits"])
 def _filtered_sample_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
-    temperature, top_p, log_min_p, seed_key, V, splits,
-    TOP_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr,
+    tokens_ptr, T, V, splits,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program m: the cut of a row's nucleus, then its sample."""
+    """Program m: the cuts of a row's top_k and nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
+    b = m // T
+    temperature = tl.load(temperature_ptr + b)
+    top_k = tl.load(top_k_ptr + b)
+    top_p = tl.load(top_p_ptr + b)
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
     row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
     cut = tl.full([], -2147483648, tl.int32)
+    mass = (total * MASS_UNIT).to(tl.int64)
+    if top_k > 0:
+        cut = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, top_k, True, BLOCK_V)
+        kept = tl.zeros([BLOCK_V], tl.int64)  # the mass of these alone
+        for start in range(0, count, BLOCK_V):
+            _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+            weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
+            kept += tl.where(_order(x) >= cut, weights, 0)
+        mass = tl.sum(kept, 0)
     if top_p < 1:
-        mass = (total * MASS_UNIT).to(tl.int64)
-        if TOP_K:  # the mass of these alone
-            kept = tl.zeros([BLOCK_V], tl.int64)
-            for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-                kept += (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
-            mass = tl.sum(kept, 0)
         wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-        for digit in range(0, 8):
-            # [16], [BLOCK_V, 16]
-            candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-            masses = tl.zeros([BLOCK_V, 16], tl.int64)
-            for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
-                masses += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
-            cut = tl.max(tl.where(tl.sum(masses, 0) >= wanted, candidates, cut), 0)
+        nucleus = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, False,
+                            BLOCK_V)
+        cut = tl.maximum(cut, nucleus)
 
-    sequence = tl.load(sequence_ptr + m).to(tl.int64)
-    position = tl.load(position_ptr + m).to(tl.int64)
-    low, high = _row_key(sequence, position, seed_key)
+    low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
+    least = row_max + _log_min_p(tl.load(min_p_ptr + b), temperature)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
         mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-        score = x + _gumbel_noise(low, high, columns.to(tl.uint32))
+        score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         better = (score > best) | ((score == best) & (columns < token))
-        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
+        better &= mask & (_order(x) >= cut) & (x >= least)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
     token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
@@ -1844,20 +1908,18 @@ def _filtered_sample_kernel(
 
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
-    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`."""
+    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`;
+    argmax at temperature 0. All but position are numbers, or tensors [B] of M / B rows each."""
     M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
-    _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
-           "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
-           temperature, top_k, top_p, min_p)
-    _check_tensors("sequence, position", (M,), logits, INTS, sequence, position)
+    parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    _check_rows(logits, sequence, position, **parameters)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
     logits = logits.contiguous()
-    kth = logits.topk(top_k).values[:, -1].contiguous() if 0 < top_k < V else None
-    # a part in 1,000 lower: the sum of masses is rounded
-    log_rest = math.log1p(-top_p) - math.log(V) - 1e-3 if top_p < 1 else -math.inf
-    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    rows = *_filled(sequence, **parameters), *map(_contiguous, (sequence, position))
+    T = M // len(sequence)
+    log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
     BLOCK_SPLITS = triton.next_power_of_2(splits)
@@ -1867,53 +1929,64 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
     _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, temperature, V, splits, **blocks)
+            logits, maxima, lse, rows[0], T, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
+            logits, maxima, lse, count, listed, *rows, log_share, T, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
-            tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
-            TOP_K=kth is not None, BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
+            logits, maxima, lse, count, listed, *rows, tokens, T, V, splits,
+            BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
 def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
-    logits = filter_logits(logits / temperature, top_k, top_p, min_p)
-    return gumbel_argmax(logits, 1.0, seed, sequence, position)
+    logits = filter_logits(tempered(logits, temperature), top_k, top_p, min_p)
+    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
+
+
+def tempered(logits, temperature):
+    """logits [M, V] / temperature, at temperature 0 as they are."""
+    temperature = per_row(temperature, logits)
+    return logits / torch.where(temperature > 0, temperature, 1.0)
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
     """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
     [M, V] -> columns, int64 [M]. first_token: the token id of column 0, on which noise depends."""
-    if temperature == 0:
+    if is_greedy(temperature):
         return logits.argmax(-1)
     tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
-    return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
+    noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
+    return noise.add_(tempered(logits.float(), temperature)).argmax(-1)
 
 
 def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p, with all that tie with it -> [M, 1]"""
+    """The least logit of each row's nucleus of mass top_p [M, 1], with all that tie with it -> [M,
+    1]; -inf where top_p is 1."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
     for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
         ranked = logits.topk(n).values
         probs = (ranked - total).exp()
         before = probs.cumsum(dim=-1) - probs
-        if n == V or (before[:, -1] >= top_p).all():
+        if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
             break
     kept = (before < top_p).sum(dim=-1, keepdim=True)
-    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
+    cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
+    return cut.masked_fill(top_p == 1, -math.inf)
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     """logits [M, V] with -inf for what is not kept, see above; ties with the last kept stay."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    if top_p < 1:
+    top_k, top_p, min_p = (per_row(x, logits) for x in (top_k, top_p, min_p))
+    k = top_k.long().clamp(max=logits.shape[1])
+    if (k > 0).any():
+        kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
+        logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
+    if (top_p < 1).any():
         logits = logits.masked_fill(logits < nucleus_cut(logits, top_p), -math.inf)
-    if min_p > 0:
-        cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
+    if (min_p > 0).any():
+        cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
         logits = logits.masked_fill(logits < cut, -math.inf)
     return logits
 
@@ -1956,6 +2029,37 @@ def _check_head(hidden, weight, scales):
     dtypes = (hidden.dtype,) if scales is None else INT8
     _check_tensors("weight", (len(weight), C), hidden, dtypes, weight)
     _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
+
+
+PARAMETERS = dict(  # of a row's sample: its dtype, and what a number must be
+    temperature=(torch.float32, "0 <= temperature < inf", lambda x: 0 <= x < math.inf),
+    top_k=(torch.int64, "top_k >= 0", lambda x: x >= 0),
+    top_p=(torch.float32, "0 < top_p <= 1", lambda x: 0 < x <= 1),
+    min_p=(torch.float32, "0 <= min_p <= 1", lambda x: 0 <= x <= 1),
+    seed=(torch.int64, "a seed of at most 64 bits", lambda x: -2**63 <= x < 2**64))
+
+
+def _check_rows(rows, sequence, position, **parameters):
+    """A position of each row; sequence and parameters [B], where B divides the rows, or numbers."""
+    B = max(sequence.numel(), 1)
+    _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
+    _check_tensors("sequence", (B,), rows, INTS, sequence)
+    _check_tensors("position", (len(rows),), rows, INTS, position)
+    for name, x in parameters.items():
+        dtype, expected, valid = PARAMETERS[name]
+        if isinstance(x, torch.Tensor):
+            _check_tensors(name, (B,), rows, (dtype,), x)
+        else:
+            _check(valid(x), expected, x)
+
+
+def _filled(sequence, **parameters):
+    """The parameters, each as a tensor [B]."""
+    for name, x in parameters.items():
+        if not isinstance(x, torch.Tensor):
+            dtype = PARAMETERS[name][0]
+            x = torch.full_like(sequence, _int64(x) if dtype == torch.int64 else x, dtype=dtype)
+        yield x.contiguous()
 
 
 def _check_candidates(candidates, B, like):

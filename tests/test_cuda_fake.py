@@ -203,7 +203,7 @@ def world():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for where, name, value in (
                 (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
-                (kernels, "_gpu", lambda _: H200), (kernels, "_seed_key", lambda seed: 7),
+                (kernels, "_gpu", lambda _: H200),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (bias, "causal_lower_right", CausalBias),
                 (FakeTensor, "tolist", read_packed), (Decoder, "__init__", make)):

@@ -238,7 +238,7 @@ def test_in_bfloat16_texts_are_equal_or_part_at_a_tie(way):
         texts = generate(model, prompts, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way]).tokens
         for i, prompt in enumerate(prompts):
             place = [[]] * i + [texts[i]], [[]] * i + [plain[i]]  # the noise knows a text by its place
-            difference = first_difference(model, [prompt] * (i + 1), *place, **WAYS[way])
+            difference = first_difference(model, [prompt] * (i + 1), *place, [Sampling(**WAYS[way])] * (i + 1))
             assert difference is None or cpu.library() is None and difference[3] == "tie", (i, difference)
 
 
