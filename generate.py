@@ -132,15 +132,13 @@ class Slots:
         caches = (cache.slots(first, count) for cache in (self.cache, self.heads_cache))
         return Slots(*caches, *(getattr(self, name)[first:first + count] for name in self.ROWS))
 
-    def move(self, source, free):
-        """Copies slot `source` to slot `free`."""
-        n = int(self.cache.lengths[source])
+    def swap(self, a, b):
+        """Exchanges what two slots hold."""
+        n = int(self.cache.lengths[[a, b]].max())
         for cache in self.cache, self.heads_cache:
-            cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        self.cache.lengths[free] = self.cache.lengths[source]
-        for name in self.ROWS:
-            rows = getattr(self, name)
-            rows[free] = rows[source]
+            cache.kv[:, :, [a, b], :, :n] = cache.kv[:, :, [b, a], :, :n]
+        for rows in self.cache.lengths, *(getattr(self, name) for name in self.ROWS):
+            rows[[a, b]] = rows[[b, a]]
 
     def set_sampling(self, samplings):
         """Sets how each slot samples. The host does not wait for the copies to a GPU."""
@@ -352,11 +350,11 @@ class Decoder:
             slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
-    def release(self, slot):
-        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, on an empty
-        sequence."""
+    def release(self, slot, rows=0):
+        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, and writes
+        its trees after these rows of its cache."""
         self.slots.active[slot].zero_()
-        self.slots.cache.lengths[slot].zero_()
+        self.slots.cache.lengths[slot].fill_(rows)
 
     def run_first(self, n):
         """Steps run the first n slots alone from now on; all with a graph, which holds tensors."""
@@ -426,11 +424,11 @@ class Engine:
     def clear(self):
         """Drops all sequences."""
         self.waiting = deque()
-        self.free = deque(range(self.decoder.batch_size))
+        # the text whose rows each free slot still holds, the slot that is free the longest first
+        self.kept = dict.fromkeys(range(self.decoder.batch_size), ())
         self.prefilling = None    # (slot, sequences, where the next chunk of their prompts starts)
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
-        self.kept_text = []       # of a single slot: the text whose rows its caches still hold
         self.decoder.run_first(self.decoder.batch_size)
         self.decoder.release(slice(None))
 
@@ -446,8 +444,8 @@ class Engine:
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
         sampling = sampling or self.decoder.sampling
-        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, sampling, stop,
-                            encoding)
+        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding,
+                            sampling)
         length = len(prompt) + sequence.limit
         if length > capacity:
             raise InputError(f"a text of {length} tokens does not fit an engine made for "
@@ -480,7 +478,7 @@ class Engine:
         """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps -> whether
         there were any."""
         budget = PREFILL_CHUNK
-        while budget > 0 and (self.prefilling or (self.waiting and self.free)):
+        while budget > 0 and (self.prefilling or (self.waiting and self.kept)):
             slot, sequences, start = self.prefilling or self.next_prompts()
             end = self.decoder.prefill(slot, sequences, start)
             budget -= max(end - start, 1) * len(sequences)
@@ -491,24 +489,36 @@ class Engine:
         return budget < PREFILL_CHUNK
 
     def next_prompts(self):
-        """(slot, sequences, where they start): the next prompt that waits, and on a GPU, which
-        takes as long for one short prompt as for many, those after it that fit in one chunk with
-        it and in the free slots after its own."""
-        slot = self.free.popleft()
+        """(slot, sequences, where they start): the next prompt that waits, in the free slot where
+        the least of it is left to read, else the one free the longest. On a GPU, which takes as
+        long for one short prompt as for many, also those after it that fit in one chunk with it
+        and in the free slots after its own, and start nowhere later."""
+        starts = self.starts()
+        slot = max(starts, key=starts.get)
+        start = starts[slot]
         sequences = [self.waiting.popleft()]
         longest = len(sequences[0].prompt)
-        while self.decoder.steps_ahead and self.waiting and self.free:
-            longest = max(longest, len(self.waiting[0].prompt))
+        while self.decoder.steps_ahead and self.waiting:
+            starts = self.starts()
             n = len(sequences) + 1
-            if n * (longest - 1) > PREFILL_CHUNK or self.free[0] != slot + n - 1:
+            longest = max(longest, len(self.waiting[0].prompt))
+            if (n * (longest - 1 - start) > PREFILL_CHUNK
+                    or not starts.get(slot + n - 1) == start == max(starts.values())):
                 break
-            self.free.popleft()
             sequences.append(self.waiting.popleft())
-        prompt = sequences[0].prompt
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.kept_text, prompt))))
-        self.kept_text = []
-        # the heads' row of a token depends on the next one; the last row gives the heads' state
-        return slot, sequences, max(min(same - 1, len(prompt) - 2), 0)
+        for taken in range(slot, slot + len(sequences)):
+            del self.kept[taken]
+        return slot, sequences, start
+
+    def starts(self):
+        """{free slot: where the next prompt would start, after what its text shares with it}"""
+        prompt = self.waiting[0].prompt
+        starts = {}
+        for slot, text in self.kept.items():
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt)))
+            # the heads' row of a token depends on the next one; the last row gives their state
+            starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
+        return starts
 
     def resize(self):
         """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
@@ -521,12 +531,11 @@ class Engine:
             n = math.ceil(len(self.running) / multiple) * multiple
         if n == len(decoder.slots.root):
             return
-        self.free = deque(slot for slot in range(n) if slot not in self.running)
         for source in sorted((slot for slot in self.running if slot >= n), reverse=True):
-            free = self.free.popleft()
-            decoder.buffers.move(source, free)
-            decoder.release(source)
+            free = next(slot for slot in self.kept if slot < n)
+            decoder.buffers.swap(source, free)
             self.running[free] = self.running.pop(source)
+            self.kept = {source if slot == free else slot: x for slot, x in self.kept.items()}
         decoder.run_first(n)
 
     def retire(self):
@@ -542,10 +551,8 @@ class Engine:
             results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
                 del self.running[slot]
-                self.decoder.release(slot)
-                self.free.append(slot)
-                if self.decoder.batch_size == 1:
-                    self.kept_text = [*sequence.prompt, *sequence.tokens]
+                self.kept[slot] = [*sequence.prompt, *sequence.tokens]
+                self.decoder.release(slot, len(self.kept[slot]) - 1)
         return plan, results
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
@@ -582,7 +589,7 @@ class Sequence:
     """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
     "length" (max_new_tokens) or "context" (the model's is full). Checks what is to stop it."""
 
-    def __init__(self, index, prompt, max_new_tokens, context, sampling, stop, encoding):
+    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None):
         self.index = index
         self.prompt = prompt
         self.sampling = sampling

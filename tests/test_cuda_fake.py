@@ -293,6 +293,18 @@ def test_every_way_to_sample_runs_on_a_fake_gpu(options, kernel, start):
 
 
 @needs_triton
+def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
+    """Bug: a graph of another way to sample, a wait for parameters, filters or noise where no text has any."""
+    world, model, heads = start(kind=None)
+    engine = Engine(model, policy=InTurns(DraftPlan(0, 3)), batch_size=2, capacity=100)
+    for way, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
+        world.launches.clear()
+        engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
+        assert engine.decoder.way == way and len(world.graphs) == way + 1
+        assert ("_filtered_sample_kernel" in world.launches) == (way == 2) != ("_project_kernel" in world.launches)
+
+
+@needs_triton
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     """Bug: an inference tensor filled outside inference mode, or a stage that cannot be captured by itself."""
     world, model, heads = start()
