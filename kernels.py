@@ -47,7 +47,6 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
-NO_NOISE = *(None,) * 4, 0  # temperature, seed, sequence, position, first_token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -382,7 +381,7 @@ def gumbel(seed, sequence, position, tokens):
     [M] in texts of the numbers sequence, int [B], of M / B rows each, and tokens int [n] or [M, n].
     seed: of at most 64 bits, or int64 [B]."""
     # so mixed, seed 1, sequence 0 differs from seed 0, sequence 1
-    key = _splitmix64_torch(torch.as_tensor(_int64(seed)) - 0x61C8864680B583EB)
+    key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
     key = _splitmix64_torch(key + sequence.long())  # (B,)
     key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
     x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
@@ -403,21 +402,18 @@ def _splitmix64_torch(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def _int64(seed):
-    """The signed number of a seed's 64 bits; a tensor has these already."""
-    return seed if isinstance(seed, torch.Tensor) else (seed + 2**63) % 2**64 - 2**63
+def filled(x, rows, B=1):
+    """A number, or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
+    if isinstance(x, torch.Tensor):
+        return x.contiguous()
+    x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # a seed may be unsigned
+    return torch.full((B,), x, device=rows.device)
 
 
 def per_row(x, rows):
     """A number, or a tensor [B] for M / B rows each -> [M, 1], for rows [M, ...]."""
-    if not isinstance(x, torch.Tensor):
-        return torch.full((len(rows), 1), x, device=rows.device)
+    x = filled(x, rows)
     return x.repeat_interleave(len(rows) // len(x))[:, None]
-
-
-def is_greedy(temperature):
-    """Whether all rows are, of any logits."""
-    return not isinstance(temperature, torch.Tensor) and temperature == 0
 
 
 @triton.jit
@@ -550,12 +546,13 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
-    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
+def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=(None,) * 4,
+                    first_token=0):
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given. noise: temperature
+    and what it is a function of."""
     M, C = hidden.shape
-    *rows, first_token = noise
-    vocab_ids, scales, *rows = map(_contiguous, (vocab_ids, scales, *rows))
-    T = 1 if noise is NO_NOISE else M // len(rows[0])
+    vocab_ids, scales, *noise = map(_contiguous, (vocab_ids, scales, *noise))
+    T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
@@ -568,7 +565,7 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=N
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, scales, vocab_ids, *rows, values, columns, lse,
+            hidden, weight, scales, vocab_ids, *noise, values, columns, lse,
             *_strides(hidden), *_strides(weight), first_token, M, T, V, programs, k,
             C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
@@ -607,15 +604,14 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
     row, where it is a part of a larger one; the noise depends on token ids. scales: of the rows of
     an int8 weight."""
     _check_head(hidden, weight, scales)
-    _check_rows(hidden, sequence, position, temperature=temperature, seed=seed)
+    _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
-    noise = NO_NOISE
-    if not is_greedy(temperature):
-        parameters = _filled(sequence, temperature=temperature, seed=seed)
-        noise = *parameters, sequence, position, first_token
-    return _project_triton(hidden, weight, 1, None, scales, noise=noise)[:, 0]
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
+        return _project_triton(hidden, weight, 1, None, scales)[:, 0]
+    noise = *(filled(x, hidden, len(sequence)) for x in (temperature, seed)), sequence, position
+    return _project_triton(hidden, weight, 1, None, scales, None, noise, first_token)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -1741,12 +1737,10 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
 # of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
-# top_p of the mass together, and the k-th largest of the maxima is no larger than the k-th largest
-# token (with more k than splits there is no bound). A second pass lists the others, some hundreds,
-# in any order: masses are sums of integers. Where all count, the best of each split are enough. One
-# program per row searches the list for the cut of the top_k, then of the nucleus, an integer that
-# orders as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it
-# on.
+# top_p of the mass together, and those under the k-th largest maximum are not among the top k. A
+# second pass lists the others, some hundreds, in any order: masses are sums of integers. One
+# program per row searches the list for the top_k's cut, then the nucleus's, an integer that orders
+# as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1767,9 +1761,12 @@ def _load_logits(logits_ptr, columns, mask, temperature):
 
 
 @triton.jit
-def _log_min_p(min_p, temperature):
-    """How far below the largest x a token may be: no farther than noise can lift it."""
-    return tl.where(temperature > 0, tl.log(tl.maximum(min_p, 1e-37)), 0.0)
+def _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b):
+    """(temperature, top_k, top_p, log(min_p): at least -20, as noise spans less, 0 for argmax)"""
+    temperature = tl.load(temperature_ptr + b)
+    log_min_p = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))
+    log_min_p = tl.where(temperature > 0, log_min_p, 0.0)
+    return temperature, tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), log_min_p
 
 
 @triton.jit
@@ -1799,20 +1796,18 @@ def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature_ptr, T, V, sp
 @triton.jit(do_not_specialize=["T", "splits"])
 def _list_tokens_kernel(
     logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr,
-    log_share, T, V, splits,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, log_share, T, V, splits,
     BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    temperature = tl.load(temperature_ptr + b)
-    top_k = tl.load(top_k_ptr + b)
-    top_p = tl.load(top_p_ptr + b)
+    temperature, top_k, top_p, log_min_p = _load_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b)
     row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
     rest = tl.log(mass) + tl.log(tl.maximum(1 - top_p, 1e-37)) + log_share
-    bound = row_max + tl.maximum(rest, _log_min_p(tl.load(min_p_ptr + b), temperature))
+    bound = row_max + tl.maximum(rest, log_min_p)
     if top_k > 0:  # their mass is wanted, so all of them are listed
         split = tl.arange(0, BLOCK_SPLITS)
         maxima = tl.load(max_ptr + m * splits + split, mask=split < splits, other=float("-inf"))
@@ -1820,11 +1815,6 @@ def _list_tokens_kernel(
         bound = tl.max(tl.where(split >= top_k - 1, ranked, float("-inf")), 0)
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     listed = (x >= bound) & (x > float("-inf"))
-    if (top_k == 0) & (top_p >= 1):
-        low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-        score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
-        score = tl.where(listed, score, float("-inf"))
-        listed &= score == tl.max(score, 0)
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
     first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
     tl.store(list_ptr + m * V + first + place, columns, mask=listed)
@@ -1862,15 +1852,13 @@ def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS:
 def _filtered_sample_kernel(
     logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr,
-    tokens_ptr, T, V, splits,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    tokens_ptr, T, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program m: the cuts of a row's top_k and nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
-    temperature = tl.load(temperature_ptr + b)
-    top_k = tl.load(top_k_ptr + b)
-    top_p = tl.load(top_p_ptr + b)
+    temperature, top_k, top_p, log_min_p = _load_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b)
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
@@ -1892,14 +1880,13 @@ def _filtered_sample_kernel(
         cut = tl.maximum(cut, nucleus)
 
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-    least = row_max + _log_min_p(tl.load(min_p_ptr + b), temperature)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
         mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
         score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         better = (score > best) | ((score == best) & (columns < token))
-        better &= mask & (_order(x) >= cut) & (x >= least)
+        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
     token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
@@ -1911,14 +1898,13 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`;
     argmax at temperature 0. All but position are numbers, or tensors [B] of M / B rows each."""
     M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
-    parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    _check_rows(logits, sequence, position, **parameters)
+    _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    logits = logits.contiguous()
-    rows = *_filled(sequence, **parameters), *map(_contiguous, (sequence, position))
-    T = M // len(sequence)
+    logits, sequence, position = map(_contiguous, (logits, sequence, position))
+    B = len(sequence)
+    filters = [filled(x, logits, B) for x in (temperature, top_k, top_p, min_p)]
     log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
@@ -1929,40 +1915,35 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
     _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, rows[0], T, V, splits, **blocks)
+            logits, maxima, lse, filters[0], M // B, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, count, listed, *rows, log_share, T, V, splits,
+            logits, maxima, lse, count, listed, *filters, log_share, M // B, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, *rows, tokens, T, V, splits,
+            logits, maxima, lse, count, listed, *filters, filled(seed, logits, B), sequence,
+            position, tokens, M // B, V, splits,
             BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
 def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
-    logits = filter_logits(tempered(logits, temperature), top_k, top_p, min_p)
+    logits = filter_logits(logits, top_k, top_p, min_p, temperature)
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
-
-
-def tempered(logits, temperature):
-    """logits [M, V] / temperature, at temperature 0 as they are."""
-    temperature = per_row(temperature, logits)
-    return logits / torch.where(temperature > 0, temperature, 1.0)
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
     """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
     [M, V] -> columns, int64 [M]. first_token: the token id of column 0, on which noise depends."""
-    if is_greedy(temperature):
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
-    return noise.add_(tempered(logits.float(), temperature)).argmax(-1)
+    return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
 
 
 def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p [M, 1], with all that tie with it -> [M,
-    1]; -inf where top_p is 1."""
+    """The least logit of each row's nucleus of mass top_p, with all that tie with it. [M, 1] each;
+    where top_p is 1, any."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
     for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
@@ -1972,19 +1953,22 @@ def nucleus_cut(logits, top_p):
         if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
             break
     kept = (before < top_p).sum(dim=-1, keepdim=True)
-    cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
-    return cut.masked_fill(top_p == 1, -math.inf)
+    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
 
 
-def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with -inf for what is not kept, see above; ties with the last kept stay."""
-    top_k, top_p, min_p = (per_row(x, logits) for x in (top_k, top_p, min_p))
+def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
+    """logits [M, V] / temperature, undivided where that is 0, with -inf for what is not kept, see
+    above; ties with the last kept stay."""
+    top_k, top_p, min_p, temperature = (
+        per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
+    logits = logits / torch.where(temperature > 0, temperature, 1.0)
     k = top_k.long().clamp(max=logits.shape[1])
     if (k > 0).any():
         kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
         logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
     if (top_p < 1).any():
-        logits = logits.masked_fill(logits < nucleus_cut(logits, top_p), -math.inf)
+        cut = nucleus_cut(logits, top_p)
+        logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
     if (min_p > 0).any():
         cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
         logits = logits.masked_fill(logits < cut, -math.inf)
@@ -2031,35 +2015,22 @@ def _check_head(hidden, weight, scales):
     _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
 
 
-PARAMETERS = dict(  # of a row's sample: its dtype, and what a number must be
-    temperature=(torch.float32, "0 <= temperature < inf", lambda x: 0 <= x < math.inf),
-    top_k=(torch.int64, "top_k >= 0", lambda x: x >= 0),
-    top_p=(torch.float32, "0 < top_p <= 1", lambda x: 0 < x <= 1),
-    min_p=(torch.float32, "0 <= min_p <= 1", lambda x: 0 <= x <= 1),
-    seed=(torch.int64, "a seed of at most 64 bits", lambda x: -2**63 <= x < 2**64))
-
-
-def _check_rows(rows, sequence, position, **parameters):
-    """A position of each row; sequence and parameters [B], where B divides the rows, or numbers."""
+def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):
+    """A position for each row; sequence [B], where B divides them; the others [B] or numbers."""
     B = max(sequence.numel(), 1)
     _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
     _check_tensors("sequence", (B,), rows, INTS, sequence)
     _check_tensors("position", (len(rows),), rows, INTS, position)
-    for name, x in parameters.items():
-        dtype, expected, valid = PARAMETERS[name]
+    for x, dtypes, expected, valid in (
+            (temperature, FLOAT32, "0 <= temperature < inf", lambda x: 0 <= x < math.inf),
+            (top_k, INT64, "top_k >= 0", lambda x: x >= 0),
+            (top_p, FLOAT32, "0 < top_p <= 1", lambda x: 0 < x <= 1),
+            (min_p, FLOAT32, "0 <= min_p <= 1", lambda x: 0 <= x <= 1),
+            (seed, INT64, "a seed of at most 64 bits", lambda x: -2**63 <= x < 2**64)):
         if isinstance(x, torch.Tensor):
-            _check_tensors(name, (B,), rows, (dtype,), x)
+            _check_tensors(expected, (B,), rows, dtypes, x)
         else:
             _check(valid(x), expected, x)
-
-
-def _filled(sequence, **parameters):
-    """The parameters, each as a tensor [B]."""
-    for name, x in parameters.items():
-        if not isinstance(x, torch.Tensor):
-            dtype = PARAMETERS[name][0]
-            x = torch.full_like(sequence, _int64(x) if dtype == torch.int64 else x, dtype=dtype)
-        yield x.contiguous()
 
 
 def _check_candidates(candidates, B, like):

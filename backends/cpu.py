@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import _int64, filter_logits, gumbel_argmax, runs_triton, tempered
+from kernels import filled, filter_logits, gumbel_argmax, runs_triton
 from model import GPT, LMHead, NoNorm, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -329,7 +329,7 @@ class KernelHead:
 
     def filtered_sample(self, logits, temperature, top_k, top_p, min_p, *noise):
         """As `kernels.filtered_sample`, with the noise of `sample`, bit for bit."""
-        logits = filter_logits(tempered(logits, temperature), top_k, top_p, min_p)
+        logits = filter_logits(logits, top_k, top_p, min_p, temperature)
         return argmax(logits, 1.0 * (temperature > 0), *noise)
 
 
@@ -349,8 +349,8 @@ def argmax(logits, temperature, seed, sequence, position, first_token=0):
         return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
     M, V = logits.shape
     B = len(sequence)
-    temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(B).contiguous()
-    seed = torch.as_tensor(_int64(seed)).expand(B).contiguous()
+    temperature = filled(temperature, logits, B).float()
+    seed = filled(seed, logits, B)
     sequence, position = (x.long().contiguous() for x in (sequence, position))
     out = torch.empty(M, dtype=torch.int64)
     rows = temperature, seed, sequence, position, out

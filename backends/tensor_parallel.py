@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gumbel, is_greedy, per_row, sum_parts, tempered
+from kernels import filter_logits, gumbel, per_row, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
@@ -260,10 +260,9 @@ class VocabParallelHead(nn.Module):
     def sample(self, hidden, temperature, seed, sequence, position):
         own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
         tokens = own + self.first
-        score = tempered(self.row_logits(hidden, own)[:, None], temperature)  # (M, 1)
-        if not is_greedy(temperature):
-            noise = gumbel(seed, sequence, position, tokens[:, None])
-            score += noise * (per_row(temperature, hidden) > 0)
+        score = filter_logits(self.row_logits(hidden, own)[:, None], temperature=temperature)
+        noise = gumbel(seed, sequence, position, tokens[:, None])
+        score += noise * (per_row(temperature, hidden) > 0)
         both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
         return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
