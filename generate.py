@@ -36,7 +36,7 @@ PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and betw
 WARM_UP = 2          # steps of a plan that compile and capture
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
-GREEDY, NOISE, FILTERED = range(3)  # ways to sample: each gives a text what those before it do
+GREEDY, NOISE, FILTERED = range(3)  # ways to sample: a later one gives a text the same tokens
 
 
 class DraftPlan(NamedTuple):
@@ -76,9 +76,8 @@ class Sampling:
     @property
     def way(self):
         """The cheapest way to sample so."""
-        if self.temperature == 0:
-            return GREEDY
-        return FILTERED if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else NOISE
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return GREEDY if self.temperature == 0 else FILTERED if filtered else NOISE
 
 
 class FixedPolicy:
@@ -118,33 +117,31 @@ class Slots:
     history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
     sequence: torch.Tensor          # int64 [B]: the text's number; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
-    temperature: torch.Tensor       # float32 [B]: this and those below are of the text's `Sampling`
-    top_k: torch.Tensor             # int64 [B]
-    top_p: torch.Tensor             # float32 [B]
-    min_p: torch.Tensor             # float32 [B]
-    seed: torch.Tensor              # int64 [B]
+    sampling: dict                  # {name: float32 or int64 [B]} of the texts' `Sampling`s
 
-    SAMPLING = "temperature", "top_k", "top_p", "min_p", "seed"
-    ROWS = "root", "state", "history", "sequence", "active", *SAMPLING
+    ROWS = "root", "state", "history", "sequence", "active"
 
     def view(self, first, count):
         """Slots first, first + 1, ..., which share the memory of these."""
+        rows = slice(first, first + count)
         caches = (cache.slots(first, count) for cache in (self.cache, self.heads_cache))
-        return Slots(*caches, *(getattr(self, name)[first:first + count] for name in self.ROWS))
+        return Slots(*caches, *(getattr(self, name)[rows] for name in self.ROWS),
+                     {name: x[rows] for name, x in self.sampling.items()})
 
     def swap(self, a, b):
         """Exchanges what two slots hold."""
         n = int(self.cache.lengths[[a, b]].max())
         for cache in self.cache, self.heads_cache:
             cache.kv[:, :, [a, b], :, :n] = cache.kv[:, :, [b, a], :, :n]
-        for rows in self.cache.lengths, *(getattr(self, name) for name in self.ROWS):
-            rows[[a, b]] = rows[[b, a]]
+        rows = self.cache.lengths, *(getattr(self, name) for name in self.ROWS)
+        for x in *rows, *self.sampling.values():
+            x[[a, b]] = x[[b, a]]
 
     def set_sampling(self, samplings):
         """Sets how each slot samples. The host does not wait for the copies to a GPU."""
-        for name in self.SAMPLING:
-            rows = getattr(self, name)
-            rows.copy_(to_device([getattr(s, name) for s in samplings], rows.device))
+        for name, rows in self.sampling.items():
+            values = torch.tensor([getattr(s, name) for s in samplings], dtype=rows.dtype)
+            rows.copy_(values.pin_memory() if rows.is_cuda else values, non_blocking=True)
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
@@ -161,19 +158,16 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # and the root
         sequence=zeros(batch_size, dtype=torch.int64),
         active=zeros(batch_size, dtype=torch.int32),
-        temperature=zeros(batch_size, dtype=torch.float32),
-        top_k=zeros(batch_size, dtype=torch.int64),
-        top_p=zeros(batch_size, dtype=torch.float32),
-        min_p=zeros(batch_size, dtype=torch.float32),
-        seed=zeros(batch_size, dtype=torch.int64))
+        sampling={name: zeros(batch_size, dtype=torch.float32 if kind is float else torch.int64)
+                  for name, kind in Sampling.__annotations__.items()})
 
 
 class Decoder:
     """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
     model's context. plans: those that a step may take. beams, graph: as in `generate`. sampling: of
-    texts that say nothing else; `way`: how the next steps sample, no cheaper than any of their
-    texts needs. Raises InputError for sizes out of range and caches without room in memory."""
+    texts without their own; `way`: the next step's, as its texts need. Raises InputError for sizes
+    out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -244,17 +238,16 @@ class Decoder:
         return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
-        B, T, C = normed.shape
-        slots, head = self.slots, self.model.head
-        normed = normed.view(B * T, C)
-        noise = slots.seed, slots.sequence, (positions + 1).view(-1)
+        normed = normed.flatten(0, 1)  # (B * T, C)
+        sampling = self.slots.sampling
+        place = self.slots.sequence, (positions + 1).view(-1)
         if self.way == FILTERED:
-            sample = getattr(head, "filtered_sample", filtered_sample)
-            target = sample(head.logits(normed), slots.temperature, slots.top_k, slots.top_p,
-                            slots.min_p, *noise)
+            sample = getattr(self.model.head, "filtered_sample", filtered_sample)
+            target = sample(self.model.head.logits(normed), *sampling.values(), *place)
         else:
-            target = head.sample(normed, 0.0 if self.way == GREEDY else slots.temperature, *noise)
-        return target.view(B, T)
+            temperature = 0.0 if self.way == GREEDY else sampling["temperature"]
+            target = self.model.head.sample(normed, temperature, sampling["seed"], *place)
+        return target.view_as(positions)
 
     def accept(self, plan, tree, target):
         P = self.max_path(plan)
@@ -286,11 +279,9 @@ class Decoder:
 
     def body(self, plan=None):
         """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
-        graphs the first step of a plan and way to sample runs eagerly, which compiles it; then it
-        is captured."""
-        plan = plan or self.plans[0]
-        key = plan, self.way
-        step = partial(self.step, plan)
+        graphs its first step in each way runs eagerly, which compiles it; then it is captured."""
+        key = plan or self.plans[0], self.way
+        step = partial(self.step, key[0])
         if self.pool is None:
             return step
         if key not in self.graphs:
@@ -364,21 +355,17 @@ class Decoder:
 
 def chunk_tensors(sequences, start, end, device):
     """Tokens start, ..., end of prompts, padded [n, end + 1 - start], where each prompt's last of
-    these is [n, 1], and the sequences' numbers [n, 1]."""
+    these is [n, 1], and the sequences' numbers [n, 1]. The host does not wait for the copy to a
+    GPU."""
     rows = []
     for s in sequences:
         padding = [0] * (end + 1 - len(s.prompt))
         last = min(end, len(s.prompt) - 1)
         rows.append([*s.prompt[start:end + 1], *padding, last, s.index])
-    return to_device(rows, device).split((end + 1 - start, 1, 1), dim=1)
-
-
-def to_device(numbers, device):
-    """A list's tensor. The host does not wait for the copy to a GPU."""
-    numbers = torch.tensor(numbers)
+    rows = torch.tensor(rows)
     if device.type == "cuda":
-        numbers = numbers.pin_memory().to(device, non_blocking=True)
-    return numbers
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    return rows.split((end + 1 - start, 1, 1), dim=1)
 
 
 def capture(body, device, pool=None):
@@ -424,8 +411,7 @@ class Engine:
     def clear(self):
         """Drops all sequences."""
         self.waiting = deque()
-        # the text whose rows each free slot still holds, the slot that is free the longest first
-        self.kept = dict.fromkeys(range(self.decoder.batch_size), ())
+        self.kept = dict.fromkeys(range(self.decoder.batch_size), ())  # free slot -> text it holds
         self.prefilling = None    # (slot, sequences, where the next chunk of their prompts starts)
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
@@ -437,15 +423,13 @@ class Engine:
         return bool(self.waiting or self.prefilling or self.running)
 
     def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0):
-        """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens.
-        sampling: default the Decoder's. index: the number of which the noise is a function. The
-        rest as in `generate`."""
+        """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling: None
+        for the Decoder's. index: of which the noise is a function. The rest as in `generate`."""
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
-        sampling = sampling or self.decoder.sampling
         sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding,
-                            sampling)
+                            sampling or self.decoder.sampling)
         length = len(prompt) + sequence.limit
         if length > capacity:
             raise InputError(f"a text of {length} tokens does not fit an engine made for "
@@ -489,36 +473,32 @@ class Engine:
         return budget < PREFILL_CHUNK
 
     def next_prompts(self):
-        """(slot, sequences, where they start): the next prompt that waits, in the free slot where
-        the least of it is left to read, else the one free the longest. On a GPU, which takes as
-        long for one short prompt as for many, also those after it that fit in one chunk with it
-        and in the free slots after its own, and start nowhere later."""
-        starts = self.starts()
-        slot = max(starts, key=starts.get)
-        start = starts[slot]
+        """(slot, sequences, where they start): the next prompt that waits, in the free slot with
+        most of it, else the one free the longest; and on a GPU, which takes as long for one short
+        prompt as for many, those after it that start there too, and fit in one chunk with it and
+        in the free slots after its own."""
+        slot, start = max(self.starts().items(), key=lambda item: item[1])
         sequences = [self.waiting.popleft()]
         longest = len(sequences[0].prompt)
         while self.decoder.steps_ahead and self.waiting:
             starts = self.starts()
-            n = len(sequences) + 1
+            n = len(sequences)
             longest = max(longest, len(self.waiting[0].prompt))
-            if (n * (longest - 1 - start) > PREFILL_CHUNK
-                    or not starts.get(slot + n - 1) == start == max(starts.values())):
+            alike = starts.get(slot + n) == start == max(starts.values())
+            if (n + 1) * (longest - 1 - start) > PREFILL_CHUNK or not alike:
                 break
             sequences.append(self.waiting.popleft())
-        for taken in range(slot, slot + len(sequences)):
-            del self.kept[taken]
+        for i in range(len(sequences)):
+            del self.kept[slot + i]
         return slot, sequences, start
 
     def starts(self):
         """{free slot: where the next prompt would start, after what its text shares with it}"""
         prompt = self.waiting[0].prompt
-        starts = {}
-        for slot, text in self.kept.items():
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt)))
-            # the heads' row of a token depends on the next one; the last row gives their state
-            starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
-        return starts
+        same = lambda text: len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
+        # the heads' row of a token depends on the next one; the last row gives the heads' state
+        start = lambda text: max(min(same(text) - 1, len(prompt) - 2), 0)
+        return {slot: start(text) for slot, text in self.kept.items()}
 
     def resize(self):
         """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
@@ -558,17 +538,14 @@ class Engine:
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
                  sampling=None):
         """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
-        each result of `step`. sampling: None, or one for each prompt. Raises InputError as `add`
-        does, Interrupted on Ctrl-C."""
-        sampling = [None] * len(prompts) if sampling is None else sampling
-        if len(sampling) != len(prompts):
-            raise InputError(f"sampling must hold one for each of {len(prompts)} prompts, not "
-                             f"{len(sampling)}")
+        each result of `step`. sampling: one for each prompt. Raises InputError as `add` does,
+        Interrupted on Ctrl-C."""
+        sampling = sampling or [None] * len(prompts)
         output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
                         batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
-            for index, (prompt, own) in enumerate(zip(prompts, sampling)):
+            for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
                 sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
                 output.sequences.append(sequence)
             while self.busy:
@@ -709,8 +686,8 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    if sampling is not None and engine.decoder.sampling != Sampling():
-        raise InputError("give either sampling, or temperature, top_k, top_p, min_p and seed")
+    if sampling and (len(sampling) != len(prompts) or engine.decoder.sampling != Sampling()):
+        raise InputError("sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
     return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
 

@@ -438,13 +438,10 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr,
-    temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
-    values_ptr, columns_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc,
-    first_token, M, T, V, programs, k,
-    C: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr,
+    position_ptr, values_ptr, columns_ptr, lse_ptr,
+    stride_hm, stride_hc, stride_wv, stride_wc, first_token, M, T, V, programs, k, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
     log-sum-exp. In one loop over (tile, channels) the next weights are loaded during a search."""
@@ -546,10 +543,9 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=(None,) * 4,
-                    first_token=0):
-    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given. noise: temperature
-    and what it is a function of."""
+def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_token=0,
+                    noise=(None,) * 4):
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
     vocab_ids, scales, *noise = map(_contiguous, (vocab_ids, scales, *noise))
     T = 1 if noise[0] is None else M // len(noise[0])
@@ -611,7 +607,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1, None, scales)[:, 0]
     noise = *(filled(x, hidden, len(sequence)) for x in (temperature, seed)), sequence, position
-    return _project_triton(hidden, weight, 1, None, scales, None, noise, first_token)[:, 0]
+    return _project_triton(hidden, weight, 1, None, scales, None, first_token, noise)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -1761,12 +1757,9 @@ def _load_logits(logits_ptr, columns, mask, temperature):
 
 
 @triton.jit
-def _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b):
-    """(temperature, top_k, top_p, log(min_p): at least -20, as noise spans less, 0 for argmax)"""
-    temperature = tl.load(temperature_ptr + b)
-    log_min_p = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))
-    log_min_p = tl.where(temperature > 0, log_min_p, 0.0)
-    return temperature, tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), log_min_p
+def _reach(min_p_ptr, temperature, b):
+    """How far below the largest x a token may be: less than 20, which noise does not span."""
+    return tl.where(temperature > 0, tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9)), 0.0)
 
 
 @triton.jit
@@ -1795,19 +1788,18 @@ def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature_ptr, T, V, sp
 
 @triton.jit(do_not_specialize=["T", "splits"])
 def _list_tokens_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, log_share, T, V, splits,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, log_share, T, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    temperature, top_k, top_p, log_min_p = _load_filters(
-        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b)
+    temperature = tl.load(temperature_ptr + b)
     row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
-    rest = tl.log(mass) + tl.log(tl.maximum(1 - top_p, 1e-37)) + log_share
-    bound = row_max + tl.maximum(rest, log_min_p)
+    rest = tl.log(mass) + tl.log(tl.maximum(1 - tl.load(top_p_ptr + b), 1e-37)) + log_share
+    bound = row_max + tl.maximum(rest, _reach(min_p_ptr, temperature, b))
+    top_k = tl.load(top_k_ptr + b)
     if top_k > 0:  # their mass is wanted, so all of them are listed
         split = tl.arange(0, BLOCK_SPLITS)
         maxima = tl.load(max_ptr + m * splits + split, mask=split < splits, other=float("-inf"))
@@ -1840,31 +1832,29 @@ def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS:
         sums = tl.zeros([BLOCK_V, 16], tl.int64)
         for start in range(0, count, BLOCK_V):
             mask, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-            weights = mask.to(tl.int64)
-            if not COUNTS:
-                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
-            sums += tl.where(_order(x)[:, None] >= candidates[None, :], weights[:, None], 0)
+            weights = (mask if COUNTS else tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
+            sums += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
         cut = tl.max(tl.where(tl.sum(sums, 0) >= wanted, candidates, cut), 0)
     return cut
 
 
 @triton.jit(do_not_specialize=["T", "splits"])
 def _filtered_sample_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr, position_ptr,
-    tokens_ptr, T, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, seed_ptr, sequence_ptr, position_ptr, tokens_ptr, T, V, splits,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program m: the cuts of a row's top_k and nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
-    temperature, top_k, top_p, log_min_p = _load_filters(
-        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, b)
+    temperature = tl.load(temperature_ptr + b)
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
     row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
     cut = tl.full([], -2147483648, tl.int32)
     mass = (total * MASS_UNIT).to(tl.int64)
+    top_k = tl.load(top_k_ptr + b)
     if top_k > 0:
         cut = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, top_k, True, BLOCK_V)
         kept = tl.zeros([BLOCK_V], tl.int64)  # the mass of these alone
@@ -1873,20 +1863,21 @@ def _filtered_sample_kernel(
             weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
             kept += tl.where(_order(x) >= cut, weights, 0)
         mass = tl.sum(kept, 0)
+    top_p = tl.load(top_p_ptr + b)
     if top_p < 1:
         wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-        nucleus = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, False,
-                            BLOCK_V)
-        cut = tl.maximum(cut, nucleus)
+        cut = tl.maximum(cut, _find_cut(
+            logits_ptr, list_ptr, count, temperature, row_max, wanted, False, BLOCK_V))
 
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
+    least = row_max + _reach(min_p_ptr, temperature, b)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
         mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
         score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         better = (score > best) | ((score == best) & (columns < token))
-        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
+        better &= mask & (_order(x) >= cut) & (x >= least)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
     token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
@@ -1942,8 +1933,7 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
 
 
 def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p, with all that tie with it. [M, 1] each;
-    where top_p is 1, any."""
+    """The least logit of each row's nucleus of mass top_p < 1, with all that tie: both [M, 1]."""
     V = logits.shape[1]
     total = logits.logsumexp(dim=-1, keepdim=True)
     for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
@@ -2021,16 +2011,14 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
     _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
     _check_tensors("sequence", (B,), rows, INTS, sequence)
     _check_tensors("position", (len(rows),), rows, INTS, position)
-    for x, dtypes, expected, valid in (
-            (temperature, FLOAT32, "0 <= temperature < inf", lambda x: 0 <= x < math.inf),
-            (top_k, INT64, "top_k >= 0", lambda x: x >= 0),
-            (top_p, FLOAT32, "0 < top_p <= 1", lambda x: 0 < x <= 1),
-            (min_p, FLOAT32, "0 <= min_p <= 1", lambda x: 0 <= x <= 1),
-            (seed, INT64, "a seed of at most 64 bits", lambda x: -2**63 <= x < 2**64)):
-        if isinstance(x, torch.Tensor):
-            _check_tensors(expected, (B,), rows, dtypes, x)
-        else:
-            _check(valid(x), expected, x)
+    for dtypes, values in (FLOAT32, (temperature, top_p, min_p)), (INT64, (top_k, seed)):
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        _check_tensors("temperature, top_p, min_p or top_k, seed", (B,), rows, dtypes, *tensors)
+    number = lambda x: 1 if isinstance(x, torch.Tensor) else x
+    _check(0 <= number(temperature) < math.inf and number(top_k) >= 0 and 0 < number(top_p) <= 1
+           and 0 <= number(min_p) <= 1 and -2**63 <= number(seed) < 2**64, "temperature >= 0, "
+           "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, a seed of at most 64 bits",
+           temperature, top_k, top_p, min_p, seed)
 
 
 def _check_candidates(candidates, B, like):

@@ -467,8 +467,8 @@ BAD_CALLS = {
     "no beams": (dict(beams=0), "beams must be"),
     "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
     "stop of another kind": (dict(stop=[1.5]), "not 1.5"),
-    "two samplings for a prompt": (dict(sampling=[Sampling()] * 2), "one for each of 1 prompts, not 2"),
-    "sampling twice": (dict(sampling=[Sampling()], seed=1), "give either sampling, or temperature"),
+    "two samplings for one prompt": (dict(sampling=[Sampling()] * 2), "takes one for each prompt"),
+    "sampling twice": (dict(sampling=[Sampling()], seed=1), "in place of temperature"),
 }
 
 
