@@ -448,8 +448,8 @@ def _project_kernel(
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
-    row = tl.minimum(m, M - 1)
-    hidden_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * stride_hm
+    row = tl.minimum(m, M - 1)[:, None]
+    hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
     slots = tl.arange(0, BLOCK_K)[None, :]
     # Slots beyond k hold infinity, which no score beats. Negative columns mark empty slots.
     empty = tl.where(slots < k, float("-inf"), float("inf"))
@@ -496,9 +496,7 @@ def _project_kernel(
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 ids = (first_token + token).to(tl.uint32)
-                scores /= scale[:, None]
-                scores = _add_noise(
-                    scores, temperature[:, None], low[:, None], high[:, None], ids[None, :])
+                scores = _add_noise(scores / scale, temperature, low, high, ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -1757,19 +1755,15 @@ def _load_logits(logits_ptr, columns, mask, temperature):
 
 
 @triton.jit
-def _reach(min_p_ptr, temperature, b):
-    """How far below the largest x a token may be: less than 20, which noise does not span."""
-    return tl.where(temperature > 0, tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9)), 0.0)
-
-
-@triton.jit
-def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
-    """(the largest x of row m, its mass relative to that)"""
+def _row_mass(max_ptr, lse_ptr, m, splits, temperature, min_p, BLOCK_SPLITS: tl.constexpr):
+    """(the largest x of row m, its mass relative to that, the least x that min_p keeps: not 20 less
+    than the largest, for noise does not span that)"""
     split = tl.arange(0, BLOCK_SPLITS)
     offsets = m * splits + split
     row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
     lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
-    return row_max, tl.sum(tl.exp(lse - row_max), 0)
+    reach = tl.where(temperature > 0, tl.log(tl.maximum(min_p, 2e-9)), 0.0)
+    return row_max, tl.sum(tl.exp(lse - row_max), 0), row_max + reach
 
 
 @triton.jit(do_not_specialize=["T", "splits"])
@@ -1796,9 +1790,10 @@ def _list_tokens_kernel(
     b = m // T
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     temperature = tl.load(temperature_ptr + b)
-    row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+    row_max, mass, least = _row_mass(
+        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
     rest = tl.log(mass) + tl.log(tl.maximum(1 - tl.load(top_p_ptr + b), 1e-37)) + log_share
-    bound = row_max + tl.maximum(rest, _reach(min_p_ptr, temperature, b))
+    bound = tl.maximum(row_max + rest, least)
     top_k = tl.load(top_k_ptr + b)
     if top_k > 0:  # their mass is wanted, so all of them are listed
         split = tl.arange(0, BLOCK_SPLITS)
@@ -1851,7 +1846,8 @@ def _filtered_sample_kernel(
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
-    row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+    row_max, total, least = _row_mass(
+        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
     cut = tl.full([], -2147483648, tl.int32)
     mass = (total * MASS_UNIT).to(tl.int64)
     top_k = tl.load(top_k_ptr + b)
@@ -1870,7 +1866,6 @@ def _filtered_sample_kernel(
             logits_ptr, list_ptr, count, temperature, row_max, wanted, False, BLOCK_V))
 
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-    least = row_max + _reach(min_p_ptr, temperature, b)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
@@ -1932,32 +1927,27 @@ def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
     return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
 
 
-def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p < 1, with all that tie: both [M, 1]."""
-    V = logits.shape[1]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
-        ranked = logits.topk(n).values
-        probs = (ranked - total).exp()
-        before = probs.cumsum(dim=-1) - probs
-        if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
-            break
-    kept = (before < top_p).sum(dim=-1, keepdim=True)
-    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
-
-
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
     """logits [M, V] / temperature, undivided where that is 0, with -inf for what is not kept, see
     above; ties with the last kept stay."""
     top_k, top_p, min_p, temperature = (
         per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
     logits = logits / torch.where(temperature > 0, temperature, 1.0)
-    k = top_k.long().clamp(max=logits.shape[1])
+    V = logits.shape[1]
+    k = top_k.long().clamp(max=V)
     if (k > 0).any():
         kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
         logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
     if (top_p < 1).any():
-        cut = nucleus_cut(logits, top_p)
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
+            ranked = logits.topk(n).values
+            probs = (ranked - total).exp()
+            before = probs.cumsum(dim=-1) - probs
+            if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
+                break
+        kept = (before < top_p).sum(dim=-1, keepdim=True)
+        cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
         logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
     if (min_p > 0).any():
         cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
