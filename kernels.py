@@ -125,8 +125,7 @@ def _split_size(rows, splits, tile, min_split):
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, partial_ptr, lse_ptr,
-    stride_qb, stride_qt, stride_qh, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, TAIL_STAGES: tl.constexpr,
@@ -404,10 +403,10 @@ def _splitmix64_torch(x):
 
 def filled(x, rows, B=1):
     """A number, or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
-    if isinstance(x, torch.Tensor):
-        return x.contiguous()
-    x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # a seed may be unsigned
-    return torch.full((B,), x, device=rows.device)
+    if not isinstance(x, torch.Tensor):
+        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # a seed may be unsigned
+        x = torch.full((B,), x, device=rows.device)
+    return x.contiguous()
 
 
 def per_row(x, rows):
@@ -593,10 +592,9 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins. seed, sequence, position: as in
-    `gumbel`; temperature: a number, or float32 [B]. first_token: the token id of the weight's first
-    row, where it is a part of a larger one; the noise depends on token ids. scales: of the rows of
-    an int8 weight."""
+    at temperature 0, else a sample. Of equals the lowest wins. temperature: a number, or float32
+    [B]; the others as in `gumbel`. first_token: the token id of the weight's first row, if it is a
+    part of a larger one; noise depends on token ids. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
     _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
@@ -1348,8 +1346,7 @@ def _load_proposals(beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, cou
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
     logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr,
-    stride_b, stride_w, count, n, W, K, depth,
-    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    stride_b, stride_w, count, n, W, K, depth, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1756,13 +1753,12 @@ def _load_logits(logits_ptr, columns, mask, temperature):
 
 @triton.jit
 def _row_mass(max_ptr, lse_ptr, m, splits, temperature, min_p, BLOCK_SPLITS: tl.constexpr):
-    """(the largest x of row m, its mass relative to that, the least x that min_p keeps: not 20 less
-    than the largest, for noise does not span that)"""
+    """(the largest x of row m, its mass relative to that, the least of min_p, or that can win)"""
     split = tl.arange(0, BLOCK_SPLITS)
     offsets = m * splits + split
     row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
     lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
-    reach = tl.where(temperature > 0, tl.log(tl.maximum(min_p, 2e-9)), 0.0)
+    reach = tl.where(temperature > 0, tl.log(tl.maximum(min_p, 2e-9)), 0.0)  # noise spans < 20
     return row_max, tl.sum(tl.exp(lse - row_max), 0), row_max + reach
 
 
@@ -1818,8 +1814,7 @@ def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.co
 @triton.jit
 def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS: tl.constexpr,
               BLOCK_V: tl.constexpr):
-    """The highest number with as many tokens of the list from it on, or as much of their mass, as
-    is wanted; the lowest one where all of them have less."""
+    """The highest number with the wanted count, or mass, of tokens from it on, else -2^31."""
     cut = tl.full([], -2147483648, tl.int32)
     for digit in range(0, 8):
         # [16], [BLOCK_V, 16]
