@@ -36,6 +36,7 @@ PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and betw
 WARM_UP = 2          # steps of a plan that compile and capture
 DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
+GREEDY, NOISE, FILTERED = range(3)  # ways to sample: a later one gives a text the same tokens
 
 
 class DraftPlan(NamedTuple):
@@ -73,8 +74,10 @@ class Sampling:
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
 
     @property
-    def filtered(self):
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+    def way(self):
+        """The cheapest way to sample so."""
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return GREEDY if self.temperature == 0 else FILTERED if filtered else NOISE
 
 
 class FixedPolicy:
@@ -114,23 +117,31 @@ class Slots:
     history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
     sequence: torch.Tensor          # int64 [B]: the text's number; the noise is a function of it
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
+    sampling: dict                  # {name: float32 or int64 [B]} of the texts' `Sampling`s
 
     ROWS = "root", "state", "history", "sequence", "active"
 
     def view(self, first, count):
         """Slots first, first + 1, ..., which share the memory of these."""
+        rows = slice(first, first + count)
         caches = (cache.slots(first, count) for cache in (self.cache, self.heads_cache))
-        return Slots(*caches, *(getattr(self, name)[first:first + count] for name in self.ROWS))
+        return Slots(*caches, *(getattr(self, name)[rows] for name in self.ROWS),
+                     {name: x[rows] for name, x in self.sampling.items()})
 
-    def move(self, source, free):
-        """Copies slot `source` to slot `free`."""
-        n = int(self.cache.lengths[source])
+    def swap(self, a, b):
+        """Exchanges what two slots hold."""
+        n = int(self.cache.lengths[[a, b]].max())
         for cache in self.cache, self.heads_cache:
-            cache.kv[:, :, free, :, :n] = cache.kv[:, :, source, :, :n]
-        self.cache.lengths[free] = self.cache.lengths[source]
-        for name in self.ROWS:
-            rows = getattr(self, name)
-            rows[free] = rows[source]
+            cache.kv[:, :, [a, b], :, :n] = cache.kv[:, :, [b, a], :, :n]
+        rows = self.cache.lengths, *(getattr(self, name) for name in self.ROWS)
+        for x in *rows, *self.sampling.values():
+            x[[a, b]] = x[[b, a]]
+
+    def set_sampling(self, samplings):
+        """Sets how each slot samples. The host does not wait for the copies to a GPU."""
+        for name, rows in self.sampling.items():
+            values = torch.tensor([getattr(s, name) for s in samplings], dtype=rows.dtype)
+            rows.copy_(values.pin_memory() if rows.is_cuda else values, non_blocking=True)
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
@@ -146,14 +157,17 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # and the root
         sequence=zeros(batch_size, dtype=torch.int64),
-        active=zeros(batch_size, dtype=torch.int32))
+        active=zeros(batch_size, dtype=torch.int32),
+        sampling={name: zeros(batch_size, dtype=torch.float32 if kind is float else torch.int64)
+                  for name, kind in Sampling.__annotations__.items()})
 
 
 class Decoder:
     """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
     where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
-    model's context. plans: those that a step may take. beams, graph: as in `generate`. Raises
-    InputError for sizes out of range and caches without room in memory."""
+    model's context. plans: those that a step may take. beams, graph: as in `generate`. sampling: of
+    texts without their own; `way`: the next step's, as its texts need. Raises InputError for sizes
+    out of range and caches without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -166,6 +180,7 @@ class Decoder:
         self.plans = plans
         self.beams = beams
         self.sampling = sampling or Sampling()
+        self.way = self.sampling.way
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = contextlib.nullcontext
@@ -178,10 +193,11 @@ class Decoder:
         self.looks_up = any(plan.lookup_tokens for plan in plans)
         max_tree = max(plan.tree_size for plan in plans)
         self.buffers = new_slots(model, heads, batch_size, self.capacity, max_tree, P)
+        self.buffers.set_sampling([self.sampling] * batch_size)
         self.run_first(batch_size)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
-        self.graphs = {}  # plan -> a function that replays its step; None before its capture
+        self.graphs = {}  # (plan, way) -> a function that replays its step; None: not captured
         self.pool = None  # the memory of all graphs; None: there are none
         if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
@@ -222,18 +238,16 @@ class Decoder:
         return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
-        B, T, C = normed.shape
-        s = self.sampling
-        normed = normed.view(B * T, C)
-        sequence = self.slots.sequence[:, None].expand(B, T).reshape(-1)
-        position = (positions + 1).view(-1)
-        if s.filtered:
-            logits = self.model.head.logits(normed)  # (B * T, V)
-            target = filtered_sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed,
-                                     sequence, position)
+        normed = normed.flatten(0, 1)  # (B * T, C)
+        sampling = self.slots.sampling
+        place = self.slots.sequence, (positions + 1).view(-1)
+        if self.way == FILTERED:
+            sample = getattr(self.model.head, "filtered_sample", filtered_sample)
+            target = sample(self.model.head.logits(normed), *sampling.values(), *place)
         else:
-            target = self.model.head.sample(normed, s.temperature, s.seed, sequence, position)
-        return target.view(B, T)
+            temperature = 0.0 if self.way == GREEDY else sampling["temperature"]
+            target = self.model.head.sample(normed, temperature, sampling["seed"], *place)
+        return target.view_as(positions)
 
     def accept(self, plan, tree, target):
         P = self.max_path(plan)
@@ -265,17 +279,17 @@ class Decoder:
 
     def body(self, plan=None):
         """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
-        graphs a plan's first step runs eagerly, which compiles it; then it is captured."""
-        plan = plan or self.plans[0]
-        step = partial(self.step, plan)
+        graphs its first step in each way runs eagerly, which compiles it; then it is captured."""
+        key = plan or self.plans[0], self.way
+        step = partial(self.step, key[0])
         if self.pool is None:
             return step
-        if plan not in self.graphs:
-            self.graphs[plan] = None
+        if key not in self.graphs:
+            self.graphs[key] = None
             return step
-        if self.graphs[plan] is None:
-            self.graphs[plan] = capture(step, self.model.device, self.pool)
-        return self.graphs[plan]
+        if self.graphs[key] is None:
+            self.graphs[key] = capture(step, self.model.device, self.pool)
+        return self.graphs[key]
 
     @torch.inference_mode()
     def launch(self, plan):
@@ -323,14 +337,15 @@ class Decoder:
         slots.cache.lengths.copy_(last[:, 0])
         if end == longest:
             slots.sequence.copy_(numbers[:, 0])
+            slots.set_sampling([s.sampling for s in sequences])
             slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
-    def release(self, slot):
-        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, on an empty
-        sequence."""
+    def release(self, slot, rows=0):
+        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, and writes
+        its trees after these rows of its cache."""
         self.slots.active[slot].zero_()
-        self.slots.cache.lengths[slot].zero_()
+        self.slots.cache.lengths[slot].fill_(rows)
 
     def run_first(self, n):
         """Steps run the first n slots alone from now on; all with a graph, which holds tensors."""
@@ -396,11 +411,10 @@ class Engine:
     def clear(self):
         """Drops all sequences."""
         self.waiting = deque()
-        self.free = deque(range(self.decoder.batch_size))
+        self.kept = dict.fromkeys(range(self.decoder.batch_size), ())  # free slot -> text it holds
         self.prefilling = None    # (slot, sequences, where the next chunk of their prompts starts)
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
-        self.kept_text = []       # of a single slot: the text whose rows its caches still hold
         self.decoder.run_first(self.decoder.batch_size)
         self.decoder.release(slice(None))
 
@@ -408,13 +422,14 @@ class Engine:
     def busy(self):
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, prompt, max_new_tokens, stop=(), encoding=None, index=0):
-        """Queues a prompt (a list of token ids) -> its `Sequence`, to which steps add tokens.
-        index: the number of which the noise is a function. The rest as in `generate`."""
+    def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0):
+        """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling: None
+        for the Decoder's. index: of which the noise is a function. The rest as in `generate`."""
         model, capacity = self.decoder.model, self.decoder.capacity
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check_prompt(model, prompt, index)
-        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding)
+        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding,
+                            sampling or self.decoder.sampling)
         length = len(prompt) + sequence.limit
         if length > capacity:
             raise InputError(f"a text of {length} tokens does not fit an engine made for "
@@ -433,8 +448,9 @@ class Engine:
             started = time.perf_counter()
             if self.running:
                 plan = self.policy.select()
-                self.launches[plan] += 1
-                usual &= self.launches[plan] > WARM_UP
+                way = self.decoder.way = max(s.sampling.way for s in self.running.values())
+                self.launches[plan, way] += 1
+                usual &= self.launches[plan, way] > WARM_UP
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
@@ -446,7 +462,7 @@ class Engine:
         """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps -> whether
         there were any."""
         budget = PREFILL_CHUNK
-        while budget > 0 and (self.prefilling or (self.waiting and self.free)):
+        while budget > 0 and (self.prefilling or (self.waiting and self.kept)):
             slot, sequences, start = self.prefilling or self.next_prompts()
             end = self.decoder.prefill(slot, sequences, start)
             budget -= max(end - start, 1) * len(sequences)
@@ -457,24 +473,32 @@ class Engine:
         return budget < PREFILL_CHUNK
 
     def next_prompts(self):
-        """(slot, sequences, where they start): the next prompt that waits, and on a GPU, which
-        takes as long for one short prompt as for many, those after it that fit in one chunk with
-        it and in the free slots after its own."""
-        slot = self.free.popleft()
+        """(slot, sequences, where they start): the next prompt that waits, in the free slot with
+        most of it, else the one free the longest; and on a GPU, which takes as long for one short
+        prompt as for many, those after it that start there too, and fit in one chunk with it and
+        in the free slots after its own."""
+        slot, start = max(self.starts().items(), key=lambda item: item[1])
         sequences = [self.waiting.popleft()]
         longest = len(sequences[0].prompt)
-        while self.decoder.steps_ahead and self.waiting and self.free:
+        while self.decoder.steps_ahead and self.waiting:
+            starts = self.starts()
+            n = len(sequences)
             longest = max(longest, len(self.waiting[0].prompt))
-            n = len(sequences) + 1
-            if n * (longest - 1) > PREFILL_CHUNK or self.free[0] != slot + n - 1:
+            alike = starts.get(slot + n) == start == max(starts.values())
+            if (n + 1) * (longest - 1 - start) > PREFILL_CHUNK or not alike:
                 break
-            self.free.popleft()
             sequences.append(self.waiting.popleft())
-        prompt = sequences[0].prompt
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.kept_text, prompt))))
-        self.kept_text = []
+        for i in range(len(sequences)):
+            del self.kept[slot + i]
+        return slot, sequences, start
+
+    def starts(self):
+        """{free slot: where the next prompt would start, after what its text shares with it}"""
+        prompt = self.waiting[0].prompt
+        same = lambda text: len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
         # the heads' row of a token depends on the next one; the last row gives the heads' state
-        return slot, sequences, max(min(same - 1, len(prompt) - 2), 0)
+        start = lambda text: max(min(same(text) - 1, len(prompt) - 2), 0)
+        return {slot: start(text) for slot, text in self.kept.items()}
 
     def resize(self):
         """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
@@ -487,12 +511,11 @@ class Engine:
             n = math.ceil(len(self.running) / multiple) * multiple
         if n == len(decoder.slots.root):
             return
-        self.free = deque(slot for slot in range(n) if slot not in self.running)
         for source in sorted((slot for slot in self.running if slot >= n), reverse=True):
-            free = self.free.popleft()
-            decoder.buffers.move(source, free)
-            decoder.release(source)
+            free = next(slot for slot in self.kept if slot < n)
+            decoder.buffers.swap(source, free)
             self.running[free] = self.running.pop(source)
+            self.kept = {source if slot == free else slot: x for slot, x in self.kept.items()}
         decoder.run_first(n)
 
     def retire(self):
@@ -508,21 +531,23 @@ class Engine:
             results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
                 del self.running[slot]
-                self.decoder.release(slot)
-                self.free.append(slot)
-                if self.decoder.batch_size == 1:
-                    self.kept_text = [*sequence.prompt, *sequence.tokens]
+                self.kept[slot] = [*sequence.prompt, *sequence.tokens]
+                self.decoder.release(slot, len(self.kept[slot]) - 1)
         return plan, results
 
-    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None):
+    def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
+                 sampling=None):
         """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
-        each result of `step`. Raises InputError as `add` does, Interrupted on Ctrl-C."""
+        each result of `step`. sampling: one for each prompt. Raises InputError as `add` does,
+        Interrupted on Ctrl-C."""
+        sampling = sampling or [None] * len(prompts)
         output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
                         batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
-            for index, prompt in enumerate(prompts):
-                output.sequences.append(self.add(prompt, max_new_tokens, stop, encoding, index))
+            for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+                sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
+                output.sequences.append(sequence)
             while self.busy:
                 for sequence, tokens, path, plan in self.step():
                     output.count(tokens, path, plan)
@@ -541,9 +566,10 @@ class Sequence:
     """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
     "length" (max_new_tokens) or "context" (the model's is full). Checks what is to stop it."""
 
-    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding):
+    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None):
         self.index = index
         self.prompt = prompt
+        self.sampling = sampling
         self.tokens = []
         self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))
@@ -643,7 +669,7 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, graph=True):
+             on_tokens=None, encoding=None, graph=True, sampling=None):
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
@@ -655,12 +681,15 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
     graph       on CUDA, capture each plan's step in a graph once and replay it
+    sampling    a `Sampling` for each prompt, in place of temperature, ..., seed
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
                      top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if sampling and (len(sampling) != len(prompts) or engine.decoder.sampling != Sampling()):
+        raise InputError("sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
-    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding)
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,

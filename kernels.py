@@ -47,7 +47,6 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
 NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
-NO_NOISE = 0.0, 0, None, None, 0  # temperature, seed_key, sequence, position, first_token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,8 +125,7 @@ def _split_size(rows, splits, tile, min_split):
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, partial_ptr, lse_ptr,
-    stride_qb, stride_qt, stride_qh, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, TAIL_STAGES: tl.constexpr,
@@ -357,29 +355,34 @@ def _splitmix64(x):
 
 
 @triton.jit
-def _row_key(sequence, position, seed_key):
-    """The 64-bit key of a row's noise, as two uint32."""
-    key = _splitmix64(_splitmix64((sequence + seed_key).to(tl.uint64)) + position.to(tl.uint64))
+def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
+    """The 64-bit key of the noise of row m, of sequence b, as two uint32."""
+    key = _splitmix64(tl.load(seed_ptr + b).to(tl.uint64) + 0x9E3779B97F4A7C15)
+    key = _splitmix64(key + tl.load(sequence_ptr + b).to(tl.int64).to(tl.uint64))
+    key = _splitmix64(key + tl.load(position_ptr + m).to(tl.int64).to(tl.uint64))
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _gumbel_noise(low, high, tokens):
-    """`gumbel` for row keys (low, high) and tokens, all uint32, of shapes that broadcast."""
-    x = tokens ^ low
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = x ^ high
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    x = x ^ (x >> 16)
-    uniform = ((x >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(uniform))
+def _add_noise(x, temperature, low, high, tokens):
+    """x + `gumbel` of row keys (low, high) and tokens, all uint32; x alone at temperature 0."""
+    key = tokens ^ low
+    key = (key ^ (key >> 16)) * 0x7FEB352D
+    key = key ^ high
+    key = (key ^ (key >> 15)) * 0x846CA68B
+    key = key ^ (key >> 16)
+    uniform = ((key >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return tl.where(temperature > 0, x - tl.log(-tl.log(uniform)), x)
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for each token's
-    sequence and position there, int [M], and tokens int [n] or [M, n]; seed of at most 64 bits."""
-    key = _splitmix64_torch(sequence.long() + _seed_key(seed)) + position.long()
-    key = _splitmix64_torch(key)[:, None]  # (M, 1)
+    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for positions int
+    [M] in texts of the numbers sequence, int [B], of M / B rows each, and tokens int [n] or [M, n].
+    seed: of at most 64 bits, or int64 [B]."""
+    # so mixed, seed 1, sequence 0 differs from seed 0, sequence 1
+    key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
+    key = _splitmix64_torch(key + sequence.long())  # (B,)
+    key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
     x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
     x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
     x = _xor_shift(x, 15).mul_(-0x7B935975)
@@ -398,12 +401,18 @@ def _splitmix64_torch(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@lru_cache
-def _seed_key(seed):
-    """A mixed, signed 64-bit int, so that seed 1, sequence 0 differs from seed 0, sequence 1."""
-    _check(isinstance(seed, int) and -2**63 <= seed < 2**64, "a seed of at most 64 bits", seed)
-    seed = (seed + 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
-    return int(_splitmix64_torch(torch.tensor(seed, device="cpu")))
+def filled(x, rows, B=1):
+    """A number, or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
+    if not isinstance(x, torch.Tensor):
+        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # a seed may be unsigned
+        x = torch.full((B,), x, device=rows.device)
+    return x.contiguous()
+
+
+def per_row(x, rows):
+    """A number, or a tensor [B] for M / B rows each -> [M, 1], for rows [M, ...]."""
+    x = filled(x, rows)
+    return x.repeat_interleave(len(rows) // len(x))[:, None]
 
 
 @triton.jit
@@ -426,21 +435,20 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
     return values, columns
 
 
-@triton.jit(do_not_specialize=["seed_key", "first_token", "M", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, sequence_ptr, position_ptr,
-    values_ptr, columns_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc,
-    temperature, seed_key, first_token, M, V, programs, k,
-    C: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr,
+    position_ptr, values_ptr, columns_ptr, lse_ptr,
+    stride_hm, stride_hc, stride_wv, stride_wc, first_token, M, T, V, programs, k, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
     log-sum-exp. In one loop over (tile, channels) the next weights are loaded during a search."""
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
-    hidden_ptrs = hidden_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_hm
+    row = tl.minimum(m, M - 1)[:, None]
+    hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
     slots = tl.arange(0, BLOCK_K)[None, :]
     # Slots beyond k hold infinity, which no score beats. Negative columns mark empty slots.
     empty = tl.where(slots < k, float("-inf"), float("inf"))
@@ -449,9 +457,9 @@ def _project_kernel(
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
-        sequence = tl.load(sequence_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        position = tl.load(position_ptr + m, mask=row_mask, other=0).to(tl.int64)
-        low, high = _row_key(sequence, position, seed_key)
+        low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
+        temperature = tl.load(temperature_ptr + row // T)
+        scale = tl.where(temperature > 0, temperature, 1.0)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. As first operand int8 would load 8 bytes at a time.
@@ -486,9 +494,8 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :], scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
-                scores = scores / temperature
                 ids = (first_token + token).to(tl.uint32)
-                scores += _gumbel_noise(low[:, None], high[:, None], ids[None, :])
+                scores = _add_noise(scores / scale, temperature, low, high, ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -533,12 +540,12 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, value - lse)
 
 
-def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=NO_NOISE):
+def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_token=0,
+                    noise=(None,) * 4):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    temperature, seed_key, sequence, position, first_token = noise
-    vocab_ids, scales, sequence, position = map(
-        _contiguous, (vocab_ids, scales, sequence, position))
+    vocab_ids, scales, *noise = map(_contiguous, (vocab_ids, scales, *noise))
+    T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
@@ -551,9 +558,9 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, noise=N
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, scales, vocab_ids, sequence, position, values, columns, lse,
-            *_strides(hidden), *_strides(weight), float(temperature), seed_key, first_token,
-            M, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
+            hidden, weight, scales, vocab_ids, *noise, values, columns, lse,
+            *_strides(hidden), *_strides(weight), first_token, M, T, V, programs, k,
+            C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
@@ -585,18 +592,18 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
 def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
                    scales=None):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins. seed, sequence, position: as in
-    `gumbel`. first_token: the token id of the weight's first row, where it is a part of a larger
-    one; the noise depends on token ids. scales: of the rows of an int8 weight."""
+    at temperature 0, else a sample. Of equals the lowest wins. temperature: a number, or float32
+    [B]; the others as in `gumbel`. first_token: the token id of the weight's first row, if it is a
+    part of a larger one; noise depends on token ids. scales: of the rows of an int8 weight."""
     _check_head(hidden, weight, scales)
-    _check(0 <= temperature < math.inf, "0 <= temperature < inf", temperature)
-    _check_tensors("sequence, position", (len(hidden),), hidden, INTS, sequence, position)
+    _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
         return project_sample_reference(
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
-    noise = temperature, _seed_key(seed), sequence, position, first_token
-    return _project_triton(
-        hidden, weight, 1, None, scales, noise=noise if temperature else NO_NOISE)[:, 0]
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
+        return _project_triton(hidden, weight, 1, None, scales)[:, 0]
+    noise = *(filled(x, hidden, len(sequence)) for x in (temperature, seed)), sequence, position
+    return _project_triton(hidden, weight, 1, None, scales, None, first_token, noise)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
@@ -1339,8 +1346,7 @@ def _load_proposals(beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, cou
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
     logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr,
-    stride_b, stride_w, count, n, W, K, depth,
-    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    stride_b, stride_w, count, n, W, K, depth, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1718,13 +1724,14 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   x = logits / temperature. Kept are, in this order: the top_k largest; of these the fewest whose
 #   mass, a sum of exp(x), reaches top_p of theirs (arXiv 1904.09751); of these what has at least
 #   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
-#   argmax(x + gumbel(seed, sequence, position, token)).
+#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
 # Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
 # of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
-# top_p of the mass together. A second pass lists the others, some hundreds, in any order: masses
-# are sums of integers. One program per row searches the list for the nucleus's cut, an integer that
-# orders as the logits do, four bits a turn: the highest of 16 with enough mass from it on.
+# top_p of the mass together, and those under the k-th largest maximum are not among the top k. A
+# second pass lists the others, some hundreds, in any order: masses are sums of integers. One
+# program per row searches the list for the top_k's cut, then the nucleus's, an integer that orders
+# as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
 
@@ -1739,46 +1746,56 @@ def _order(x):
 @triton.jit
 def _load_logits(logits_ptr, columns, mask, temperature):
     """logits / temperature in float32; NaN is -inf."""
-    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf")) / temperature
+    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
+    x /= tl.where(temperature > 0, temperature, 1.0)
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
-def _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS: tl.constexpr):
-    """(the largest x of row m, its mass relative to that)"""
+def _row_mass(max_ptr, lse_ptr, m, splits, temperature, min_p, BLOCK_SPLITS: tl.constexpr):
+    """(the largest x of row m, its mass relative to that, the least of min_p, or that can win)"""
     split = tl.arange(0, BLOCK_SPLITS)
     offsets = m * splits + split
     row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
     lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
-    return row_max, tl.sum(tl.exp(lse - row_max), 0)
+    reach = tl.where(temperature > 0, tl.log(tl.maximum(min_p, 2e-9)), 0.0)  # noise spans < 20
+    return row_max, tl.sum(tl.exp(lse - row_max), 0), row_max + reach
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature, V, splits,
+@triton.jit(do_not_specialize=["T", "splits"])
+def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature_ptr, T, V, splits,
                          BLOCK_V: tl.constexpr):
     """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    temperature = tl.load(temperature_ptr + m // T)
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
     tl.store(max_ptr + m * splits + split, split_max)
     tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["T", "splits"])
 def _list_tokens_kernel(
-    logits_ptr, max_ptr, lse_ptr, kth_ptr, count_ptr, list_ptr,
-    temperature, log_rest, log_min_p, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, log_share, T, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
     m = tl.program_id(0).to(tl.int64)
+    b = m // T
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    if kth_ptr is not None:  # their mass is wanted, so all of the top_k are listed
-        bound = tl.load(kth_ptr + m) / temperature
-    else:
-        row_max, mass = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
-        bound = row_max + tl.maximum(tl.log(mass) + log_rest, log_min_p)
+    temperature = tl.load(temperature_ptr + b)
+    row_max, mass, least = _row_mass(
+        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
+    rest = tl.log(mass) + tl.log(tl.maximum(1 - tl.load(top_p_ptr + b), 1e-37)) + log_share
+    bound = tl.maximum(row_max + rest, least)
+    top_k = tl.load(top_k_ptr + b)
+    if top_k > 0:  # their mass is wanted, so all of them are listed
+        split = tl.arange(0, BLOCK_SPLITS)
+        maxima = tl.load(max_ptr + m * splits + split, mask=split < splits, other=float("-inf"))
+        ranked = tl.sort(maxima, descending=True)
+        bound = tl.max(tl.where(split >= top_k - 1, ranked, float("-inf")), 0)
     x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
     listed = (x >= bound) & (x > float("-inf"))
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
@@ -1794,48 +1811,63 @@ def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.co
     return entry < count, columns, _load_logits(logits_ptr, columns, entry < count, temperature)
 
 
-@triton.jit(do_not_specialize=["seed_key", "splits"])
+@triton.jit
+def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS: tl.constexpr,
+              BLOCK_V: tl.constexpr):
+    """The highest number with the wanted count, or mass, of tokens from it on, else -2^31."""
+    cut = tl.full([], -2147483648, tl.int32)
+    for digit in range(0, 8):
+        # [16], [BLOCK_V, 16]
+        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
+        sums = tl.zeros([BLOCK_V, 16], tl.int64)
+        for start in range(0, count, BLOCK_V):
+            mask, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+            weights = (mask if COUNTS else tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
+            sums += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
+        cut = tl.max(tl.where(tl.sum(sums, 0) >= wanted, candidates, cut), 0)
+    return cut
+
+
+@triton.jit(do_not_specialize=["T", "splits"])
 def _filtered_sample_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, sequence_ptr, position_ptr, tokens_ptr,
-    temperature, top_p, log_min_p, seed_key, V, splits,
-    TOP_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, seed_ptr, sequence_ptr, position_ptr, tokens_ptr, T, V, splits,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program m: the cut of a row's nucleus, then its sample."""
+    """Program m: the cuts of a row's top_k and nucleus, then its sample."""
     m = tl.program_id(0).to(tl.int64)
+    b = m // T
+    temperature = tl.load(temperature_ptr + b)
     logits_ptr += m * V
     list_ptr += m * V
     count = tl.load(count_ptr + m)
-    row_max, total = _row_mass(max_ptr, lse_ptr, m, splits, BLOCK_SPLITS)
+    row_max, total, least = _row_mass(
+        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
     cut = tl.full([], -2147483648, tl.int32)
+    mass = (total * MASS_UNIT).to(tl.int64)
+    top_k = tl.load(top_k_ptr + b)
+    if top_k > 0:
+        cut = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, top_k, True, BLOCK_V)
+        kept = tl.zeros([BLOCK_V], tl.int64)  # the mass of these alone
+        for start in range(0, count, BLOCK_V):
+            _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
+            weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
+            kept += tl.where(_order(x) >= cut, weights, 0)
+        mass = tl.sum(kept, 0)
+    top_p = tl.load(top_p_ptr + b)
     if top_p < 1:
-        mass = (total * MASS_UNIT).to(tl.int64)
-        if TOP_K:  # the mass of these alone
-            kept = tl.zeros([BLOCK_V], tl.int64)
-            for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-                kept += (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
-            mass = tl.sum(kept, 0)
         wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-        for digit in range(0, 8):
-            # [16], [BLOCK_V, 16]
-            candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-            masses = tl.zeros([BLOCK_V, 16], tl.int64)
-            for start in range(0, count, BLOCK_V):
-                _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-                weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
-                masses += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
-            cut = tl.max(tl.where(tl.sum(masses, 0) >= wanted, candidates, cut), 0)
+        cut = tl.maximum(cut, _find_cut(
+            logits_ptr, list_ptr, count, temperature, row_max, wanted, False, BLOCK_V))
 
-    sequence = tl.load(sequence_ptr + m).to(tl.int64)
-    position = tl.load(position_ptr + m).to(tl.int64)
-    low, high = _row_key(sequence, position, seed_key)
+    low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
     for start in range(0, count, BLOCK_V):
         mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-        score = x + _gumbel_noise(low, high, columns.to(tl.uint32))
+        score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         better = (score > best) | ((score == best) & (columns < token))
-        better &= mask & (_order(x) >= cut) & (x >= row_max + log_min_p)
+        better &= mask & (_order(x) >= cut) & (x >= least)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
     token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
@@ -1844,20 +1876,17 @@ def _filtered_sample_kernel(
 
 def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
-    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`."""
+    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`;
+    argmax at temperature 0. All but position are numbers, or tensors [B] of M / B rows each."""
     M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
-    _check(0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1,
-           "temperature > 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
-           temperature, top_k, top_p, min_p)
-    _check_tensors("sequence, position", (M,), logits, INTS, sequence, position)
+    _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    logits = logits.contiguous()
-    kth = logits.topk(top_k).values[:, -1].contiguous() if 0 < top_k < V else None
-    # a part in 1,000 lower: the sum of masses is rounded
-    log_rest = math.log1p(-top_p) - math.log(V) - 1e-3 if top_p < 1 else -math.inf
-    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    logits, sequence, position = map(_contiguous, (logits, sequence, position))
+    B = len(sequence)
+    filters = [filled(x, logits, B) for x in (temperature, top_k, top_p, min_p)]
+    log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
     BLOCK_SPLITS = triton.next_power_of_2(splits)
@@ -1867,53 +1896,56 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
     _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, temperature, V, splits, **blocks)
+            logits, maxima, lse, filters[0], M // B, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, kth, count, listed, temperature, log_rest, log_min_p, V, splits,
+            logits, maxima, lse, count, listed, *filters, log_share, M // B, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, sequence.contiguous(), position.contiguous(),
-            tokens, temperature, top_p, log_min_p, _seed_key(seed), V, splits,
-            TOP_K=kth is not None, BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
+            logits, maxima, lse, count, listed, *filters, filled(seed, logits, B), sequence,
+            position, tokens, M // B, V, splits,
+            BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
 
 def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
-    logits = filter_logits(logits / temperature, top_k, top_p, min_p)
-    return gumbel_argmax(logits, 1.0, seed, sequence, position)
+    logits = filter_logits(logits, top_k, top_p, min_p, temperature)
+    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
     """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
     [M, V] -> columns, int64 [M]. first_token: the token id of column 0, on which noise depends."""
-    if temperature == 0:
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
-    return gumbel(seed, sequence, position, tokens).add_(logits.float() / temperature).argmax(-1)
+    noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
+    return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
 
 
-def nucleus_cut(logits, top_p):
-    """The least logit of each row's nucleus of mass top_p, with all that tie with it -> [M, 1]"""
+def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
+    """logits [M, V] / temperature, undivided where that is 0, with -inf for what is not kept, see
+    above; ties with the last kept stay."""
+    top_k, top_p, min_p, temperature = (
+        per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
+    logits = logits / torch.where(temperature > 0, temperature, 1.0)
     V = logits.shape[1]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
-        ranked = logits.topk(n).values
-        probs = (ranked - total).exp()
-        before = probs.cumsum(dim=-1) - probs
-        if n == V or (before[:, -1] >= top_p).all():
-            break
-    kept = (before < top_p).sum(dim=-1, keepdim=True)
-    return ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
-
-
-def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits [M, V] with -inf for what is not kept, see above; ties with the last kept stay."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    if top_p < 1:
-        logits = logits.masked_fill(logits < nucleus_cut(logits, top_p), -math.inf)
-    if min_p > 0:
-        cut = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
+    k = top_k.long().clamp(max=V)
+    if (k > 0).any():
+        kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
+        logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
+    if (top_p < 1).any():
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
+            ranked = logits.topk(n).values
+            probs = (ranked - total).exp()
+            before = probs.cumsum(dim=-1) - probs
+            if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
+                break
+        kept = (before < top_p).sum(dim=-1, keepdim=True)
+        cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
+        logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
+    if (min_p > 0).any():
+        cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
         logits = logits.masked_fill(logits < cut, -math.inf)
     return logits
 
@@ -1956,6 +1988,22 @@ def _check_head(hidden, weight, scales):
     dtypes = (hidden.dtype,) if scales is None else INT8
     _check_tensors("weight", (len(weight), C), hidden, dtypes, weight)
     _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
+
+
+def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):
+    """A position for each row; sequence [B], where B divides them; the others [B] or numbers."""
+    B = max(sequence.numel(), 1)
+    _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
+    _check_tensors("sequence", (B,), rows, INTS, sequence)
+    _check_tensors("position", (len(rows),), rows, INTS, position)
+    for dtypes, values in (FLOAT32, (temperature, top_p, min_p)), (INT64, (top_k, seed)):
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        _check_tensors("temperature, top_p, min_p or top_k, seed", (B,), rows, dtypes, *tensors)
+    number = lambda x: 1 if isinstance(x, torch.Tensor) else x
+    _check(0 <= number(temperature) < math.inf and number(top_k) >= 0 and 0 < number(top_p) <= 1
+           and 0 <= number(min_p) <= 1 and -2**63 <= number(seed) < 2**64, "temperature >= 0, "
+           "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, a seed of at most 64 bits",
+           temperature, top_k, top_p, min_p, seed)
 
 
 def _check_candidates(candidates, B, like):

@@ -762,17 +762,17 @@ void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *pa
 // -------------------------------------------------------------------------------------------------
 // argmax
 //
-//   argmax_t(logits[m, t] / temperature + gumbel(seed, sequence[m], position[m], t)), at temperature
-//   0 of the logits alone; of equals the lowest t, and NaN is never the largest
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), b the
+//   sequence of row m, at temperature 0 of the logits alone; of equals the lowest t, and NaN is
+//   never the largest
 
 typedef struct { float score; int token; } Best;
 
 typedef struct {
     const float *logits;         // [M, V]
-    int V, first_token, parts;   // first_token: the token of the first column
-    float temperature;
-    uint64_t seed;               // as kernels._seed_key mixes it
-    const int64_t *sequence, *position;  // [M]
+    int V, T, first_token, parts;  // T: rows of a sequence; first_token: of the first column
+    const float *temperature;    // [M / T]
+    const int64_t *seed, *sequence, *position;  // the last [M], the others [M / T]
     Best *best;                  // [M, parts]
 } Argmax;
 
@@ -797,15 +797,15 @@ INLINE Best better(Best a, Best b) {
 static void best_of_part(void *arguments, int unit) {
     const Argmax *a = arguments;
     int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
-    uint64_t key = 0;
-    if (a->temperature != 0)
-        key = splitmix64(splitmix64(a->sequence[m] + a->seed) + a->position[m]);
+    float temperature = a->temperature[m / a->T];
+    uint64_t key = splitmix64(a->seed[m / a->T] + 0x9e3779b97f4a7c15);
+    key = splitmix64(splitmix64(key + a->sequence[m / a->T]) + a->position[m]);
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
     for (int i = start; i < end; i += LANES) {
         vf score = load_n(a->logits + (size_t)m * a->V + i, end - i);
-        if (a->temperature != 0)
-            score = score / a->temperature + gumbel(key, NUMBERS + i + a->first_token);
+        if (temperature != 0)
+            score = score / temperature + gumbel(key, NUMBERS + i + a->first_token);
         vi larger = (score > best) & (NUMBERS < end - i);
         best = select_lanes(larger, score, best);
         at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
@@ -815,9 +815,10 @@ static void best_of_part(void *arguments, int unit) {
         a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
 }
 
-void argmax(const float *logits, int M, int V, int first_token, float temperature, int64_t seed,
-            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
-    Argmax a = {logits, V, first_token, (V + PART - 1) / PART, temperature, seed, sequence,
+void argmax(const float *logits, int M, int V, int T, int first_token, const float *temperature,
+            const int64_t *seed, const int64_t *sequence, const int64_t *position, int64_t *out,
+            int threads) {
+    Argmax a = {logits, V, T, first_token, (V + PART - 1) / PART, temperature, seed, sequence,
                 position, NULL};
     a.best = scratch(BEST, (size_t)M * a.parts * sizeof *a.best);
     parallel(best_of_part, &a, M * a.parts, PART, threads);

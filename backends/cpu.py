@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import _seed_key, gumbel_argmax, runs_triton
+from kernels import filled, filter_logits, gumbel_argmax, runs_triton
 from model import GPT, LMHead, NoNorm, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -141,7 +141,7 @@ FUNCTIONS = {
     "attention": (POINTER(Block), POINTER(Pass), POINTER(Cache), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), POINTER(Cache), c_void_p,
                    c_void_p),
-    "argmax": (c_void_p, c_int, c_int, c_int, c_float, c_int64, *[c_void_p] * 3, c_int)}
+    "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int)}
 
 
 @lru_cache
@@ -327,6 +327,11 @@ class KernelHead:
             return super().sample(hidden, temperature, seed, sequence, position, first_token)
         return argmax(packed.multiply(hidden), temperature, seed, sequence, position, first_token)
 
+    def filtered_sample(self, logits, temperature, top_k, top_p, min_p, *noise):
+        """As `kernels.filtered_sample`, with the noise of `sample`, bit for bit."""
+        logits = filter_logits(logits, top_k, top_p, min_p, temperature)
+        return argmax(logits, 1.0 * (temperature > 0), *noise)
+
 
 class PackedLMHead(KernelHead, PackedLinear, LMHead):
 
@@ -343,10 +348,13 @@ def argmax(logits, temperature, seed, sequence, position, first_token=0):
     if library() is None:
         return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
     M, V = logits.shape
+    B = len(sequence)
+    temperature = filled(temperature, logits, B).float()
+    seed = filled(seed, logits, B)
     sequence, position = (x.long().contiguous() for x in (sequence, position))
     out = torch.empty(M, dtype=torch.int64)
-    library().argmax(logits.data_ptr(), M, V, first_token, temperature, _seed_key(seed),
-                     sequence.data_ptr(), position.data_ptr(), out.data_ptr(), threads())
+    rows = temperature, seed, sequence, position, out
+    library().argmax(logits.data_ptr(), M, V, M // B, first_token, *map(pointer, rows), threads())
     return out
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gumbel, sum_parts
+from kernels import filter_logits, gumbel, per_row, sum_parts
 from model import Block, InputError, LMHead, free_memory, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
@@ -260,10 +260,10 @@ class VocabParallelHead(nn.Module):
     def sample(self, hidden, temperature, seed, sequence, position):
         own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
         tokens = own + self.first
-        score = self.row_logits(hidden, own) / (temperature or 1.0)
-        if temperature:
-            score += gumbel(seed, sequence, position, tokens[:, None])[:, 0]
-        both = self.group.all_gather(torch.stack((score, tokens.double())))[..., None]
+        score = filter_logits(self.row_logits(hidden, own)[:, None], temperature=temperature)
+        noise = gumbel(seed, sequence, position, tokens[:, None])
+        score += noise * (per_row(temperature, hidden) > 0)
+        both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
         return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
     def logits(self, hidden):

@@ -92,7 +92,7 @@ def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options)
     """The Output of an engine of its own, after a few tokens that compile and load everything, and
     from which its policy does not learn. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
-    forget = lambda *_: engine.kept_text.clear()  # each prompt is read as a whole
+    forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
     engine.generate(texts[:engine.decoder.batch_size], min(8, new), on_step=forget)
     engine.policy = make_policy() or engine.policy
     return engine.generate(texts, new, stop, forget)

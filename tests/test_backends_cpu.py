@@ -133,6 +133,8 @@ def test_argmax_is_gumbel_argmax(temperature):
         args = temperature, seed, sequence, position
         want = gumbel_argmax(logits, *args, first_token=first)
         assert torch.equal(cpu.argmax(logits, *args, first), want)
+    rows = torch.tensor([temperature, 0.0, 1.3]), torch.tensor([5, -7, 2**62]), sequence[:3]  # of two rows each
+    assert torch.equal(cpu.argmax(logits, *rows, position, first), gumbel_argmax(logits, *rows, position, first))
     logits[2, 100] = math.nan
     assert torch.equal(cpu.argmax(logits, *args, first), want)
 

@@ -203,7 +203,7 @@ def world():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for where, name, value in (
                 (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
-                (kernels, "_gpu", lambda _: H200), (kernels, "_seed_key", lambda seed: 7),
+                (kernels, "_gpu", lambda _: H200),
                 (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
                 (bias, "causal_lower_right", CausalBias),
                 (FakeTensor, "tolist", read_packed), (Decoder, "__init__", make)):
@@ -286,6 +286,18 @@ def test_every_way_to_sample_runs_on_a_fake_gpu(options, kernel, start):
     world, model, heads = start()
     decode(model, heads, sampling=Sampling(**options))
     assert kernel in world.launches
+
+
+@needs_triton
+def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
+    """Bug: a graph of another way to sample, a wait for parameters, filters or noise where no text has any."""
+    world, model, heads = start(kind=None)
+    engine = Engine(model, policy=InTurns(DraftPlan(0, 3)), batch_size=2, capacity=100)
+    for way, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
+        world.launches.clear()
+        engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
+        assert engine.decoder.way == way and len(world.graphs) == way + 1
+        assert ("_filtered_sample_kernel" in world.launches) == (way == 2) != ("_project_kernel" in world.launches)
 
 
 @needs_triton

@@ -223,17 +223,19 @@ def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
 
 
 def test_a_slot_whose_text_has_ended_stays_idle(toy):
-    """Bug: an idle slot left active. On a GPU, where slots are not compacted, its length would grow without end."""
+    """Bug: an idle slot left active. On a GPU, where slots are not compacted, its length would grow without end. And
+    steps must not overwrite the text that it holds: all rows but the last token's, which has none."""
     made = new_engine(toy, random_heads(toy), batch_size=3, capacity=150, tree_size=9)
     made.decoder.steps_ahead = 1  # as on CUDA
     slots, seen = made.decoder.slots, []
 
     def watch(*result):
         idle = [slot for slot in range(3) if slot not in made.running]
-        seen.append([(slots.active[slot].item(), slots.cache.lengths[slot].item()) for slot in idle])
+        rows = [max(len(made.kept[slot]) - 1, 0) for slot in idle]
+        seen.append([(slots.active[slot].item(), slots.cache.lengths[slot].item() - n) for slot, n in zip(idle, rows)])
     made.generate([PROMPTS[0], PROMPTS[4]], 30, on_step=watch)
     assert len(seen) > 4 and all(idle == (0, 0) for step in seen for idle in step) and any(seen)
-    assert slots.active.tolist() == slots.cache.lengths.tolist() == [0, 0, 0]
+    assert slots.active.tolist() == [0, 0, 0] and sorted(slots.cache.lengths.tolist()) == [0, 36, 119]
 
 
 def test_the_last_texts_move_to_the_first_slots(toy):
@@ -323,6 +325,35 @@ def test_seeds_differ_and_repeat(toy):
     assert same[0] != same[1]  # two sequences of one call have noise of their own
 
 
+MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40), Sampling(1.2, top_p=0.6, seed=-5),
+         Sampling(0, top_k=3, top_p=0.5), Sampling(1.5, min_p=0.2), Sampling(1.0, 5, 0.9, 0.05, seed=2**63 - 1),
+         Sampling(0.9, seed=4)]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("name", [None, "clover"])
+def test_every_text_is_sampled_as_it_asks(toy, name, steps_ahead):
+    """Catches parameters of another slot, of its last text or of the whole batch, and a way to sample that gives other
+    tokens than the cheaper one does."""
+    def alone(index):
+        made = new_engine(toy, capacity=150)
+        sequence = made.add(PROMPTS[index], 24, MIXED[index], index=index)
+        while made.busy:
+            made.step()
+        return sequence.tokens
+    want = list(map(alone, range(8)))
+    assert generate(toy, PROMPTS, 24, sampling=MIXED).tokens == want
+    heads = random_heads(toy, name) if name else None
+    for batch in (1, 3, 8):
+        policy = InTurns(*[plan for plan in ALL if heads or not plan.head_nodes])
+        made = new_engine(toy, heads, batch_size=batch, capacity=150, policy=policy, sampling=Sampling(2.0, seed=9))
+        made.decoder.steps_ahead = steps_ahead
+        ways, launch = set(), made.decoder.launch
+        made.decoder.launch = lambda plan: ways.add(made.decoder.way) or launch(plan)
+        assert made.generate(PROMPTS, 24, sampling=MIXED).tokens == want
+        assert 2 in ways and (batch > 1 or ways == {0, 1, 2})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Where text ends
 
@@ -386,6 +417,8 @@ BAD_CALLS = {
     "no beams": (dict(beams=0), "beams must be"),
     "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
     "stop of another kind": (dict(stop=[1.5]), "not 1.5"),
+    "two samplings for one prompt": (dict(sampling=[Sampling()] * 2), "takes one for each prompt"),
+    "sampling twice": (dict(sampling=[Sampling()], seed=1), "in place of temperature"),
 }
 
 
@@ -479,18 +512,44 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         check(other, len(other))
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("name", [None, "clover"])
+def test_what_prompts_share_is_read_once_in_any_slot(toy, name, steps_ahead, monkeypatch):
+    """Catches a slot whose text an idle step, a move or another prompt overwrote, the wrong one of several slots, and
+    prompts that are read at once from where only one of them may start."""
+    read, prefill = [], GPT.prefill
+    count = lambda self, tokens, *rest: read.append(tokens.numel()) or prefill(self, tokens, *rest)
+    heads = random_heads(toy, name) if name else None
+    made = new_engine(toy, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED))
+    made.decoder.steps_ahead = steps_ahead
+    first, second = random_prompts([40, 50])
+
+    def check(prompts, most):
+        want = generate(toy, prompts, 20, batch_size=1, **SAMPLED).tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(GPT, "prefill", count)
+            read.clear()
+            assert made.generate(prompts, 20).tokens == want and sum(read) <= most, read
+        return [prompt + tokens for prompt, tokens in zip(prompts, want)]
+    a, b = check([first, second], 2 * 50)
+    b, a = check([b + [5, 6], a + [7]], 6)  # each in its own slot, in the other order
+    check([[8] * 3, [9] * 70], 3 + 2 * 70)  # two other slots: those free the longest
+    check([a + [1], b + [2]], 5)
+    check([first + [n] for n in range(12)], 60 * 2 + 12)  # a slot once, then it and its neighbours have the beginning
+
+
 @torch.inference_mode()
 def test_a_slot_moves_whole(toy):
     """Catches what only slows a text down when it stays behind: the heads' cache, their state, the history."""
     slots = new_engine(toy, random_heads(toy), batch_size=3, capacity=40, tree_size=9, lookup=True).decoder.slots
     for tensor in (slots.cache.kv, slots.heads_cache.kv, slots.history, slots.state):
         tensor.copy_(torch.randint(1, 97, tensor.shape))
-    slots.cache.lengths[2] = 20
-    slots.move(2, 0)
-    for kv in (slots.cache.kv, slots.heads_cache.kv):
-        assert torch.equal(kv[:, :, 0, :, :20], kv[:, :, 2, :, :20])
-    assert torch.equal(slots.state[0], slots.state[2])
-    assert torch.equal(slots.history[0, :21], slots.history[2, :21]) and slots.cache.lengths[0] == 20
+    slots.cache.lengths.copy_(torch.tensor([9, 5, 20]))
+    held = lambda: [x.clone() for x in (slots.cache.kv[:, :, :, :, :20].transpose(0, 2), slots.history, slots.state,
+                                        slots.heads_cache.kv[:, :, :, :, :20].transpose(0, 2), slots.cache.lengths)]
+    before = held()
+    slots.swap(2, 0)
+    assert all(torch.equal(x[[2, 1, 0]], y) for x, y in zip(before, held()))
 
 
 def test_an_interrupted_text_can_go_on(monkeypatch):
@@ -506,5 +565,5 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
     with pytest.raises(Interrupted) as caught:
         made.generate([prompt], 100, on_step=interrupt)
     so_far = caught.value.output.tokens[0]
-    assert so_far == want[:20] and made.kept_text == [] and caught.value.output.seconds > 0
+    assert so_far == want[:20] and not any(made.kept.values()) and caught.value.output.seconds > 0
     assert made.generate([prompt + so_far], 80).tokens[0] == want[20:]

@@ -90,7 +90,7 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function as abo
                       text=lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))),
     merge_chain=dict(nodes_65=dict(T=61), no_chain=dict(n=0)),
     accept_path=dict(nodes_65=dict(T=65), path_of_0=dict(max_path=0), path_of_65=dict(max_path=65)),
-    filtered_sample=dict(greedy=dict(temperature=0.0), no_mass=dict(top_p=0.0), mass=dict(top_p=1.1),
+    filtered_sample=dict(temperature=dict(temperature=-0.1), no_mass=dict(top_p=0.0), mass=dict(top_p=1.1),
                          min_p=dict(min_p=-0.1), top_k=dict(top_k=-1),
                          half=lambda made: dict(logits=made["logits"].half())))
 

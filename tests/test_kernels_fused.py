@@ -312,6 +312,37 @@ def test_filtered_sample_of_many_rows_is_that_of_each(device):
         assert kernels.filtered_sample(logits[row], 1.0, 0, 0.8, 0.0, 3, index[row], index[row]) == tokens[row]
 
 
+MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2, 0],
+             top_p=[1.0, 1.0, 1.0, 0.6, 0.5, 0.9], min_p=[0.0, 0.0, 0.0, 0.0, 0.3, 0.05], seed=[1, 2, -3, 2**62, 5, 2])
+
+
+@pytest.mark.parametrize("V", [60, 1500])
+def test_rows_have_their_own_parameters(V, device):
+    """Bug: another row's parameter or seed, a filter in a row without one, noise in a greedy row; a token that differs
+    from that of the row alone, with numbers, or from `project_sample`'s where nothing is filtered."""
+    logits, index = normal(12, V) * 3, torch.arange(6)
+    logits[8, [3, 7]] = 50.0  # a tie of a greedy row, which top_k=2 keeps
+    tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
+    places = dict(sequence=index * 5, position=torch.arange(12) * 7)
+    want = kernels.filtered_sample_reference(logits, **tensors, **places)
+    assert want[8] == 3 and torch.equal(want[[0, 1, 9]], logits[[0, 1, 9]].argmax(-1))
+    got = kernels.filtered_sample(logits.to(device), **{k: x.to(device) for k, x in (tensors | places).items()})
+    assert torch.equal(got.cpu(), want)
+    for m in range(12):
+        numbers = {name: values[m // 2] for name, values in MIXED.items()}
+        place = dict(sequence=places["sequence"][m // 2:][:1], position=places["position"][m:m + 1])
+        place = {name: x.to(device) for name, x in place.items()}
+        assert kernels.filtered_sample(logits[m:m + 1].to(device), **numbers, **place).item() == want[m]
+    noise = {name: torch.tensor(MIXED[name], device=device) for name in ("temperature", "seed")}
+    eye = torch.eye(12, 16, device=device)  # the product is exact
+    weight = torch.nn.functional.pad(logits, (0, 0, 0, 4)).T.contiguous().to(device)
+    places = {name: x.to(device) for name, x in places.items()}
+    got = kernels.project_sample(eye, weight, **noise, **places).cpu()
+    unfiltered = [0, 1, 2, 3, 8, 9]
+    assert torch.equal(got[unfiltered], want[unfiltered])
+    assert torch.equal(got, kernels.project_sample_reference(eye, weight, **noise, **places).cpu())
+
+
 def test_filtered_sample_survives_nan(device):
     """Bug: a token outside the vocabulary, or a loop without end."""
     logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [math.nan, 3.0, -math.inf]]).to(device)

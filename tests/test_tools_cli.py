@@ -21,7 +21,7 @@ import torch
 import generate as module
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
-from generate import DraftPlan, Sequence, generate
+from generate import DraftPlan, Sampling, Sequence, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools import cli, printer, timing
@@ -37,17 +37,19 @@ def test_a_difference_is_a_bug_or_a_tie():
     """Catches a --compare that excuses everything: only a gap within rounding is a tie."""
     model = toy_model(tied=False)
     text = generate(model, PROMPTS[:1], 10).tokens
-    assert first_difference(model, PROMPTS[:1], text, text) is None
+    greedy = [Sampling()]
+    assert first_difference(model, PROMPTS[:1], text, text, greedy) is None
     wrong = [text[0][:4] + [(text[0][4] + 1) % 97] + text[0][5:]]
-    assert first_difference(model, PROMPTS[:1], text, wrong)[1::2] == (4, "bug")
+    assert first_difference(model, PROMPTS[:1], text, wrong, greedy)[1::2] == (4, "bug")
     best = text[0][4]
     with torch.no_grad():
         model.head.weight[(best + 1) % 97] = model.head.weight[best]
-    assert first_difference(model, PROMPTS[:1], text, wrong)[3] == "tie"
+    assert first_difference(model, PROMPTS[:1], text, wrong, greedy)[3] == "tie"
     third = [text[0][:4] + [(best + 2) % 97]]  # the best two tie, but this is neither
-    assert first_difference(model, PROMPTS[:1], text, third)[1::2] == (4, "bug")
+    assert first_difference(model, PROMPTS[:1], text, third, greedy)[1::2] == (4, "bug")
     sampled = generate(model, PROMPTS[:1], 10, **FILTERED).tokens
-    assert first_difference(model, PROMPTS[:1], sampled, [sampled[0][:9]], **FILTERED) == (0, 9, None, "bug")
+    ours = sampled, [sampled[0][:9]], [Sampling(**FILTERED)]
+    assert first_difference(model, PROMPTS[:1], *ours) == (0, 9, None, "bug")
 
 
 @pytest.fixture(scope="module")

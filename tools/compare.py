@@ -5,7 +5,6 @@ import sys
 import torch
 
 from backends import cpu
-from generate import Sampling
 from kernels import filter_logits, gumbel
 
 # what two orders of summation may differ by, in units of the dtype's eps times the largest logit
@@ -18,15 +17,15 @@ def against_plain(session, output, say):
     prompts = [sequence.prompt for sequence in output.sequences]
     try:
         engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
+        sampling = [sequence.sampling for sequence in output.sequences]
         plain = engine.generate(prompts, session.args.max_new_tokens, session.stop,
-                                encoding=session.encoding)
+                                encoding=session.encoding, sampling=sampling)
     except KeyboardInterrupt:
         print("interrupted: no comparison", file=sys.stderr)
         return None, None
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
-    difference = first_difference(session.model, prompts, output.tokens, plain.tokens,
-                                  **session.sampling)
+    difference = first_difference(session.model, prompts, output.tokens, plain.tokens, sampling)
     if difference is None:
         say(f"the text is identical, all {plain.emitted} tokens")
     else:
@@ -37,8 +36,9 @@ def against_plain(session, output, say):
 
 
 @torch.inference_mode()
-def first_difference(model, prompts, ours, plain, **sampling):
-    """The first token where two outputs differ: None, or (prompt, position, gap, kind).
+def first_difference(model, prompts, ours, plain, sampling):
+    """The first token where two outputs differ: None, or (prompt, position, gap, kind). sampling: a
+    `Sampling` for each prompt.
 
     gap: how far the worse of the two tokens is below the best score there (logit, or logit /
     temperature + noise), None where one text just ends earlier. kind: "tie" when the gap is within
@@ -51,7 +51,7 @@ def first_difference(model, prompts, ours, plain, **sampling):
     first = next((j for j in range(shorter) if a[j] != b[j]), shorter)
     if first == shorter:
         return index, first, None, "bug"
-    s = Sampling(**sampling)
+    s = sampling[index]
     context = torch.tensor([[*prompts[index], *a[:first]]], device=model.device)
     scores = model.lm_head(model(context)[:, -1]).float()  # (1, V)
     scale = s.temperature or 1.0

@@ -97,9 +97,10 @@ def explain(engine, output):
             yield (f"{str(plan):<24}{ms:>12.2f}{expected:>28.2f}{found:>8}"
                    f"{steps / max(output.steps, 1):>17.0%}")
     yield f"\n{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)
+    sampling = max((s.sampling for s in output.sequences), key=lambda sampling: sampling.way)
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
         times = stage_times(timing_decoder(
             decoder.model, decoder.heads, plan, batch_size=decoder.batch_size,
-            beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
+            beams=decoder.beams, sampling=sampling, graph=decoder.pool is not None))
         yield f"{str(plan):<24}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values())
