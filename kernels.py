@@ -458,8 +458,6 @@ def _project_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
-        temperature = tl.load(temperature_ptr + row // T)
-        scale = tl.where(temperature > 0, temperature, 1.0)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
     # hidden states go second. As first operand int8 would load 8 bytes at a time.
@@ -495,7 +493,9 @@ def _project_kernel(
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 ids = (first_token + token).to(tl.uint32)
-                scores = _add_noise(scores / scale, temperature, low, high, ids[None, :])
+                temperature = tl.load(temperature_ptr + row // T)  # here: registers are few
+                scores /= tl.where(temperature > 0, temperature, 1.0)
+                scores = _add_noise(scores, temperature, low, high, ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
