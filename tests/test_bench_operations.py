@@ -29,7 +29,6 @@ def test_torch_computes_the_same_attention(monkeypatch, other, T):
 
 
 def test_torch_computes_the_same_projections():
-    """Bug: the benchmark compares with something easier."""
     hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
     want = kernels.project_topk(hidden, weight, 4)
     for got, expected in zip(operations.topk(hidden, weight, 4), want):
@@ -64,7 +63,6 @@ def test_tables_hold_what_was_timed(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_bench_on_a_gpu(capsys):
-    """Bug: a benchmark that only ran on paper."""
     bench.main(bench.parse("kernels --models 8b --batch-sizes 2 --prefixes 512 --tree-sizes 8".split()))
     assert '"share_of_copy"' in capsys.readouterr().out.strip().splitlines()[-1]
 

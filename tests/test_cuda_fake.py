@@ -270,7 +270,6 @@ def test_every_model_decodes_on_a_fake_gpu(name, dtype, start, prefilled):
     ("medusa", {}, True), ("hydra", {}, True), ("clover2", {}, True), (None, {}, True),
     ("clover", dict(vocabulary=20), True), ("clover2", {}, False)], ids=str)
 def test_every_kind_of_heads_decodes_on_a_fake_gpu(kind, switches, graph, start):
-    """Bug: as above, in what one kind of heads or a draft vocabulary does."""
     world, model, heads = start(kind=kind, **switches)
     plans = MIXED if kind else (DraftPlan(), DraftPlan(0, 5))
     decode(model, heads, plans, graph=graph)
@@ -369,7 +368,6 @@ PLANTED = {
 @needs_triton
 @pytest.mark.parametrize("error", PLANTED)
 def test_defects_of_a_step_are_seen(error, start, monkeypatch):
-    """Bug: a fake GPU on which everything runs."""
     world, model, heads = start()
     commit = Decoder.commit
 

@@ -285,7 +285,6 @@ def test_casts_change_neither_values_nor_the_hash(name, stored, tmp_path):
 
 
 def test_folders_of_several_files_say_how_far_they_are(tmp_path, capsys):
-    """Catches minutes of silence."""
     save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
     capsys.readouterr()  # transformers has a bar
     GPT.from_pretrained(tmp_path, device="cpu")
@@ -386,7 +385,6 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
 
 
 def test_describe_names_windows_and_rotation(tmp_path):
-    """Catches a line that says the same of every family."""
     said = [describe(save_theirs(name, theirs_of(name), tmp_path / name)) for name in ("gemma3", "phi4-mini")]
     assert "\npositions     rope\nwindows       28 tokens in 6 of 7 layers\n" in said[0]
     assert "\npositions     longrope\nwindows       none\n" in said[1]

@@ -160,7 +160,7 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
 
 @pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
-    """Catches bytes, scales or minimums in another place, parts of two types in one layer, a table that is unpacked."""
+    """Catches bytes, scales or minimums in another place, two types in one layer, a table that is dequantised."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)
     kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q4_K,
              "attn_output": Type.Q4_0, "ffn_gate": Type.Q8_0, "ffn_up": Type.Q4_1, "ffn_down": Type.Q5_0}

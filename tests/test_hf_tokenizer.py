@@ -13,8 +13,6 @@ from hf.tokenizer import CODE_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, enc
 
 EOT = "<|endoftext|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # in GPT-2's order
 
 

@@ -167,7 +167,7 @@ SLOW = {"many-row-tiles", "float16-128-rows", "bfloat16-narrow-head", "window-bf
                  marks=slow_to_interpret if biased != (name in BIASED) or name in SLOW else [])
     for name, case in ATTENTION.items() for biased in (False, True)])
 def test_tree_attention_matches_float64(case, biased, device):
-    """Bug: a row sees too much, too little or NaN, a head reads another's slope, a window ends by row, not depth."""
+    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth."""
     check_attention(case, device, biased=biased)
 
 

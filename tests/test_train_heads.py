@@ -352,7 +352,6 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
 
 
 def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
-    """Catches processes that wait for ever for one that has ended."""
     said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
     for rank, text in enumerate(said):
         assert text.startswith(f"process {rank} ends: the batch size ") and text.count("\n") == 1
@@ -507,7 +506,6 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, 
 
 
 def test_a_folder_that_cannot_be_made_and_bad_data_files_are_named(checkpoint, texts, tmp_path, capsys):
-    """Catches minutes of training that end in an error about the folder."""
     (tmp_path / "file").write_text("in the way")
     assert "tokens.pt: cannot be written" in refusal(capsys, "--model", checkpoint, "--data", texts, "--out",
                                                      tmp_path / "file")
