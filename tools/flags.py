@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from hf import find_model
@@ -116,6 +117,8 @@ def parse_serve(argv=None):
                         show_tree=False)
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
+    if not (find_spec("starlette") and find_spec("uvicorn")):
+        parser.error("a server needs two packages more: pip install starlette uvicorn")
     return args
 
 

@@ -173,11 +173,18 @@ class Drafts:
         path = path[:len(tokens) + 1]  # a text may end inside it
         return dict(
             plan=str(plan),
-            guessed_by=[*(drafters[node] for node in path[1:]), "model"][:len(tokens)],
+            guessed_by=guessed_by(tokens, path, plan),
             nodes=[self.decode([tree.tokens[node]]) for node in used],
             drafted_by=[drafters[node] for node in used],
             parents=[number[tree.parents[node]] if node else -1 for node in used],
             path=[number[node] for node in path])
+
+
+def guessed_by(tokens, path, plan):
+    """What guessed each token of a result of `Engine.step`."""
+    guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
+               for depth, node in enumerate(path[1:], start=1)]
+    return [*guessed, "model"][:len(tokens)]
 
 
 class Trees:
