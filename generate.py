@@ -535,6 +535,21 @@ class Engine:
                 self.decoder.release(slot, len(self.kept[slot]) - 1)
         return plan, results
 
+    @torch.inference_mode()
+    def cancel(self, sequence):
+        """Ends a text wherever it is, between two steps; the next step may use its slot."""
+        slots = [slot for slot, running in self.running.items() if running is sequence]
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif self.prefilling and sequence in self.prefilling[1]:  # of several chunks, so alone
+            slots = [self.prefilling[0]]
+            self.prefilling = None
+        for slot in slots:
+            was_running = self.running.pop(slot, None)
+            self.kept[slot] = [*sequence.prompt, *sequence.tokens] if was_running else ()
+            self.decoder.release(slot, max(len(self.kept[slot]) - 1, 0))
+        sequence.ended = sequence.ended or "cancelled"
+
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
                  sampling=None):
         """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
@@ -564,7 +579,8 @@ class Engine:
 
 class Sequence:
     """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
-    "length" (max_new_tokens) or "context" (the model's is full). Checks what is to stop it."""
+    "length" (max_new_tokens), "context" (the model's is full) or "cancelled". Checks what is to
+    stop it."""
 
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None):
         self.index = index

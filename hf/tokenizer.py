@@ -4,6 +4,7 @@ older files. tiktoken, which is faster, encodes for a byte-level BPE whose patte
 import hashlib
 import importlib
 import json
+import threading
 from functools import cached_property
 
 import tiktoken
@@ -55,6 +56,7 @@ class Encoding:
         self.file = file
         self.path = file.parent if file.name == "tokenizer.json" else file
         self.package = Tokenizer.from_str(json.dumps(spec))
+        self.lock = threading.Lock()
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.ids = set(vocab.values())
@@ -91,9 +93,10 @@ class Encoding:
         if self.bpe and len(text) <= LONG and is_normal:
             found = "all" if special else self.always
             return self.bpe.encode(text, allowed_special=found, disallowed_special=())
-        self.package.encode_special_tokens = not special  # as any other text
         try:
-            return self.package.encode(text, add_special_tokens=False).ids
+            with self.lock:  # other threads may encode, too
+                self.package.encode_special_tokens = not special  # as any other text
+                return self.package.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a model without an unknown token met an unknown character
             raise InputError(f"{self.file}: it has no token for this text ({error})") from error
 
@@ -174,7 +177,7 @@ class TextStream:
             return ""
         text = self.held + text
         found = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
-        begun = (n for stop in self.stop_texts for n in range(1, len(stop))
+        begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
                  if text.endswith(stop[:n]))
         self.stopped = bool(found)
         end = min(found) if found else len(text) - max(begun, default=0)

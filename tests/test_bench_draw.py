@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def step(emitted, guessed_by, nodes, parents, heads, path):
-    """One of Drafts.steps. heads: how many of the nodes are the heads'; the rest are lookup's."""
+    """One of Trees.steps. heads: how many of the nodes are the heads'; the rest are lookup's."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)

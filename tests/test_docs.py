@@ -13,7 +13,7 @@ from bench import __main__ as bench
 from bench import size_config
 from clover import PRESETS, Head
 from model import GPT, Block
-from tools.flags import parse_generate
+from tools.flags import parse_generate, parse_serve
 from training.flags import parse_base, parse_heads
 
 ROOT = Path(__file__).parent.parent
@@ -96,12 +96,14 @@ def flags(capsys, parse, *command):
 
 def test_flags_of_the_pages_exist(capsys):
     """Bug: a flag that was renamed, or never was; one of generate.py or train_heads.py that no page tells of."""
-    generate, heads, trained = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_base))
-    known = set.union(OTHERS, generate, heads, trained,
+    parsers = parse_generate, parse_heads, parse_base, parse_serve
+    generate, heads, trained, serve = (flags(capsys, parse) for parse in parsers)
+    known = set.union(OTHERS, generate, heads, trained, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
     told = {page.name: set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
     assert {page: found - known for page, found in told.items() if found - known} == {}
-    assert generate - told["cli.md"] == set() and (heads | trained) - told["cli.md"] - told["training.md"] == set()
+    assert generate - told["cli.md"] == serve - generate - told["serving.md"] == set()
+    assert (heads | trained) - told["cli.md"] - told["training.md"] == set()
 
 
 def test_the_readme_is_short_and_quotes_the_code_as_it_is():

@@ -567,3 +567,21 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
     so_far = caught.value.output.tokens[0]
     assert so_far == want[:20] and not any(made.kept.values()) and caught.value.output.seconds > 0
     assert made.generate([prompt + so_far], 80).tokens[0] == want[20:]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_cancelled_text_leaves_no_trace(toy, monkeypatch, number):
+    """Bug: a slot that is lost, or used twice; another text that changes. Running, being read, or waiting."""
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)
+    engine = new_engine(toy, batch_size=2, capacity=250)
+    prompts = random_prompts([7, 200, 5, 9, 4])
+    sequences = [engine.add(prompt, 12) for prompt in prompts]
+    engine.step()
+    assert engine.running and engine.prefilling and engine.waiting
+    for _ in range(2):
+        engine.cancel(sequences[number])
+    while engine.busy:
+        engine.step()
+    texts = [sequence.tokens if sequence.ended == "length" else sequence.ended for sequence in sequences]
+    assert texts == [generate(toy, [prompt], 12).tokens[0] if i != number else "cancelled"
+                     for i, prompt in enumerate(prompts)]

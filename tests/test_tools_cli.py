@@ -288,7 +288,7 @@ def test_trees_as_text():
                 parents=[-1, 0, 0, 1, 3, 4, 5], path=[0, 1, 3, 4], emitted=[" =", " 1", ")", "2"],
                 drafted_by=["root", "head 1", "head 1", "head 2", "lookup", "lookup", "lookup"],
                 guessed_by=["head 1", "head 2", "lookup", "model"])
-    recorded = printer.Drafts.__new__(printer.Drafts)
+    recorded = printer.Trees.__new__(printer.Trees)
     recorded.streams, recorded.steps = [None, None], [step | dict(nodes=["x"]), step]
     first, *lines = recorded.lines()
     assert first.strip() == "prompt 2, step 7, heads 3 + lookup 3; * accepted, + added by the model itself"

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from hf import find_model
@@ -92,15 +93,32 @@ def parse_generate(argv=None):
     for name in ("compare", "json", "explain", "show_tree"):
         if getattr(args, name) and not (args.prompt or args.prompts):
             parser.error(f"--{name.replace('_', '-')} needs a --prompt")
-    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
-        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
-    if args.draft in ("lookup", "none") or args.heads == "none":
-        if args.beams is not None or args.heads not in (None, "none") or args.heads_of_original:
-            parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
-                         "--heads leaves out")
-    least, most = {"heads+lookup": (3, 64), "none": (1, 1)}.get(args.draft, (2, 64))
-    if args.draft and args.tree_size is not None and not least <= args.tree_size <= most:
-        parser.error(f"--draft {args.draft} needs a --tree-size from {least} to {most}")
+    check_drafting_flags(parser, args)
+    return args
+
+
+def parse_serve(argv=None):
+    """tools/serve.py's flags, and the defaults of the others that a `Session` reads."""
+    parser = Parser("Serves a model by OpenAI's endpoints, and a page to chat on.",
+                    prog="python -m tools.serve")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 for all networks")
+    add_number(group, "--port", 0, 65535, default=8000, metavar="N", help="0: any that is free")
+    group.add_argument("--api-key", metavar="KEY", help="requests must bring it")
+    group.add_argument("--name", help="of the model; default: its folder's or file's")
+    add_number(group, "--queue", 0, 2**16, default=64, metavar="N",
+               help="texts that wait for a slot; more are refused")
+    add_number(group, "--context", 2, 2**31, metavar="N",
+               help="most tokens of a text, prompt included; default: the model's, up to 4096")
+    add_sampling_flags(parser, new_tokens=1024)
+    add_drafting_flags(parser)
+    add_machine_flags(parser, "texts decoded together", batch_size=8)
+    parser.set_defaults(prompt=None, prompts=None, chat=False, system=None, compare=False,
+                        show_tree=False)
+    args = parser.parse_args(argv)
+    check_drafting_flags(parser, args)
+    if not (find_spec("starlette") and find_spec("uvicorn")):
+        parser.error("a server needs two packages more: pip install starlette uvicorn")
     return args
 
 
@@ -116,9 +134,25 @@ def generate_parser():
                        "template; without a prompt: a conversation")
     group.add_argument("--system", help="the system message of a chat")
 
+    add_sampling_flags(parser, new_tokens=128)
+    add_drafting_flags(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--explain", action="store_true", help="say what drafted, why, and where time goes")
+    add("--show-tree", action="store_true",
+        help="print the trees of the first steps; with --json of all; runs without a graph")
+    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
+    add("--quiet", action="store_true", help="leave out the statistics that end a run")
+    add("--json", action="store_true", help="print one json object instead of text")
+
+    add_machine_flags(parser, "prompts decoded together; default: up to 8")
+    return parser
+
+
+def add_sampling_flags(parser, new_tokens):
     group = parser.add_argument_group("sampling")
     folder = "default: as the folder's generation_config.json says, else"
-    add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=128, metavar="N", help="per text")
+    add_number(group, "--max-new-tokens", 1, 2**31 - 1, default=new_tokens, metavar="N",
+               help="per text")
     add_number(group, "--temperature", 0, 1e4, float, metavar="X", help=f"0: greedy; {folder} 0")
     add_number(group, "--top-k", 0, 2**31, metavar="N", help=f"0 keeps all tokens; {folder} 0")
     add_number(group, "--top-p", 0, 1, float, above=True, metavar="X", help=f"{folder} 1")
@@ -128,6 +162,8 @@ def generate_parser():
     group.add_argument("--stop", action="append", default=[], metavar="TEXT",
                        help="ends the output; repeatable")
 
+
+def add_drafting_flags(parser):
     group = parser.add_argument_group("drafting")
     group.add_argument("--heads", metavar="FOLDER",
                        help="draft heads, or none; default: clover in the model's folder")
@@ -139,20 +175,24 @@ def generate_parser():
     group.add_argument("--beams", type=int, metavar="W", help="paths kept while drafting; "
                        "default: about the square root of the heads' nodes")
 
-    add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true", help="say what drafted, why, and where time goes")
-    add("--show-tree", action="store_true",
-        help="print the trees of the first steps; with --json of all; runs without a graph")
-    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
-    add("--quiet", action="store_true", help="leave out the statistics that end a run")
-    add("--json", action="store_true", help="print one json object instead of text")
 
+def check_drafting_flags(parser, args):
+    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
+        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
+    if args.draft in ("lookup", "none") or args.heads == "none":
+        if args.beams is not None or args.heads not in (None, "none") or args.heads_of_original:
+            parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
+                         "--heads leaves out")
+    least, most = {"heads+lookup": (3, 64), "none": (1, 1)}.get(args.draft, (2, 64))
+    if args.draft and args.tree_size is not None and not least <= args.tree_size <= most:
+        parser.error(f"--draft {args.draft} needs a --tree-size from {least} to {most}")
+
+
+def add_machine_flags(parser, batch, batch_size=None):
     group = parser.add_argument_group("machine")
     add_model_flags(group)
     add_quantize_flag(group)
-    add_number(group, "--batch-size", 1, 2**16, metavar="N",
-               help="prompts decoded together; default: up to 8")
+    add_number(group, "--batch-size", 1, 2**16, default=batch_size, metavar="N", help=batch)
     add_number(group, "--threads", 1, os.cpu_count() or 1, auto=True, metavar="N|auto",
                help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if quicker")
     group.add_argument("--no-graph", action="store_true", help="on CUDA, run each step eagerly")
-    return parser

@@ -29,7 +29,7 @@ class Printer:
     def __init__(self, session, engine):
         self.session = session
         self.engine = engine
-        self.drafts = Drafts(engine, session) if session.args.show_tree else None
+        self.trees = Trees(engine, session) if session.args.show_tree else None
         self.streams = len(session.texts) <= 1 and not session.args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -60,8 +60,8 @@ class Printer:
 
     def show(self, sequence, tokens, path, plan):
         """What `Engine.generate` calls with each result of a step."""
-        if self.drafts:
-            self.drafts.show(sequence, tokens, path, plan)
+        if self.trees:
+            self.trees.show(sequence, tokens, path, plan)
         for i, token in enumerate(tokens if self.streams else []):
             text = "" if token in self.session.stop else self.stream.feed([token])
             if self.colours and text and i < len(path) - 1:  # the last one is the model's own
@@ -93,14 +93,14 @@ class Printer:
         say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
         if not args.quiet:
             say(f"\n{statistics(output)}")
-        if self.drafts:
-            result["drafts"] = self.drafts.steps
-            say("\n".join(self.drafts.lines()))
+        if self.trees:
+            result["drafts"] = self.trees.steps
+            say("\n".join(self.trees.lines()))
         if args.explain and finished:
             result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
             say("\n" + "\n".join(result["explained"]))
         if args.compare and finished:
-            self.engine = self.drafts = None  # frees their memory for the next one
+            self.engine = self.trees = None  # frees their memory for the next one
             plain, difference = against_plain(session, output, say)
             result |= dict(plain=plain and as_json(session, plain), difference=difference)
         if args.json and not args.prompts:
@@ -141,47 +141,68 @@ def speed(output):
 
 
 class Drafts:
-    """--show-tree: records the tree of every step of an engine and what the model accepted of it,
-    as a dict for --json, in `steps`. The engine runs without a graph, and no step ahead."""
+    """Records the trees of an engine's steps, and what the model accepted of them. The engine runs
+    without a graph, and no step ahead. `wanted`: whether to record."""
 
-    def __init__(self, engine, session):
-        self.decoder = engine.decoder
-        self.decoder.steps_ahead = 0
-        self.decode = session.encoding.decode
-        self.streams = [session.encoding.stream() for _ in session.texts]
-        self.counts = [0] * len(session.texts)  # of each prompt's steps
-        self.trees = {}                         # index of the prompt -> the tree of its last step
-        self.steps = []
-        self.draft = self.decoder.draft
-        self.decoder.draft = self.record
+    wanted = True
+
+    def __init__(self, engine, decode):
+        self.engine = engine
+        self.decode = decode
+        self.trees = {}  # sequence -> the tree of its last step
+        engine.decoder.steps_ahead = 0
+        self.draft = engine.decoder.draft
+        engine.decoder.draft = self.record
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
         tree = self.draft(plan)
-        columns = self.decoder.slots.sequence, self.decoder.slots.active, *tree
-        for index, active, *nodes in zip(*(column.tolist() for column in columns)):
-            if active:
-                self.trees[index] = Tree(*nodes)
+        if self.wanted:
+            columns = [column.tolist() for column in tree]
+            self.trees = {sequence: Tree(*(column[slot] for column in columns))
+                          for slot, sequence in self.engine.running.items()}
         return tree
 
-    def show(self, sequence, tokens, path, plan):
-        """Adds a result of `Engine.step` to `steps`."""
-        index = sequence.index
-        tree = self.trees[index]
-        self.counts[index] += 1
+    def describe(self, sequence, tokens, path, plan):
+        """The tree of a result of `Engine.step`, and what the model accepted of it, as a dict."""
+        tree = self.trees[sequence]
         used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
         number = {node: i for i, node in enumerate(used)}
         drafters = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
         drafters[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
         path = path[:len(tokens) + 1]  # a text may end inside it
-        self.steps.append(dict(
-            prompt=index, step=self.counts[index], plan=str(plan),
-            emitted=[self.streams[index].feed([token]) for token in tokens],
-            guessed_by=[*(drafters[node] for node in path[1:]), "model"][:len(tokens)],
+        return dict(
+            plan=str(plan),
+            guessed_by=guessed_by(tokens, path, plan),
             nodes=[self.decode([tree.tokens[node]]) for node in used],
             drafted_by=[drafters[node] for node in used],
             parents=[number[tree.parents[node]] if node else -1 for node in used],
-            path=[number[node] for node in path]))
+            path=[number[node] for node in path])
+
+
+def guessed_by(tokens, path, plan):
+    """What guessed each token of a result of `Engine.step`."""
+    guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
+               for depth, node in enumerate(path[1:], start=1)]
+    return [*guessed, "model"][:len(tokens)]
+
+
+class Trees:
+    """--show-tree: all steps of an engine as dicts for --json, in `steps`."""
+
+    def __init__(self, engine, session):
+        self.drafts = Drafts(engine, session.encoding.decode)
+        self.streams = [session.encoding.stream() for _ in session.texts]
+        self.counts = [0] * len(session.texts)  # of each prompt's steps
+        self.steps = []
+
+    def show(self, sequence, tokens, path, plan):
+        """Adds a result of `Engine.step` to `steps`."""
+        index = sequence.index
+        self.counts[index] += 1
+        emitted = [self.streams[index].feed([token]) for token in tokens]
+        self.steps.append(dict(prompt=index, step=self.counts[index], emitted=emitted)
+                          | self.drafts.describe(sequence, tokens, path, plan))
 
     def lines(self):
         """The first trees as text: a line for each node, below its parent and further to the

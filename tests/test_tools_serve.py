@@ -1,0 +1,330 @@
+"""tools/serve.py: texts are generate()'s; bad requests, lost clients and errors harm no other request."""
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from clover import PRESETS, CloverHeads
+from generate import generate
+from hf.chat import SAMPLING
+from hf.tokenizer import encode_prompt
+from model import GPT
+from tools.cli import Session
+from tools.flags import parse_serve
+
+httpx = pytest.importorskip("httpx", reason="the tests of the server need pip install httpx")
+pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
+uvicorn = pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
+
+from tools import serve  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+TEMPLATE = '{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}{% endfor %}a:'
+
+
+class Running:
+    """A server in this process, in threads of its own."""
+
+    def __init__(self, folder, *flags):
+        self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
+        self.session = Session(self.args)
+        self.app = serve.App(self.session, self.session.engine([[0]] * self.args.batch_size, 127))
+        self.engine, self.worker = self.app.engine, self.app.worker
+        self.server = uvicorn.Server(uvicorn.Config(self.app.starlette, lifespan="off", log_level="critical"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.url = "http://{}:{}".format(*self.address)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
+        self.thread.start()
+
+    def stop(self):
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+
+    def post(self, body, path="/v1/completions"):
+        return self.client.post(path, content=body if isinstance(body, (bytes, str)) else json.dumps(body))
+
+    def want(self, body, chat=False):
+        """(the texts of generate() for a request, why they end, its Output)"""
+        encoding = self.session.encoding
+        texts = [body["messages"]] if chat else body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        prompts = [encoding.chat(text) if chat else encode_prompt(encoding, text) for text in texts]
+        sampling = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
+        stop = [*self.session.stop, *body.get("stop", [])]
+        out = generate(self.session.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
+                       body["max_tokens"], stop=stop, encoding=encoding, **sampling)
+        self.session.stop, stop = stop, self.session.stop
+        texts = list(map(self.session.decode, out.tokens))
+        self.session.stop = stop
+        return texts, ["stop" if ended == "stop" else "length" for ended in out.ended], out
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Between two steps."""
+        barrier = threading.Barrier(2, timeout=60)
+        self.worker.calls.put(lambda: (barrier.wait(), barrier.wait()))
+        barrier.wait()
+        yield
+        barrier.wait()
+
+    def idle(self):
+        return (self.app.taken == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
+                and len(self.engine.kept) == self.args.batch_size)
+
+
+def until(condition):
+    assert any(condition() or threading.Event().wait(0.01) for _ in range(6000))
+
+
+def events(lines):
+    *data, last = [line.removeprefix("data: ") for line in lines if line]
+    assert last == "[DONE]"
+    return list(map(json.loads, data))
+
+
+def joined(parts, chat=False):
+    """(texts, reasons) of a stream's objects."""
+    texts, reasons = defaultdict(str), {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        texts[choice["index"]] += choice["delta"]["content"] if chat else choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    """The checkpoint with heads and a chat template."""
+    path = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    CloverHeads(PRESETS["clover"], GPT.from_pretrained(path, device="cpu")).save_pretrained(path / "clover")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    running = Running(folder, "--batch-size", "3", "--queue", "5", "--draft", "heads+lookup", "--tree-size", "7")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def served(server):
+    yield server
+    until(server.idle)  # catches a slot or a place in the queue that is never given back
+
+
+SAID = dict(role="user", content="hi é")
+CHAT = [dict(role="system", content="be"), SAID | dict(content=[dict(type="text", text=t) for t in ("hi ", "é")])]
+BODIES = {"greedy": dict(), "sampled": dict(temperature=0.9, seed=7, n=3), "stop": dict(temperature=1, stop=["e"]),
+          "filtered": dict(temperature=1.2, top_p=0.8, top_k=50, min_p=0.01, seed=-5), "context": dict(max_tokens=500)}
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+@pytest.mark.parametrize("case", BODIES)
+def test_texts_are_those_of_generate(served, case, chat):
+    """Bug: sampling, stop texts or a limit that get lost, choices that are mixed up, another text beside others."""
+    given = dict(messages=CHAT) if chat else dict(prompt=["abcabc", "\0\x1b\ud800<b>"])
+    body = dict(max_tokens=30, model="toy", user="ignored") | given | BODIES[case]
+    texts, reasons, out = served.want(body | dict(messages=[CHAT[0], SAID]), chat)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    whole = served.post(body, path).json()
+    said = [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
+    assert (said, [choice["finish_reason"] for choice in whole["choices"]]) == (texts, reasons)
+    prompt = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
+    cost = dict(prompt_tokens=prompt, completion_tokens=out.emitted, total_tokens=prompt + out.emitted)
+    assert whole["usage"] == cost
+    assert whole["speculation"]["tokens_per_step"] == round(out.emitted / whole["speculation"]["steps"], 3)
+    body |= dict(stream=True, stream_options=dict(include_usage=True))
+    *parts, last = events(served.post(body, path).text.splitlines())
+    assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
+    assert last["object"] == ("chat.completion.chunk" if chat else "text_completion")
+
+
+def test_steps_are_shown_on_request(served):
+    """Bug: tokens that do not make up the text, a tree of another step, a plain race that is drafted."""
+    body = dict(prompt="abcabcabc", max_tokens=30, stream=True, show_steps=True)
+    parts = events(served.post(body).text.splitlines())
+    for part in parts:
+        step = part["clover"]
+        assert "".join(step["tokens"]) == part["choices"][0]["text"] and step["plan"] == "heads 3 + lookup 3"
+        assert len(step["guessed_by"]) == len(step["tokens"]) and len(step["nodes"]) == len(step["parents"]) <= 7
+        assert [step["drafted_by"][i] for i in step["path"][1:]] == step["guessed_by"][:len(step["path"]) - 1]
+    plain = events(served.post(body | dict(draft="none")).text.splitlines())
+    assert {part["clover"]["plan"] for part in plain} == {"plain"} and joined(plain) == joined(parts)
+    assert len(plain) == 30 > len(parts)
+
+
+def test_the_openai_package_is_a_client(served):
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["toy"]
+        ask = dict(model="toy", messages=CHAT, max_tokens=20, temperature=0.8, seed=3, n=2)
+        want = served.want(ask | dict(messages=[CHAT[0], SAID]), chat=True)[:2]
+        whole = client.chat.completions.create(**ask)
+        assert ([c.message.content for c in whole.choices], [c.finish_reason for c in whole.choices]) == want
+        parts = [part.model_dump() for part in client.chat.completions.create(**ask, stream=True)]
+        assert joined(parts, chat=True) == want
+        with pytest.raises(openai.BadRequestError, match="temperature must be"):
+            client.completions.create(model="toy", prompt="a", temperature=-1)
+
+
+ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
+def test_requests_that_do_not_arrive_whole(served, monkeypatch):
+    """Bug: a task that waits for a body for ever."""
+    for patience in (60, 0.05):
+        monkeypatch.setattr(serve, "PATIENCE", patience)
+        with socket.create_connection(served.address) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert patience == 60 or half.recv(100).startswith(b"HTTP/1.1 408")
+    until(lambda: not served.server.server_state.tasks)
+
+
+def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
+    """Bug: an answer that waits for ever, with its place in the queue."""
+    monkeypatch.setattr(serve, "PATIENCE", 0.05)
+    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[(b"host", b"x")])
+    messages = iter([dict(type="http.request", body=json.dumps(ask(stream=True)).encode())])
+
+    never = lambda *_: asyncio.Event().wait()
+    receive = lambda: asyncio.sleep(0, message) if (message := next(messages, None)) else never()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(served.app.starlette(scope, receive, never))
+
+
+def test_the_key_is_asked_for(folder):
+    """Bug: an endpoint that forgets to."""
+    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1")
+    get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
+    for path in ("/v1/models", "/metrics"):
+        assert [get(path, key).status_code for key in ("k", "key", "k\u00e9y")] == [401, 401, 200]
+    assert running.post(ask()).status_code == 401
+    assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
+    running.stop()
+
+
+def test_a_full_queue_says_when_to_come_again(served):
+    """Bug: requests that pile up, or a place that is not given back."""
+    with ThreadPoolExecutor(8) as pool:
+        with served.paused():
+            asked = [pool.submit(served.post, ask(temperature=1, seed=seed)) for seed in range(8)]
+            until(lambda: served.app.taken == 8)
+            refused = served.post(ask())
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
+    assert texts == [served.want(ask(temperature=1, seed=seed))[0][0] for seed in range(8)]
+    said = dict(line.rsplit(" ", 1) for line in served.client.get("/metrics").text.splitlines())
+    assert int(said['clover_requests_total{status="429"}']) == 1 and said["clover_queue"] == "0"
+    assert int(said["clover_first_token_seconds_count"]) >= 8 and float(said["clover_tokens_per_step"]) >= 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(served, stream):
+    """Bug: a text that is decoded for nobody, running or waiting."""
+    body = json.dumps(ask(max_tokens=100, stream=stream, n=7)).encode()
+    with served.paused():
+        with socket.create_connection(served.address) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: served.worker.calls.qsize())
+            served.worker.calls.get()()  # adds the job
+            served.worker.step()
+            sequences = list(served.worker.jobs)
+            assert (len(served.engine.running), len(served.engine.waiting)) == (3, 4)
+        until(lambda: served.app.taken == 0)
+    until(served.idle)
+    assert all(sequence.ended == "cancelled" and len(sequence.tokens) <= 7 for sequence in sequences)
+
+
+@pytest.mark.parametrize("error, says", [(KeyError("bug"), "KeyError in a step"),
+                                         (torch.OutOfMemoryError("full"), "out of memory (full)")])
+def test_an_error_in_a_step_ends_the_texts_in_it(served, monkeypatch, error, says):
+    """Bug: a server that dies or hangs, texts that wait which are lost, a wrong text afterwards."""
+    step, errors = served.engine.step, [error]
+
+    def fail():
+        if errors and served.engine.running and next(iter(served.worker.jobs)).tokens:
+            raise errors.pop()
+        return step()
+    with ThreadPoolExecutor(5) as pool:
+        with served.paused():
+            monkeypatch.setattr(served.engine, "step", fail)
+            running = [pool.submit(served.post, ask(max_tokens=90, stream=i == 2)) for i in range(3)]
+            until(lambda: served.worker.calls.qsize() == 3)
+            waiting = pool.submit(served.post, ask(n=2))
+            until(lambda: served.worker.calls.qsize() == 4)
+        answers = [future.result() for future in running]
+        assert [choice["text"] for choice in waiting.result().json()["choices"]] == served.want(ask(n=2))[0]
+    assert sorted(answer.status_code for answer in answers) == [200, 500, 500]
+    for answer in answers:
+        said = json.loads(answer.text.split("data: ")[-2] if answer.status_code == 200 else answer.text)["error"]
+        assert says in said["message"] and said["type"] == "server_error"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_lets_texts_end_and_a_second_one_does_not(signals):
+    """Bug: texts that a restart cuts off, a server that cannot be stopped."""
+    command = [sys.executable, "-m", "tools.serve", "--device", "cpu", "--threads", "1", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    address = next(line.split()[-1] for line in process.stderr if "http://" in line)
+    body = dict(prompt="def f(", max_tokens=80, temperature=0.7, n=8, stream=True)
+    with process, httpx.stream("POST", address + "/v1/completions", json=body, timeout=60) as answer:
+        first = next(lines := answer.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):  # no new requests
+            while True:
+                httpx.get(address + "/health")
+        if signals == 2:
+            process.send_signal(signal.SIGTERM)
+        else:
+            texts, reasons = joined(events([first, *lines]))
+            assert len(texts) == 8 and None not in reasons
+        assert process.wait(60) == {1: 0, 2: 143}[signals]
+
+
+def test_what_keeps_a_server_from_starting_is_one_line(folder):
+    """Bug: a traceback, or a model that is loaded for minutes before it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_hundred_requests(folder):
+    """16 at a time, some cut off half-way, some malformed. Bug: texts that are lost or mixed up, a slot that leaks."""
+    served = Running(folder)
+    pick = random.Random(0).choice
+    bodies = [ask(prompt=pick(["abc", "import os", "x" * 60]) + str(i), max_tokens=pick([1, 7, 30, 90]), seed=i,
+                  temperature=pick([0, 0.7, 1.2]), stream=i % 3 > 0, top_p=1 if i % 10 else -1)
+              | pick([{}, dict(top_k=9, n=2), dict(stop=["e"])]) for i in range(200)]
+
+    def one(i):
+        with httpx.stream("POST", served.url + "/v1/completions", json=bodies[i], timeout=120) as answer:
+            lines = answer.iter_lines()
+            if answer.status_code == 200 and i % 4 == 1:
+                return 0, next(lines)
+            lines = list(lines)
+        parts = events(lines) if bodies[i]["stream"] and answer.status_code == 200 else [json.loads(lines[0])]
+        return answer.status_code, joined(parts) if answer.status_code == 200 else parts
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(one, range(200)))
+    for i, (status, texts) in enumerate(answers):
+        assert status == (400 if i % 10 == 0 else 0 if i % 4 == 1 else 200), texts
+        assert status != 200 or texts == served.want(bodies[i])[:2]
+    until(served.idle)
+    served.stop()
