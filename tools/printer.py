@@ -141,22 +141,23 @@ def speed(output):
 
 
 class Drafts:
-    """Records the trees of an engine's steps, and what the model accepted of them. The engine runs
-    without a graph, and no step ahead. `wanted`: whether to record."""
-
-    wanted = True
+    """Records the trees of an engine's steps, and what the model accepted of them; not of a graph,
+    which is replayed. Where it can, no step runs ahead. `wanted`: whether to record."""
 
     def __init__(self, engine, decode):
         self.engine = engine
         self.decode = decode
         self.trees = {}  # sequence -> the tree of its last step
-        engine.decoder.steps_ahead = 0
-        self.draft = engine.decoder.draft
-        engine.decoder.draft = self.record
+        self.wanted = engine.decoder.pool is None
+        if self.wanted:
+            engine.decoder.steps_ahead = 0
+            self.draft = engine.decoder.draft
+            engine.decoder.draft = self.record
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
         tree = self.draft(plan)
+        self.trees = {}
         if self.wanted:
             columns = [column.tolist() for column in tree]
             self.trees = {sequence: Tree(*(column[slot] for column in columns))
@@ -164,27 +165,24 @@ class Drafts:
         return tree
 
     def describe(self, sequence, tokens, path, plan):
-        """The tree of a result of `Engine.step`, and what the model accepted of it, as a dict."""
-        tree = self.trees[sequence]
+        """A result of `Engine.step` as a dict: what guessed its tokens, and, where it was recorded,
+        the tree, and what the model accepted of it."""
+        path = path[:len(tokens) + 1]  # a text may end inside it
+        guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
+                   for depth, node in enumerate(path[1:], start=1)]
+        result = dict(plan=str(plan), guessed_by=[*guessed, "model"][:len(tokens)])
+        tree = self.trees.get(sequence)
+        if not tree:
+            return result
         used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
         number = {node: i for i, node in enumerate(used)}
         drafters = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
         drafters[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
-        path = path[:len(tokens) + 1]  # a text may end inside it
-        return dict(
-            plan=str(plan),
-            guessed_by=guessed_by(tokens, path, plan),
+        return result | dict(
             nodes=[self.decode([tree.tokens[node]]) for node in used],
             drafted_by=[drafters[node] for node in used],
             parents=[number[tree.parents[node]] if node else -1 for node in used],
             path=[number[node] for node in path])
-
-
-def guessed_by(tokens, path, plan):
-    """What guessed each token of a result of `Engine.step`."""
-    guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
-               for depth, node in enumerate(path[1:], start=1)]
-    return [*guessed, "model"][:len(tokens)]
 
 
 class Trees:
