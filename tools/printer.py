@@ -29,7 +29,11 @@ class Printer:
     def __init__(self, session, engine):
         self.session = session
         self.engine = engine
-        self.trees = Trees(engine, session) if session.args.show_tree else None
+        self.drafts = None
+        if session.args.show_tree:
+            self.drafts = Drafts(engine, session.encoding.decode)
+            self.emitted = [session.encoding.stream() for _ in session.texts]
+        self.steps = []  # of --show-tree, as dicts for --json
         self.streams = len(session.texts) <= 1 and not session.args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -60,8 +64,11 @@ class Printer:
 
     def show(self, sequence, tokens, path, plan):
         """What `Engine.generate` calls with each result of a step."""
-        if self.trees:
-            self.trees.show(sequence, tokens, path, plan)
+        if self.drafts:
+            emitted = [self.emitted[sequence.index].feed([token]) for token in tokens]
+            number = 1 + sum(step["prompt"] == sequence.index for step in self.steps)
+            self.steps.append(dict(prompt=sequence.index, step=number, emitted=emitted)
+                              | self.drafts.describe(sequence, tokens, path, plan))
         for i, token in enumerate(tokens if self.streams else []):
             text = "" if token in self.session.stop else self.stream.feed([token])
             if self.colours and text and i < len(path) - 1:  # the last one is the model's own
@@ -93,14 +100,14 @@ class Printer:
         say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
         if not args.quiet:
             say(f"\n{statistics(output)}")
-        if self.trees:
-            result["drafts"] = self.trees.steps
-            say("\n".join(self.trees.lines()))
+        if self.drafts:
+            result["drafts"] = self.steps
+            say("\n".join(tree_lines(self.steps, len(session.texts))))
         if args.explain and finished:
             result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
             say("\n" + "\n".join(result["explained"]))
         if args.compare and finished:
-            self.engine = self.trees = None  # frees their memory for the next one
+            self.engine = self.drafts = None  # frees their memory for the next one
             plain, difference = against_plain(session, output, say)
             result |= dict(plain=plain and as_json(session, plain), difference=difference)
         if args.json and not args.prompts:
@@ -185,40 +192,23 @@ class Drafts:
             path=[number[node] for node in path])
 
 
-class Trees:
-    """--show-tree: all steps of an engine as dicts for --json, in `steps`."""
-
-    def __init__(self, engine, session):
-        self.drafts = Drafts(engine, session.encoding.decode)
-        self.streams = [session.encoding.stream() for _ in session.texts]
-        self.counts = [0] * len(session.texts)  # of each prompt's steps
-        self.steps = []
-
-    def show(self, sequence, tokens, path, plan):
-        """Adds a result of `Engine.step` to `steps`."""
-        index = sequence.index
-        self.counts[index] += 1
-        emitted = [self.streams[index].feed([token]) for token in tokens]
-        self.steps.append(dict(prompt=index, step=self.counts[index], emitted=emitted)
-                          | self.drafts.describe(sequence, tokens, path, plan))
-
-    def lines(self):
-        """The first trees as text: a line for each node, below its parent and further to the
-        right."""
-        for step in [step for step in self.steps if len(step["nodes"]) > 1][:SHOWN]:
-            prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
-            yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the "
-                   "model itself")
-            paths = [(0,)]
-            for node, parent in enumerate(step["parents"][1:], start=1):
-                paths.append((*paths[parent], node))
-            for *above, node in sorted(paths):
-                mark = "*" if node in step["path"][1:] else " "
-                words = "   " * len(above) + repr(step["nodes"][node])
-                drafter = step["drafted_by"][node].replace("root", "the newest token")
-                yield f"{mark} {words:<{WIDTH}}  {drafter}"
-            if step["guessed_by"][-1:] == ["model"]:
-                yield f"+ {step['emitted'][-1]!r}"
+def tree_lines(steps, prompts):
+    """The first trees of --show-tree as text: a line for each node, below its parent and further to
+    the right."""
+    for step in [step for step in steps if len(step["nodes"]) > 1][:SHOWN]:
+        prompt = f"prompt {step['prompt'] + 1}, " if prompts > 1 else ""
+        yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model "
+               "itself")
+        paths = [(0,)]
+        for node, parent in enumerate(step["parents"][1:], start=1):
+            paths.append((*paths[parent], node))
+        for *above, node in sorted(paths):
+            mark = "*" if node in step["path"][1:] else " "
+            words = "   " * len(above) + repr(step["nodes"][node])
+            drafter = step["drafted_by"][node].replace("root", "the newest token")
+            yield f"{mark} {words:<{WIDTH}}  {drafter}"
+        if step["guessed_by"][-1:] == ["model"]:
+            yield f"+ {step['emitted'][-1]!r}"
 
 
 def converse(session):
