@@ -16,9 +16,6 @@ from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
-SHOWN = 4     # trees of --show-tree
-WIDTH = 44    # of a node of a tree and what is left of it
-SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
 
 class Printer:
@@ -195,7 +192,7 @@ class Drafts:
 def tree_lines(steps, prompts):
     """The first trees of --show-tree as text: a line for each node, below its parent and further to
     the right."""
-    for step in [step for step in steps if len(step["nodes"]) > 1][:SHOWN]:
+    for step in [step for step in steps if len(step["nodes"]) > 1][:4]:
         prompt = f"prompt {step['prompt'] + 1}, " if prompts > 1 else ""
         yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model "
                "itself")
@@ -206,7 +203,7 @@ def tree_lines(steps, prompts):
             mark = "*" if node in step["path"][1:] else " "
             words = "   " * len(above) + repr(step["nodes"][node])
             drafter = step["drafted_by"][node].replace("root", "the newest token")
-            yield f"{mark} {words:<{WIDTH}}  {drafter}"
+            yield f"{mark} {words:<44}  {drafter}"
         if step["guessed_by"][-1:] == ["model"]:
             yield f"+ {step['emitted'][-1]!r}"
 
@@ -234,7 +231,7 @@ def converse(session):
         needed = len(prompt) + session.args.max_new_tokens
         if engine is None or min(needed, session.model.config.block_size) > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = session.engine([prompt], session.args.max_new_tokens + SPARE)
+            engine = session.engine([prompt], session.args.max_new_tokens + 1024)  # room to grow
         output = Printer(session, engine).run([prompt])
         if not session.template:
             print("-" * 40)
