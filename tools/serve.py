@@ -39,11 +39,8 @@ from model import InputError, check
 from tools.cli import Session, command, error_line
 from tools.printer import Drafts
 
-CONTEXT = 4096        # tokens of a text, where neither --context nor the model says fewer
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
 MAX_BODY = 4 * 2**20  # bytes of a request
-PAGE = Path(__file__).with_name("page.html")
-FROM_HERE = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
 FIELDS = dict(stream=False, stream_options={}, show_steps=False, n=1)  # and their defaults
 REFUSED = ("logprobs", "top_logprobs", "tools", "functions", "logit_bias", "presence_penalty",
            "frequency_penalty", "audio", "best_of", "suffix", "echo")
@@ -68,13 +65,13 @@ class Job:
         given = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
         self.sampling = Sampling(**session.sampling | given)
         stop = read_texts(body, "stop")
-        expect(len(stop) <= 16 and "" not in stop, "stop may have 16 texts, none of them empty")
-        self.stop = [*session.stop, *stop]
+        self.stop = [*session.stop, *stop]  # --stop is among them
+        expect(len(stop) <= 16 and "" not in self.stop,
+               "stop may have 16 texts, none of them empty")
         self.encoding = session.encoding
         self.body = body
         self.chat = chat
-        # of each, n choices
-        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")
+        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")  # of each, n
         self.count = body["n"] * len(self.texts)
         check("the number of texts", self.count, 1, app.room)
         self.prompts = []  # token ids, of each choice
@@ -105,8 +102,7 @@ class Job:
     def choice(self, index, text, ended, first=True):
         role = dict(role="assistant") if first else {}
         message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
-        reason = "length" if ended == "context" else ended
-        return dict(index=index, finish_reason=reason, logprobs=None) | (
+        return dict(index=index, finish_reason=ended, logprobs=None) | (
             message if self.chat else dict(text=text))
 
     def cost(self):
@@ -197,6 +193,7 @@ class Worker(threading.Thread):
             if not job.output.steps:
                 self.counts["first_token_seconds_sum"] += time.perf_counter() - job.began
                 self.counts["first_token_seconds_count"] += 1
+            self.counts.update(steps_total=1, tokens_total=len(result[0]))
             job.output.count(*result)
             shown = self.drafts.describe(sequence, *result) if job.body["show_steps"] else None
             self.tell(job, (sequence.index, result[0], sequence.ended, shown))
@@ -257,9 +254,9 @@ class App:
         """Calls a handler, if the request brings the key."""
         key = self.session.args.api_key
         given = request.headers.get("authorization", "").encode("latin-1")
-        if key and request.url.path not in ("/", "/health"):
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-                raise HTTPException(401, "the API key is missing or wrong")
+        open_to_all = not key or request.url.path in ("/", "/health")
+        if not (open_to_all or hmac.compare_digest(given, f"Bearer {key}".encode())):
+            raise HTTPException(401, "the API key is missing or wrong")
         return await handler(request)
 
     async def refuse(self, request, error):
@@ -302,8 +299,6 @@ class App:
                 answer.result()
         finally:
             self.taken -= job.count
-            self.counts["steps_total"] += job.output.steps
-            self.counts["tokens_total"] += job.output.emitted
             answer.cancel()
             gone.cancel()
             self.worker.calls.put(partial(self.worker.cancel, job))
@@ -354,7 +349,8 @@ class App:
         yield "data: [DONE]\n\n"
 
     async def page(self, request):
-        return FileResponse(PAGE, headers=FROM_HERE)
+        from_here = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
+        return FileResponse(Path(__file__).with_name("page.html"), headers=from_here)
 
     async def health(self, request):
         alive = self.worker.is_alive()
@@ -380,7 +376,7 @@ def main(args):
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
     session = Session(args)
     expect(session.group.size == 1, "a server is one process; start it without torchrun")
-    context = min(args.context or CONTEXT, session.model.config.block_size)
+    context = min(args.context or 4096, session.model.config.block_size)
     app = App(session, session.engine([[0]] * args.batch_size, context - 1))
     server = uvicorn.Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
                                            timeout_graceful_shutdown=PATIENCE))
