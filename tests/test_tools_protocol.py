@@ -19,6 +19,7 @@ BAD = {
     "choices": (ask(n=9), 400, "number of texts must be"), "logprobs": (ask(logprobs=2), 400, "not supported"),
     "stream": (ask(stream="yes"), 400, "stream must be of type bool"), "stop": (ask(stop=[""]), 400, "of them empty"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
+    "no prompt": ({}, 400, "number of texts must be"), "a number to stop at": (ask(stop=3), 400, "stop must be a text"),
     "an empty prompt": (ask(prompt=""), 400, "the prompt has 0 tokens; this server takes 1 to 127"),
     "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),

@@ -71,9 +71,9 @@ class Job:
         self.encoding = session.encoding
         self.body = body
         self.chat = chat
-        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")  # of each, n
-        self.count = body["n"] * len(self.texts)
-        check("the number of texts", self.count, 1, app.room)
+        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")
+        self.count = body["n"] * len(self.texts)  # choices
+        check("the number of texts", self.count, 1, app.room, whole=True)
         self.prompts = []  # token ids, of each choice
         self.output = Output()
         self.events = asyncio.Queue()  # what steps bring, or an exception
