@@ -1,4 +1,4 @@
-"""tools/protocol.py: what a request may not ask for."""
+"""tools/serve.py: what a request may not ask for."""
 
 import pytest
 
@@ -16,9 +16,10 @@ BAD = {
     "digits": ('{"n": %s}' % ("9" * 5000), 400, "not valid JSON"), "infinity": (ask(temperature=1e999), 400, "JSON"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "a word": (ask(top_p="half"), 400, "top-p must be"), "true": (ask(seed=True), 400, "seed must be"),
-    "choices": (ask(n=9), 400, "may ask for 8 texts"), "logprobs": (ask(logprobs=2), 400, "not supported"),
-    "stream": (ask(stream="yes"), 400, "stream must be of type bool"), "stop": (ask(stop=[""]), 400, "non-empty texts"),
+    "choices": (ask(n=9), 400, "number of texts must be"), "logprobs": (ask(logprobs=2), 400, "not supported"),
+    "stream": (ask(stream="yes"), 400, "stream must be of type bool"), "stop": (ask(stop=[""]), 400, "of them empty"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
+    "no prompt": ({}, 400, "number of texts must be"), "a number to stop at": (ask(stop=3), 400, "stop must be a text"),
     "an empty prompt": (ask(prompt=""), 400, "the prompt has 0 tokens; this server takes 1 to 127"),
     "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),

@@ -178,13 +178,9 @@ class Session:
 
 def sampling_flags(args):
     """How to sample: as the flags say, else as the folder does, of which a line is printed."""
-    dashed = lambda name: name.replace("_", "-")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)
     if given.get("temperature", defaults["temperature"]) == 0:
-        filters = ", ".join(f"--{dashed(name)}" for name in given if given[name])
-        if filters and "temperature" not in given:
-            print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
     of_folder = {name: defaults[name] for name in defaults if name not in given}
     file = part_file(find_model(args.model), "generation_config.json")
@@ -193,9 +189,9 @@ def sampling_flags(args):
     except InputError as error:
         raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
     if of_folder:
-        words = ", ".join(f"{dashed(name)} {value:g}" for name, value in of_folder.items())
-        print(f"sampling as {file.parent.resolve().name}/{file.name} says: {words} (--temperature "
-              "0 is greedy)", file=sys.stderr)
+        words = ", ".join(f"{name} {value:g}" for name, value in of_folder.items())
+        print(f"sampling as {file.parent.resolve().name}/{file.name} says: "
+              f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
     return of_folder | given
 
 

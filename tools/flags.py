@@ -86,7 +86,29 @@ def parse_folder(argv=None):
 
 def parse_generate(argv=None):
     """generate.py's flags; checks here what argparse cannot know: which exclude others."""
-    parser = generate_parser()
+    parser = Parser("Continues prompts, faster by guessing ahead.", prog="generate.py")
+    group = parser.add_argument_group("prompt")
+    one = group.add_mutually_exclusive_group().add_argument
+    one("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
+        "without any, each line typed is one")
+    one("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
+        "line's \"prompt\", or \"messages\" of a chat")
+    group.add_argument("--chat", action="store_true", help="put the prompt into the folder's chat "
+                       "template; without a prompt: a conversation")
+    group.add_argument("--system", help="the system message of a chat")
+
+    add_sampling_flags(parser, new_tokens=128)
+    add_drafting_flags(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--explain", action="store_true", help="say what drafted, why, and where time goes")
+    add("--show-tree", action="store_true",
+        help="print the trees of the first steps; with --json of all; runs without a graph")
+    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
+    add("--quiet", action="store_true", help="leave out the statistics that end a run")
+    add("--json", action="store_true", help="print one json object instead of text")
+
+    add_machine_flags(parser, "prompts decoded together; default: up to 8")
+
     args = parser.parse_args(argv)
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
@@ -122,32 +144,6 @@ def parse_serve(argv=None):
     return args
 
 
-def generate_parser():
-    parser = Parser("Continues prompts, faster by guessing ahead.", prog="generate.py")
-    group = parser.add_argument_group("prompt")
-    one = group.add_mutually_exclusive_group().add_argument
-    one("--prompt", action="append", help="text to continue; repeatable; - reads standard input; "
-        "without any, each line typed is one")
-    one("--prompts", metavar="FILE", help="texts to continue, one in each line; of .jsonl each "
-        "line's \"prompt\", or \"messages\" of a chat")
-    group.add_argument("--chat", action="store_true", help="put the prompt into the folder's chat "
-                       "template; without a prompt: a conversation")
-    group.add_argument("--system", help="the system message of a chat")
-
-    add_sampling_flags(parser, new_tokens=128)
-    add_drafting_flags(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true", help="say what drafted, why, and where time goes")
-    add("--show-tree", action="store_true",
-        help="print the trees of the first steps; with --json of all; runs without a graph")
-    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
-    add("--quiet", action="store_true", help="leave out the statistics that end a run")
-    add("--json", action="store_true", help="print one json object instead of text")
-
-    add_machine_flags(parser, "prompts decoded together; default: up to 8")
-    return parser
-
-
 def add_sampling_flags(parser, new_tokens):
     group = parser.add_argument_group("sampling")
     folder = "default: as the folder's generation_config.json says, else"
@@ -177,8 +173,6 @@ def add_drafting_flags(parser):
 
 
 def check_drafting_flags(parser, args):
-    if args.draft in ("heads+lookup", "heads") and args.heads == "none":
-        parser.error(f"--draft {args.draft} needs heads; leave out --heads none")
     if args.draft in ("lookup", "none") or args.heads == "none":
         if args.beams is not None or args.heads not in (None, "none") or args.heads_of_original:
             parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "

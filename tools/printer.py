@@ -16,9 +16,6 @@ from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
 LOOKUP_COLOUR = 33
-SHOWN = 4     # trees of --show-tree
-WIDTH = 44    # of a node of a tree and what is left of it
-SPARE = 1024  # tokens that a conversation may grow by before its caches are made anew
 
 
 class Printer:
@@ -29,7 +26,11 @@ class Printer:
     def __init__(self, session, engine):
         self.session = session
         self.engine = engine
-        self.trees = Trees(engine, session) if session.args.show_tree else None
+        self.drafts = None
+        if session.args.show_tree:
+            self.drafts = Drafts(engine, session.encoding.decode)
+            self.emitted = [session.encoding.stream() for _ in session.texts]
+        self.steps = []  # of --show-tree, as dicts for --json
         self.streams = len(session.texts) <= 1 and not session.args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -60,8 +61,11 @@ class Printer:
 
     def show(self, sequence, tokens, path, plan):
         """What `Engine.generate` calls with each result of a step."""
-        if self.trees:
-            self.trees.show(sequence, tokens, path, plan)
+        if self.drafts:
+            emitted = [self.emitted[sequence.index].feed([token]) for token in tokens]
+            number = 1 + sum(step["prompt"] == sequence.index for step in self.steps)
+            self.steps.append(dict(prompt=sequence.index, step=number, emitted=emitted)
+                              | self.drafts.describe(sequence, tokens, path, plan))
         for i, token in enumerate(tokens if self.streams else []):
             text = "" if token in self.session.stop else self.stream.feed([token])
             if self.colours and text and i < len(path) - 1:  # the last one is the model's own
@@ -93,14 +97,14 @@ class Printer:
         say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
         if not args.quiet:
             say(f"\n{statistics(output)}")
-        if self.trees:
-            result["drafts"] = self.trees.steps
-            say("\n".join(self.trees.lines()))
+        if self.drafts:
+            result["drafts"] = self.steps
+            say("\n".join(tree_lines(self.steps, len(session.texts))))
         if args.explain and finished:
             result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
             say("\n" + "\n".join(result["explained"]))
         if args.compare and finished:
-            self.engine = self.trees = None  # frees their memory for the next one
+            self.engine = self.drafts = None  # frees their memory for the next one
             plain, difference = against_plain(session, output, say)
             result |= dict(plain=plain and as_json(session, plain), difference=difference)
         if args.json and not args.prompts:
@@ -141,22 +145,23 @@ def speed(output):
 
 
 class Drafts:
-    """Records the trees of an engine's steps, and what the model accepted of them. The engine runs
-    without a graph, and no step ahead. `wanted`: whether to record."""
-
-    wanted = True
+    """Records the trees of an engine's steps, and what the model accepted of them; not of a graph,
+    which is replayed. Where it can, no step runs ahead. `wanted`: whether to record."""
 
     def __init__(self, engine, decode):
         self.engine = engine
         self.decode = decode
         self.trees = {}  # sequence -> the tree of its last step
-        engine.decoder.steps_ahead = 0
-        self.draft = engine.decoder.draft
-        engine.decoder.draft = self.record
+        self.wanted = engine.decoder.pool is None
+        if self.wanted:
+            engine.decoder.steps_ahead = 0
+            self.draft = engine.decoder.draft
+            engine.decoder.draft = self.record
 
     def record(self, plan):
         """Takes the place of Decoder.draft."""
         tree = self.draft(plan)
+        self.trees = {}
         if self.wanted:
             columns = [column.tolist() for column in tree]
             self.trees = {sequence: Tree(*(column[slot] for column in columns))
@@ -164,63 +169,43 @@ class Drafts:
         return tree
 
     def describe(self, sequence, tokens, path, plan):
-        """The tree of a result of `Engine.step`, and what the model accepted of it, as a dict."""
-        tree = self.trees[sequence]
+        """A result of `Engine.step` as a dict: what guessed its tokens, and, where it was recorded,
+        the tree, and what the model accepted of it."""
+        path = path[:len(tokens) + 1]  # a text may end inside it
+        guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
+                   for depth, node in enumerate(path[1:], start=1)]
+        result = dict(plan=str(plan), guessed_by=[*guessed, "model"][:len(tokens)])
+        tree = self.trees.get(sequence)
+        if not tree:
+            return result
         used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
         number = {node: i for i, node in enumerate(used)}
         drafters = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
         drafters[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
-        path = path[:len(tokens) + 1]  # a text may end inside it
-        return dict(
-            plan=str(plan),
-            guessed_by=guessed_by(tokens, path, plan),
+        return result | dict(
             nodes=[self.decode([tree.tokens[node]]) for node in used],
             drafted_by=[drafters[node] for node in used],
             parents=[number[tree.parents[node]] if node else -1 for node in used],
             path=[number[node] for node in path])
 
 
-def guessed_by(tokens, path, plan):
-    """What guessed each token of a result of `Engine.step`."""
-    guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
-               for depth, node in enumerate(path[1:], start=1)]
-    return [*guessed, "model"][:len(tokens)]
-
-
-class Trees:
-    """--show-tree: all steps of an engine as dicts for --json, in `steps`."""
-
-    def __init__(self, engine, session):
-        self.drafts = Drafts(engine, session.encoding.decode)
-        self.streams = [session.encoding.stream() for _ in session.texts]
-        self.counts = [0] * len(session.texts)  # of each prompt's steps
-        self.steps = []
-
-    def show(self, sequence, tokens, path, plan):
-        """Adds a result of `Engine.step` to `steps`."""
-        index = sequence.index
-        self.counts[index] += 1
-        emitted = [self.streams[index].feed([token]) for token in tokens]
-        self.steps.append(dict(prompt=index, step=self.counts[index], emitted=emitted)
-                          | self.drafts.describe(sequence, tokens, path, plan))
-
-    def lines(self):
-        """The first trees as text: a line for each node, below its parent and further to the
-        right."""
-        for step in [step for step in self.steps if len(step["nodes"]) > 1][:SHOWN]:
-            prompt = f"prompt {step['prompt'] + 1}, " if len(self.streams) > 1 else ""
-            yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the "
-                   "model itself")
-            paths = [(0,)]
-            for node, parent in enumerate(step["parents"][1:], start=1):
-                paths.append((*paths[parent], node))
-            for *above, node in sorted(paths):
-                mark = "*" if node in step["path"][1:] else " "
-                words = "   " * len(above) + repr(step["nodes"][node])
-                drafter = step["drafted_by"][node].replace("root", "the newest token")
-                yield f"{mark} {words:<{WIDTH}}  {drafter}"
-            if step["guessed_by"][-1:] == ["model"]:
-                yield f"+ {step['emitted'][-1]!r}"
+def tree_lines(steps, prompts):
+    """The first trees of --show-tree as text: a line for each node, below its parent and further to
+    the right."""
+    for step in [step for step in steps if len(step["nodes"]) > 1][:4]:
+        prompt = f"prompt {step['prompt'] + 1}, " if prompts > 1 else ""
+        yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model "
+               "itself")
+        paths = [(0,)]
+        for node, parent in enumerate(step["parents"][1:], start=1):
+            paths.append((*paths[parent], node))
+        for *above, node in sorted(paths):
+            mark = "*" if node in step["path"][1:] else " "
+            words = "   " * len(above) + repr(step["nodes"][node])
+            drafter = step["drafted_by"][node].replace("root", "the newest token")
+            yield f"{mark} {words:<44}  {drafter}"
+        if step["guessed_by"][-1:] == ["model"]:
+            yield f"+ {step['emitted'][-1]!r}"
 
 
 def converse(session):
@@ -246,7 +231,7 @@ def converse(session):
         needed = len(prompt) + session.args.max_new_tokens
         if engine is None or min(needed, session.model.config.block_size) > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = session.engine([prompt], session.args.max_new_tokens + SPARE)
+            engine = session.engine([prompt], session.args.max_new_tokens + 1024)  # room to grow
         output = Printer(session, engine).run([prompt])
         if not session.template:
             print("-" * 40)

@@ -7,6 +7,7 @@ request alone, whatever runs beside it: it is what `generate()` gives for the sa
 
 import asyncio
 import hmac
+import json
 import os
 import queue
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -29,18 +31,127 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from generate import DraftPlan
+from generate import DraftPlan, Output, Sampling
 from hf import SMOLLM2, expect
+from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
-from model import InputError
+from model import InputError, check
 from tools.cli import Session, command, error_line
-from tools.printer import Drafts, guessed_by
-from tools.protocol import Job, as_error, as_event, chain, read_object, until_gone
+from tools.printer import Drafts
 
-CONTEXT = 4096        # tokens of a text, where neither --context nor the model says fewer
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
-PAGE = Path(__file__).with_name("page.html")
-FROM_HERE = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
+MAX_BODY = 4 * 2**20  # bytes of a request
+FIELDS = dict(stream=False, stream_options={}, show_steps=False, n=1)  # and their defaults
+REFUSED = ("logprobs", "top_logprobs", "tools", "functions", "logit_bias", "presence_penalty",
+           "frequency_penalty", "audio", "best_of", "suffix", "echo")
+
+
+class Job:
+    """A request: what it asks for, checked, and what came of it. Raises InputError."""
+
+    def __init__(self, body, chat, app):
+        for name in REFUSED:
+            expect(not body.get(name), f"{name} is not supported; leave it out")
+        body = FIELDS | {name: value for name, value in body.items() if value is not None}
+        for name, default in FIELDS.items():
+            expect(type(body[name]) is type(default),
+                   f"{name} must be of type {type(default).__name__}")
+        expect(body.get("draft") in (None, "none"), 'draft must be "none", or left out')
+        check("n", body["n"], 1, 128, whole=True)
+        session = app.session
+        limit = body.get("max_tokens", session.args.max_new_tokens)
+        self.limit = body.get("max_completion_tokens", limit)
+        check("max_tokens", self.limit, 1, 2**31, whole=True)
+        given = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
+        self.sampling = Sampling(**session.sampling | given)
+        stop = read_texts(body, "stop")
+        self.stop = [*session.stop, *stop]  # --stop is among them
+        expect(len(stop) <= 16 and "" not in self.stop,
+               "stop may have 16 texts, none of them empty")
+        self.encoding = session.encoding
+        self.body = body
+        self.chat = chat
+        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")
+        self.count = body["n"] * len(self.texts)  # choices
+        check("the number of texts", self.count, 1, app.room, whole=True)
+        self.prompts = []  # token ids, of each choice
+        self.output = Output()
+        self.events = asyncio.Queue()  # what steps bring, or an exception
+        self.loop = asyncio.get_running_loop()
+        self.began = time.perf_counter()
+        kind = "chat.completion" if chat else "text_completion"
+        kind += ".chunk" if chat and body["stream"] else ""
+        self.head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=app.name)
+
+    async def parts(self):
+        """Yields what steps bring: (which text, its tokens as texts, why it ended, more)."""
+        stops = [stop for stop in self.stop if isinstance(stop, str)]
+        streams = [self.encoding.stream(stops) for _ in range(self.count)]
+        left = self.count
+        while left:
+            event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            index, tokens, ended, shown = event
+            pieces = ["" if t in self.stop else streams[index].feed([t]) for t in tokens]
+            if ended:
+                pieces[-1] += streams[index].finish()
+                left -= 1
+            yield index, pieces, ended, shown
+
+    def choice(self, index, text, ended, first=True):
+        role = dict(role="assistant") if first else {}
+        message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
+        return dict(index=index, finish_reason=ended, logprobs=None) | (
+            message if self.chat else dict(text=text))
+
+    def cost(self):
+        """What the texts took: tokens, and how many of them were guessed."""
+        output = self.output
+        prompt = sum(len(ids) for ids in self.prompts[::self.body["n"]])
+        usage = dict(prompt_tokens=prompt, completion_tokens=output.emitted,
+                     total_tokens=prompt + output.emitted)
+        return dict(usage=usage, speculation=dict(
+            steps=output.steps, guessed=output.accepted,
+            tokens_per_step=round(output.tokens_per_step, 3)))
+
+
+def read_texts(body, name):
+    """A field that is a text, or a list of them."""
+    texts = body.get(name, [])
+    texts = [texts] if isinstance(texts, str) else texts
+    expect(isinstance(texts, list) and all(isinstance(text, str) for text in texts),
+           f"{name} must be a text or a list of texts")
+    return texts
+
+
+def read_messages(body):
+    """A conversation; a content of several parts of text is joined."""
+    text = lambda content: (content if isinstance(content, str)
+                            else "".join(part["text"] for part in content))
+    try:
+        messages = [dict(role=message["role"], content=text(message["content"]))
+                    for message in body["messages"]]
+    except (KeyError, TypeError):
+        messages = []
+    expect(messages and all(isinstance(message["role"], str) for message in messages),
+           "messages must be a list of objects with a role and a content, both of them texts")
+    return messages
+
+
+async def read_object(request):
+    """The JSON object that a request holds."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"a request may have {MAX_BODY} bytes; send a shorter one")
+    try:
+        value = json.loads(body, parse_constant=partial(expect, False))  # NaN
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the body is not valid JSON: {error}") from None
+    expect(isinstance(value, dict), "the body must be a JSON object")
+    return value
 
 
 class Worker(threading.Thread):
@@ -50,13 +161,12 @@ class Worker(threading.Thread):
     def __init__(self, engine, encoding):
         super().__init__(daemon=True)
         self.engine = engine
-        self.encoding = encoding
         self.jobs = {}  # sequence -> its Job
         self.calls = queue.SimpleQueue()
+        self.counts = Counter(steps_total=0, tokens_total=0)  # of /metrics
+        self.drafts = Drafts(engine, encoding.decode)
         self.select = engine.policy.select
         engine.policy.select = self.select_plan
-        # a graph that is replayed shows no trees
-        self.drafts = Drafts(engine, encoding.decode) if engine.decoder.pool is None else None
 
     def run(self):
         try:
@@ -73,19 +183,20 @@ class Worker(threading.Thread):
 
     def select_plan(self):
         """The policy's, or plain where all texts ask for it: a plan is of a step, not of a text."""
-        plain = all(self.jobs[sequence].plain for sequence in self.engine.running.values())
-        return DraftPlan() if plain else self.select()
+        jobs = map(self.jobs.get, self.engine.running.values())
+        return DraftPlan() if all("draft" in job.body for job in jobs) else self.select()
 
     def step(self):
-        if self.drafts:
-            self.drafts.wanted = any(job.show_steps for job in self.jobs.values())
-        for sequence, tokens, path, plan in self.engine.step():
+        self.drafts.wanted = any(job.body["show_steps"] for job in self.jobs.values())
+        for sequence, *result in self.engine.step():
             job = self.jobs[sequence]
-            shown = dict(plan=str(plan), guessed_by=guessed_by(tokens, path, plan))
-            if job.show_steps and self.drafts:
-                shown = self.drafts.describe(sequence, tokens, path, plan)
-            job.output.count(tokens, path, plan)
-            self.tell(job, (sequence.index, tokens, shown, sequence.ended))
+            if not job.output.steps:
+                self.counts["first_token_seconds_sum"] += time.perf_counter() - job.began
+                self.counts["first_token_seconds_count"] += 1
+            self.counts.update(steps_total=1, tokens_total=len(result[0]))
+            job.output.count(*result)
+            shown = self.drafts.describe(sequence, *result) if job.body["show_steps"] else None
+            self.tell(job, (sequence.index, result[0], sequence.ended, shown))
             if sequence.ended:
                 del self.jobs[sequence]
 
@@ -94,16 +205,11 @@ class Worker(threading.Thread):
             job.loop.call_soon_threadsafe(job.events.put_nowait, event)
 
     def add(self, job):
-        try:
-            for index, prompt in enumerate(job.prompts):
-                limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
-                sequence = self.engine.add(prompt, limit, job.sampling, job.stop, self.encoding,
-                                           index)
-                job.output.sequences.append(sequence)
-                self.jobs[sequence] = job
-        except Exception as error:
-            self.cancel(job)
-            self.tell(job, error)
+        for index, prompt in enumerate(job.prompts):
+            limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
+            sequence = self.engine.add(prompt, limit, job.sampling, job.stop, job.encoding, index)
+            job.output.sequences.append(sequence)
+            self.jobs[sequence] = job
 
     def cancel(self, job):
         for sequence in job.output.sequences:
@@ -113,11 +219,10 @@ class Worker(threading.Thread):
     def reset(self, error):
         """After an error in a step: jobs of which a text was running fail, others go on waiting."""
         waiting = list(self.engine.waiting)
-        failed = {self.jobs[sequence] for sequence in self.jobs.keys() - set(waiting)}
-        for job in failed:
-            self.tell(job, error)
-        self.jobs = {sequence: job for sequence, job in self.jobs.items() if job not in failed}
         self.engine.clear()
+        for job in {self.jobs[sequence] for sequence in self.jobs.keys() - set(waiting)}:
+            self.cancel(job)
+            self.tell(job, error)
         self.engine.waiting.extend(sequence for sequence in waiting if sequence in self.jobs)
 
 
@@ -132,10 +237,10 @@ class App:
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
         self.taken = 0
-        self.counts = Counter()
         self.longest = max(map(len, session.encoding.package.get_vocab()))  # characters of a token
         self.worker = Worker(engine, session.encoding)
         self.worker.start()
+        self.counts = self.worker.counts
         handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
                     ("GET", "/metrics"): self.metrics, ("GET", "/v1/models"): self.models,
                     ("POST", "/v1/chat/completions"): partial(self.complete, True),
@@ -149,22 +254,24 @@ class App:
         """Calls a handler, if the request brings the key."""
         key = self.session.args.api_key
         given = request.headers.get("authorization", "").encode("latin-1")
-        if key and request.url.path not in ("/", "/health"):
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-                raise HTTPException(401, "the API key is missing or wrong")
+        open_to_all = not key or request.url.path in ("/", "/health")
+        if not (open_to_all or hmac.compare_digest(given, f"Bearer {key}".encode())):
+            raise HTTPException(401, "the API key is missing or wrong")
         return await handler(request)
 
     async def refuse(self, request, error):
         status = getattr(error, "status_code", 400 if isinstance(error, InputError) else 500)
         self.counts[f'requests_total{{status="{status}"}}'] += 1
-        retry = {"retry-after": "1"} if status == 429 else None
-        return JSONResponse(as_error(self.message(error), status), status, retry)
+        return JSONResponse(self.as_error(error, status), status, getattr(error, "headers", None))
 
-    def message(self, error):
-        """A sentence about an error, without the model's path."""
+    def as_error(self, error, status=500):
+        """OpenAI's form of an error, without the model's path."""
         text = getattr(error, "detail", None) or error_line(error)
         text = text or f"{type(error).__name__} in a step; the server's log has more"
-        return text.replace(f"{self.session.args.model}/", f"{self.name}/")
+        text = text.replace(f"{self.session.args.model}/", f"{self.name}/")
+        text = text.encode(errors="replace").decode()  # it may quote a lone surrogate
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return dict(error=dict(message=text[:1000], type=kind, param=None, code=None))
 
     async def complete(self, chat, request):
         try:
@@ -173,12 +280,11 @@ class App:
             raise HTTPException(408, "the request did not arrive whole") from None
         if body.get("model") not in (None, self.name):
             raise HTTPException(404, f"this server has {self.name!r}, not {body['model']!r}")
-        job = Job(body, chat, self.session, self.name)
-        expect(job.count <= self.room, f"a request may ask for {self.room} texts, not {job.count}")
+        job = Job(body, chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine has ended; start the server anew")
         if self.taken + job.count > self.room:
-            raise HTTPException(429, "too many texts wait; try again")
+            raise HTTPException(429, "too many texts wait; try again", {"retry-after": "1"})
         return partial(self.respond, job)
 
     async def respond(self, job, scope, receive, send):
@@ -186,15 +292,13 @@ class App:
         self.taken += job.count
         timed = lambda message: asyncio.wait_for(send(message), PATIENCE)  # to a client that reads
         answer = asyncio.create_task(self.answer(job, scope, receive, timed))
-        gone = asyncio.create_task(until_gone(receive))
+        gone = asyncio.create_task(receive())  # what comes after a body
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
         finally:
             self.taken -= job.count
-            self.counts["steps_total"] += job.output.steps
-            self.counts["tokens_total"] += job.output.emitted
             answer.cancel()
             gone.cancel()
             self.worker.calls.put(partial(self.worker.cancel, job))
@@ -203,19 +307,15 @@ class App:
         """Sends the texts, whole or as they come."""
         await asyncio.to_thread(self.encode, job)
         self.worker.calls.put(partial(self.worker.add, job))
-        parts = job.parts(self.session.encoding)
-        parts = chain(await anext(parts), parts)  # an error before it is an answer of its own
-        self.counts["first_token_seconds_sum"] += time.perf_counter() - job.began
-        self.counts["first_token_seconds_count"] += 1
-        if job.stream:
-            response = StreamingResponse(self.events(job, parts), media_type="text/event-stream")
+        if job.body["stream"]:
+            response = StreamingResponse(self.events(job), media_type="text/event-stream")
         else:
             texts = [""] * job.count
-            async for index, pieces, *_ in parts:
+            async for index, pieces, *_ in job.parts():
                 texts[index] += "".join(pieces)
             ended = [sequence.ended for sequence in job.output.sequences]
             choices = list(map(job.choice, range(job.count), texts, ended))
-            response = JSONResponse(job.answer(choices, **job.cost()))
+            response = JSONResponse(job.head | dict(choices=choices) | job.cost())
         self.counts['requests_total{status="200"}'] += 1
         await response(*asgi)
 
@@ -229,26 +329,28 @@ class App:
             ids = encoding.chat(text) if job.chat else encode_prompt(encoding, text)
             expect(0 < len(ids) < capacity, f"the prompt has {len(ids)} tokens; this server takes "
                    f"1 to {capacity - 1}")
-            job.prompts += [ids] * job.n
+            job.prompts += [ids] * job.body["n"]
 
-    async def events(self, job, parts):
+    async def events(self, job):
         """The lines of a stream."""
+        line = lambda value: f"data: {json.dumps(value)}\n\n"
         begun = set()
         try:
-            async for index, pieces, ended, shown in parts:
+            async for index, pieces, ended, shown in job.parts():
                 choice = job.choice(index, "".join(pieces), ended, index not in begun)
                 begun.add(index)
-                more = dict(clover=dict(tokens=pieces) | shown) if job.show_steps else {}
-                yield as_event(job.answer([choice], **more))
-            if job.usage:
-                yield as_event(job.answer([], **job.cost()))
+                more = dict(clover=dict(tokens=pieces) | shown) if shown else {}
+                yield line(job.head | dict(choices=[choice]) | more)
+            if job.body["stream_options"].get("include_usage"):
+                yield line(job.head | dict(choices=[]) | job.cost())
         except Exception as error:
             traceback.print_exc()
-            yield as_event(as_error(self.message(error), 500))
+            yield line(self.as_error(error))
         yield "data: [DONE]\n\n"
 
     async def page(self, request):
-        return FileResponse(PAGE, headers=FROM_HERE)
+        from_here = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
+        return FileResponse(Path(__file__).with_name("page.html"), headers=from_here)
 
     async def health(self, request):
         alive = self.worker.is_alive()
@@ -261,10 +363,9 @@ class App:
 
     async def metrics(self, request):
         """In the text format of Prometheus."""
-        steps, tokens = self.counts["steps_total"], self.counts["tokens_total"]
-        now = dict(running=len(self.engine.running), queue=len(self.engine.waiting),
-                   tokens_per_step=tokens / max(steps, 1))
-        lines = (f"clover_{name} {value}\n" for name, value in sorted((self.counts | now).items()))
+        counts = dict(self.counts, running=len(self.engine.running), queue=len(self.engine.waiting))
+        counts["tokens_per_step"] = counts["tokens_total"] / max(counts["steps_total"], 1)
+        lines = (f"clover_{name} {value}\n" for name, value in sorted(counts.items()))
         return PlainTextResponse("".join(lines))
 
 
@@ -275,16 +376,15 @@ def main(args):
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
     session = Session(args)
     expect(session.group.size == 1, "a server is one process; start it without torchrun")
-    context = min(args.context or CONTEXT, session.model.config.block_size)
+    context = min(args.context or 4096, session.model.config.block_size)
     app = App(session, session.engine([[0]] * args.batch_size, context - 1))
     server = uvicorn.Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
                                            timeout_graceful_shutdown=PATIENCE))
     server.handle_exit = partial(end, server)
     print("{}: http://{}:{}".format(app.name, *listener.getsockname()), file=sys.stderr, flush=True)
     server.run(sockets=[listener])
-    idle = threading.Event()
-    app.worker.calls.put(idle.set)
-    idle.wait(PATIENCE)
+    app.worker.calls.put(sys.exit)  # ends the thread, after its step
+    app.worker.join(PATIENCE)
 
 
 def end(server, number, frame):
