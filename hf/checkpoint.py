@@ -16,28 +16,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from backends import cpu
-from backends.quantized import (
-    CPUEmbedding,
-    CPULinear,
-    Layout,
-    pack_cpu_layers,
-    pack_layers,
-    round_weight,
-    rounded_layouts,
-)
+from backends import cpu, quantized
 from backends.tensor_parallel import Group
 from clover import samples_hash
 from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
-from hf.quantization import (
-    FP8,
-    QuantizedTensor,
-    combine,
-    cpu_layouts,
-    read_scheme,
-    weight_layouts,
-)
+from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
 from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
@@ -54,7 +38,7 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
     packed: str | None = None # the type that a GGUF file stores it in
-    layout: Layout | None = None       # as which `weight` gives it; None: as floats alone
+    layout: quantized.Layout | None = None  # as which `weight` gives it; None: as floats alone
     weight: Callable | None = None     # as `QuantizedTensor.weight`
 
 
@@ -76,8 +60,9 @@ def weight_files(path):
 
 def open_weights(file):
     """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
-    if file.suffix not in (".safetensors", ".bin"):
-        return open_gguf(file)
+    if file.suffix not in (".safetensors", ".bin"):  # a GGUF file, bfloat16 whatever its types
+        return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
+                for name, (shape, *rest) in read_part(file, "weights").items()}
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except Exception as error:  # safetensors and torch raise many kinds
@@ -106,11 +91,6 @@ def open_pickle(file):
             raise ValueError("a tensor does not store all its values")
     return {name: StoredTensor(file, tuple(value.shape), value.dtype, lambda value=value: value)
             for name, value in state.items()}
-
-
-def open_gguf(file):  # a model is in bfloat16 by default, whatever the types of the file
-    return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
-            for name, (shape, *rest) in read_part(file, "weights").items()}
 
 
 def read_headers(path):
@@ -189,18 +169,19 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
-    find_layouts = cpu_layouts if on_cpu else weight_layouts
-    layouts = rounded_layouts(model, quantize) if quantize else find_layouts(model, matches)
+    layouts = (quantized.rounded_layouts(model, quantize) if quantize
+               else weight_layouts(model, matches, on_cpu))
     with torch.device("meta"):
         group.divide(model)
         if on_cpu:
-            pack_cpu_layers(model, layouts)
-            model.embed = CPUEmbedding(model.head) if one_table else model.embed
+            quantized.pack_cpu_layers(model, layouts)
+            if one_table:
+                model.embed = quantized.CPUEmbedding(model.head)
         elif packed and runs_triton(torch.empty(0, device=device)):
-            pack_layers(model, layouts)
+            quantized.pack_layers(model, layouts)
     model = model.to(dtype)
-    packed_layers = [layer for layer in model.modules() if isinstance(layer, CPULinear)]
-    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *packed_layers))
+    on_cpu_layers = [x for x in model.modules() if isinstance(x, quantized.CPULinear)]
+    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *on_cpu_layers))
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
@@ -229,7 +210,7 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
             given = value = arrange(tensor.load())
         if layout and weight is None:
             given = given.to(model.device)
-            weight = round_weight(given, layout)
+            weight = quantized.round_weight(given, layout)
             value = weight.values() if quantize else given
         cut = group.shard_slices(name, model.config)
         layer = model.get_submodule(name.rpartition(".")[0])
