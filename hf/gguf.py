@@ -213,22 +213,9 @@ def nibbles(x):
     return torch.cat((x & 15, x >> 4), dim=-1)
 
 
-def split_q4_0(blocks):
-    scales = halves(blocks, 0)
-    return nibbles(blocks[..., 2:]), scales, -8 * scales
-
-
-def split_q4_1(blocks):
-    return nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2)
-
-
 def split_q5_0(blocks):
     bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return nibbles(blocks[..., 6:]) + 16 * bits.flatten(-2) - 16, halves(blocks, 0), None
-
-
-def split_q8_0(blocks):
-    return blocks[..., 2:], halves(blocks, 0), None
 
 
 def split_q4_k(blocks):
@@ -241,12 +228,13 @@ def split_q4_k(blocks):
     return q, d[..., :1] * scales, -d[..., 1:] * minimums
 
 
+INT4_GROUPS = Layout("int4", 32, torch.float16, False, has_minimums=True)
 BLOCKS = {  # {type: (its layout, a function of blocks uint8 [N, n, size] -> q, scales, minimums)}
-    "Q4_0": (Layout("int4", 32, torch.float16, False, True), split_q4_0),
-    "Q4_1": (Layout("int4", 32, torch.float16, False, True), split_q4_1),
-    "Q5_0": (Layout("int8", 32, torch.float16, False), split_q5_0),
-    "Q8_0": (Layout("int8", 32, torch.float16, False), split_q8_0),
-    "Q4_K": (Layout("int4", 32, torch.float32, False, True), split_q4_k)}
+    "Q4_0": (INT4_GROUPS, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
+    "Q4_1": (INT4_GROUPS, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
+    "Q5_0": (INT8_GROUPS, split_q5_0),
+    "Q8_0": (INT8_GROUPS, lambda x: (x[..., 2:], halves(x, 0), None)),
+    "Q4_K": (INT4_GROUPS._replace(scales=torch.float32), split_q4_k)}
 
 
 # --------------------------------------------------------------------------------------------------
