@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -199,19 +198,19 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     of its values before rounding]: of dequantised values, before any cast."""
     parameters = dict(model.named_parameters())
     samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
-    for tensor, name, start in show_files(matches):
+    for tensor, name, start in matches:
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         layout = layouts.get(name)
         weight = None
         if layout and not quantize and tensor.layout == layout and tensor.weight:
             weight = tensor.weight(model.device, arrange)
             given = value = weight.values()
-        else:
-            given = value = arrange(tensor.load())
-        if layout and weight is None:
-            given = given.to(model.device)
+        elif layout:
+            given = arrange(tensor.load()).to(model.device)
             weight = quantized.round_weight(given, layout)
             value = weight.values() if quantize else given
+        else:
+            given = value = arrange(tensor.load())
         cut = group.shard_slices(name, model.config)
         layer = model.get_submodule(name.rpartition(".")[0])
         if name in parameters:
@@ -236,15 +235,6 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         joined.setdefault("embed.weight", joined["head.weight"])
         hashes.append(samples_hash(joined))
     return hashes
-
-
-def show_files(matches):
-    """Yields the matches, file by file. Of several files it prints which one is read."""
-    files = sorted({tensor.file for tensor, *_ in matches})
-    for i, file in enumerate(files, start=1):
-        if len(files) > 1:
-            print(f"reading {file.name} ({i} of {len(files)})", file=sys.stderr)
-        yield from (match for match in matches if match[0].file == file)
 
 
 def copy_shard(target, value, start, slices):
