@@ -60,19 +60,15 @@ def encode_record(record, encoding):
     return np.array(ids, np.uint32), loss_mask
 
 
-def encode_splits(paths, splits, encoding, template=None, log=print):
+def encode_splits(paths, splits, encoding, template=None):
     """The documents of `split_records`, encoded by all cores -> {split: Tokens}."""
     records = split_records(paths, splits, template)
     documents = {split: [] for split in splits}
-    done = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         while chunk := list(itertools.islice(records, CHUNK)):
             encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
             for (split, record), tokens in zip(chunk, encoded):
                 documents[split].append(tokens)
-            done += len(chunk)
-            if len(chunk) == CHUNK:
-                log(f"tokenised {done} documents")
     return {split: pack(pairs) for split, pairs in documents.items()}
 
 
@@ -90,13 +86,13 @@ def tokens_key(paths, encoding, template=None):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def store_tokens(file, key, paths, encoding, template=None, log=print):
+def store_tokens(file, key, paths, encoding, template=None):
     """The `open_tokens` of this `tokens_key`; they are made unless the file holds them."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
-    tokens = encode_splits(paths, SPLITS, encoding, template, log)
+    tokens = encode_splits(paths, SPLITS, encoding, template)
     for states in file.parent.glob("states-*.npy"):  # of the tokens before
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
