@@ -1,15 +1,11 @@
 """Trains draft heads on a frozen model, towards the model's own next-token distribution.
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
-    python train_heads.py --preset medusa --out out/medusa
-    python train_heads.py --model DIR --data self --out out/heads    # on texts the model writes
     python train_heads.py --model DIR --data my_texts/ 'chats/*.jsonl.gz' --out out/heads
-    torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-Products are in bfloat16 unless --dtype is float32. A run is saved every few minutes, on Ctrl-C and
-on SIGTERM. --resume ends with the same heads as a run that was never stopped: on a CPU bit for bit,
-on a GPU up to rounding.
+A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads as a
+run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
 if __name__ == "__main__":  # before torch is loaded, so that a typo is reported at once
@@ -30,7 +26,6 @@ from hf import expect
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
-from tools.flags import DEMO
 from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
@@ -132,8 +127,7 @@ class Run:
         return total + (losses - losses.detach()), accuracies
 
     def save(self):
-        """Writes the heads and what --resume needs. The state comes last: where anything fails, the
-        one saved before is intact."""
+        """Writes the heads, then the state: where anything fails, the one before is intact."""
         self.check_finite(*self.heads.parameters())
         self.saved = time.monotonic()
         if self.group.rank:
@@ -254,11 +248,8 @@ def finish(run):
     if group.rank:
         return
     evaluate(args, tensor_parallel.Group(), seconds, run.home)
-    flag = "" if args.model == str(DEMO) else f"--model {args.model} "
-    prompt = '--prompt "def fibonacci(n):"'
-    if load_chat_template(args.model):
-        prompt = '--chat --prompt "What is a prime number?"'
-    print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
+    chat = " --chat" if load_chat_template(args.model) else ""
+    print(f"\nuse them:  python generate.py --model {args.model} --heads {run.out}{chat}")
 
 
 def evaluate(args, group, seconds=SECONDS, home=None):
