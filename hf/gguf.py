@@ -97,9 +97,6 @@ def read_part(path, name):
                          "fetch it again, or another") from error
 
 
-# --------------------------------------------------------------------------------------------------
-# The model
-
 def config(meta, tensors):
     expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
     n_vocab = int(tensors["token_embd.weight"].shape[-1])
@@ -177,9 +174,6 @@ def in_order(meta, tensor, rows):
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-# --------------------------------------------------------------------------------------------------
-# Packed weights: the blocks of ggml-common.h, whose values `Unpacked` has as they are
-
 def packed(meta, tensor):
     """(`Layout`, function as `hf.quantization.QuantizedTensor.weight`), None without a layout of
     whole numbers, or where the weight must be rounded to it."""
@@ -229,16 +223,13 @@ def split_q4_k(blocks):
 
 
 INT4_GROUPS = Layout("int4", 32, torch.float16, False, has_minimums=True)
-BLOCKS = {  # {type: (its layout, a function of blocks uint8 [N, n, size] -> q, scales, minimums)}
+BLOCKS = {  # {type of ggml-common.h: (layout, blocks uint8 [N, n, size] -> q, scales, minimums)}
     "Q4_0": (INT4_GROUPS, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
     "Q4_1": (INT4_GROUPS, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
     "Q5_0": (INT8_GROUPS, split_q5_0),
     "Q8_0": (INT8_GROUPS, lambda x: (x[..., 2:], halves(x, 0), None)),
     "Q4_K": (INT4_GROUPS._replace(scales=torch.float32), split_q4_k)}
 
-
-# --------------------------------------------------------------------------------------------------
-# Tokenizer, template, sampling
 
 def tokenizer_config(meta, tensors):
     found = {f"{ours}_token": meta["tokens"][meta[f"{key}_token_id"]]
