@@ -40,8 +40,6 @@ STATE = ("identity", "step", "heads", "optimizer", "log")  # what STATE_FILE hol
 
 
 class Run:
-    """One training run: the heads, their optimiser, the step it is at."""
-
     def __init__(self, args, heads, encoding, group, home, state=None):
         self.args = args
         self.out = Path(args.out)
@@ -89,7 +87,6 @@ class Run:
         show(self.step, f"step {self.step}/{self.args.steps}  loss {loss:.3f}  accuracy {shown}")
 
     def batch(self, corpus):
-        """This process's part of the step's windows."""
         a, group = self.args, self.group
         seed = a.seed * 1_000_003 + self.step  # each step has windows of its own
         return data.window_batch(corpus, a.batch_size, a.window, seed, self.heads.model.device,
@@ -161,8 +158,7 @@ def data_record(paths, key):
 
 
 def prepare(args, group):
-    """All that can go wrong before the first step -> (Run, training Tokens). Process 0 tokenises;
-    all map the file."""
+    """All that can go wrong before the first step -> (Run, training Tokens)."""
     out = Path(args.out)
     state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
     template = load_chat_template(args.model)
@@ -268,8 +264,7 @@ def evaluate(args, group, seconds=SECONDS, home=None):
 
 
 def heldout_tokens(args, heads, encoding, home=None):
-    """What heads are measured on: Tokens of --data, else of what they were trained on, and what
-    heads.json says about them."""
+    """(Tokens of --data, else of the heads' training; what heads.json says about them)."""
     names = heads.info.get("training", {}).get("data")
     out = Path(args.out)
     if home or args.data is None:

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from backends import cpu, quantized
-from backends.tensor_parallel import Group
+from backends import cpu, quantized, tensor_parallel
 from clover import samples_hash
 from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
@@ -42,8 +39,7 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(path):
-    """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards. A
-    GGUF file itself."""
+    """The files of a folder's weights, safetensors or else .bin; a GGUF file itself."""
     if is_gguf(path):
         return [path]
     for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
@@ -145,7 +141,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     "int4", to which weights are rounded. Quantised weights stay packed where kernels run, unless
     `packed` is False, or float32 is asked for on a CPU; those of a GGUF file on a CPU alone."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    group = group or Group()
+    group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
     stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
     scheme = str(stored[0].scheme) if stored else None
@@ -160,7 +156,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
         for tensor, name, _ in matches)
     if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
-        model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+        model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
         head = [(tensor, "head.weight", *rest) for tensor, name, *rest in matches
                 if name == "embed.weight"]
         others = [match for match in matches if match[1] != "embed.weight" or not one_table]
@@ -226,7 +222,7 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         samples[name][start] = [x.flatten()[first::stride].clone() for x in (value, given)]
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
-            rows.copy_(F.normalize(rows.float(), dim=-1))
+            rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
     hashes = []
     for i in range(2):
         joined = {name: (shapes[name], torch.cat([parts[row][i] for row in sorted(parts)]))

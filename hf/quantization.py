@@ -24,7 +24,6 @@ IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is 
 
 
 class Scheme(NamedTuple):
-    """How a folder stores the weights of its quantised layers."""
     method: str             # as config.json names it
     bits: int
     block: tuple            # (rows, columns) that share a scale; None: all
@@ -141,7 +140,6 @@ def combine(path, tensors, scheme):
 
 
 def combine_layer(stem, parts, scheme):
-    """{part: StoredTensor} of a layer -> QuantizedTensor."""
     values, scales, *_ = PARTS[scheme.method]
     what = f"{parts[scales].file}: {stem}"
     missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}

@@ -38,16 +38,14 @@ class Tokens(NamedTuple):
 
 
 def pack(documents):
-    """(ids, loss_mask) pairs as Tokens."""
     ids, loss_masks = zip(*documents)
     starts = np.cumsum([0, *map(len, ids)])[:-1]
     return Tokens(np.concatenate(ids).astype(np.uint32), np.concatenate(loss_masks), starts)
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it, unless
-    that is the end_of_text after each document; a chat template writes both itself. Special tokens
-    are recognised except in plain texts."""
+    """A Record's token ids and loss mask, arrays. A tokenizer's prefix comes before all but chats,
+    unless it is the end_of_text after each. Special tokens are found except in plain texts."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -108,8 +106,7 @@ def open_tokens(file):
 
 def set_draft_vocabulary(heads, ids, n, log=print):
     """Lets heads draft among the n most frequent of an array's token ids, of equals the lowest; 0:
-    among all. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
-    VOCABULARY_STEP, but all of them unless that is under half."""
+    all. n None: VOCABULARY_STEPs that cover COVERAGE of the array; all unless under half."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -193,8 +190,7 @@ def unpack_teacher(packed, dtype):
 
 
 def span_batches(tokens, longest):
-    """Batches of (start, end), pieces of documents of at most `longest` tokens, each batch of about
-    equally long ones."""
+    """Batches of (start, end): parts of documents, at most `longest` tokens, of similar length."""
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
              for first in range(start, end, longest)]
@@ -241,7 +237,6 @@ def create(file, shape):
 
 
 def write_states(rows, model, tokens, spans, autocast, dtype):
-    """Runs the model on a batch of spans, and writes their rows."""
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     hidden = hidden_states(model, ids.to(model.device), autocast=autocast)

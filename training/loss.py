@@ -21,7 +21,6 @@ CUDA_CHUNK = 2**26
 
 
 def chunk_rows(V, is_cuda):
-    """How many rows of logits to make at a time."""
     return max(1, (CUDA_CHUNK if is_cuda else CHUNK) // V)
 
 

@@ -75,7 +75,6 @@ class Writer:
         return self.count(texts)
 
     def count(self, texts):
-        """The tokens of lines of .jsonl."""
         words = (text.get("text") or "".join(m["content"] for m in text["messages"])
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
@@ -111,7 +110,9 @@ class Writer:
             tokens = [token for token in sequence.tokens if token not in self.stop]
             text = self.encoding.decode(tokens)
             special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
-            runaway = repeats(tokens) or (role == "user" and sequence.ended != "stop")
+            grams = list(zip(*(tokens[start:] for start in range(4))))
+            repeats = len(set(grams)) < len(grams) / 2
+            runaway = repeats or (role == "user" and sequence.ended != "stop")
             if (text.strip() and not special and not runaway
                     and (role == "assistant" or self.is_new(text))):
                 extended[i] = [*chats[i], dict(role=role, content=text)]
@@ -148,9 +149,3 @@ def written_by(folder):
     """The hash of the model that wrote a folder's texts; None for any other folder or file."""
     file = Path(folder) / ABOUT
     return read_json(file).get("model") if file.exists() else None
-
-
-def repeats(tokens, n=4):
-    """Whether over half of the n-grams are there twice."""
-    grams = list(zip(*(tokens[i:] for i in range(n))))
-    return len(set(grams)) < len(grams) / 2
