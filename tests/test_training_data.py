@@ -216,10 +216,8 @@ def store(file, paths, encoding, template=None):
     return data.store_tokens(file, data.tokens_key(paths, encoding, template), paths, encoding, template)
 
 
-@pytest.mark.parametrize("chunk", [1, 30, 10**6])
-def test_stored_tokens_are_those_of_the_documents(chunk, paths, chatty, tmp_path, monkeypatch):
-    """Would catch: splits mixed up, chunks out of order or lost, a document's loss mask beside another's ids."""
-    monkeypatch.setattr(data, "CHUNK", chunk)
+def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):
+    """Would catch: splits mixed up, documents out of order or lost, a document's loss mask beside another's ids."""
     stored = store(tmp_path / "out" / "tokens.pt", paths, chatty, CHATML)
     for split in ("train", "heldout"):
         assert same(stored[split], data.load_tokens(paths, chatty, split, CHATML)), split

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import itertools
-import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,6 @@ from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 from training.loss import Teacher, hidden_states, teach
 
 FILE = "tokens.pt"      # in --out
-CHUNK = 4096            # documents whose text is in memory at a time
 COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
 MAX_PREFIX = 2          # tokens before a text that are its tokenizer's; more are a prompt
@@ -59,14 +56,10 @@ def encode_record(record, encoding):
 
 
 def encode_splits(paths, splits, encoding, template=None):
-    """The documents of `split_records`, encoded by all cores -> {split: Tokens}."""
-    records = split_records(paths, splits, template)
+    """The documents of `split_records`, encoded -> {split: Tokens}."""
     documents = {split: [] for split in splits}
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        while chunk := list(itertools.islice(records, CHUNK)):
-            encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
-            for (split, record), tokens in zip(chunk, encoded):
-                documents[split].append(tokens)
+    for split, record in split_records(paths, splits, template):
+        documents[split].append(encode_record(record, encoding))
     return {split: pack(pairs) for split, pairs in documents.items()}
 
 
