@@ -36,7 +36,6 @@ HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches la
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
-STATE = ("identity", "step", "heads", "optimizer", "log")  # what STATE_FILE holds
 
 
 class Run:
@@ -160,7 +159,8 @@ def data_record(paths, key):
 def prepare(args, group):
     """All that can go wrong before the first step -> (Run, training Tokens)."""
     out = Path(args.out)
-    state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
+    keys = ("identity", "step", "heads", "optimizer", "log")
+    state = common.load_file(out / STATE_FILE, keys) if args.resume else None
     template = load_chat_template(args.model)
     if args.data is None and template:
         args.data = [SELF]

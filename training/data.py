@@ -20,9 +20,8 @@ from training.loss import Teacher, hidden_states, teach
 FILE = "tokens.pt"      # in --out
 COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
-MAX_PREFIX = 2          # tokens before a text that are its tokenizer's; more are a prompt
 SPAN = 2048             # tokens of a document that the model reads at once; longer ones are cut
-BATCH = 8192            # tokens of such a forward pass
+BATCH = 8192            # tokens of such a forward pass, at most
 BESIDE = 4  # int16 numbers after a state's: the logsumexp, as float32, and the token, as int32
 
 
@@ -153,7 +152,7 @@ def prompts(tokens, n, length, seed=0, max_len=None):
         start = tokens.starts[i]
         mask = tokens.loss_mask[start:ends[i]]
         answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where the loss begins
-        if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
+        if len(answers) == 1 and answers[0] <= 2 and mask[-1]:  # a text, perhaps after a prefix
             if len(mask) > length:
                 first = start + rng.integers(len(mask) - length)
                 return tokens.ids[first:first + length].tolist()
@@ -188,15 +187,10 @@ def span_batches(tokens, longest):
     spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
              for first in range(start, end, longest)]
     spans.sort(key=lambda span: span[0] - span[1])
-    batches = []
-    while spans:
-        n = max(1, BATCH // (spans[0][1] - spans[0][0]))
-        batches.append(spans[:n])
-        del spans[:n]
-    return batches
+    n = max(1, BATCH // longest)
+    return [spans[i:i + n] for i in range(0, len(spans), n)]
 
 
-@torch.no_grad()
 def store_states(file, model, tokens, group, autocast, dtype):
     """Writes the states of `Tokens` to a file, unless they are there, by all processes of a group
     -> them, mapped into memory, int16 [N, C + BESIDE]."""
@@ -221,10 +215,9 @@ def create(file, shape):
     """Makes an empty file of int16 numbers. Refuses one that does not fit the disk."""
     size = 2 * shape[0] * shape[1]
     free = shutil.disk_usage(file.parent).free
-    print(f"hidden states of {human(shape[0])} tokens take {human(size, 'B')} of the "
-          f"{human(free, 'B')} that are free in {file.parent}", flush=True)
-    expect(size <= free, f"{file.parent}: no room for hidden states; take fewer texts, or another "
-           "--out")
+    takes = f"hidden states take {human(size, 'B')} of {human(free, 'B')} in {file.parent}"
+    print(takes, flush=True)
+    expect(size <= free, f"no room: {takes}; take fewer texts, or another --out")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 

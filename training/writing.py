@@ -17,9 +17,6 @@ ABOUT = "written_by.json"            # in the folder of the texts: the model's h
 ROUND = 64                           # texts that are written at once, and held by a file
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
 USER_TEMPERATURE = 0.9               # of the user's words
-USER_TOKENS = 128                    # at most: longer ones hardly end
-ANSWER_TOKENS = 384                  # at most
-OPENING = 8                          # words that two texts may share
 MARK = "the user's words"            # where they are in a template
 
 
@@ -97,7 +94,7 @@ class Writer:
         """{number: messages}, each with a message that the model wrote in a role; without those
         that are no good: empty, near-duplicates of others, runaways, with special tokens."""
         context = self.model.config.block_size
-        longest = min(USER_TOKENS if role == "user" else ANSWER_TOKENS, context // 4)
+        longest = min(128 if role == "user" else 384, context // 4)  # the user's hardly end later
         prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
@@ -139,9 +136,9 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
     def is_new(self, text):
-        """Whether no text before began with the same words."""
+        """Whether no text before began with the same eight words."""
         before = len(self.openings)
-        self.openings.add(tuple(text.lower().split()[:OPENING]))
+        self.openings.add(tuple(text.lower().split()[:8]))
         return len(self.openings) > before
 
 
