@@ -98,16 +98,13 @@ def read_part(path, name):
 
 
 def config(meta, tensors):
-    expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
-    n_vocab = int(tensors["token_embd.weight"].shape[-1])
-    n_tokens = len(meta.get("tokens", ()))
-    expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
     raw = {theirs: meta.get(key) or None for key, theirs in KEYS.items()}
     default_size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
     head_size = value_of(meta, "attention.key_length", int, default_size)
     gemma_27b = raw["num_hidden_layers"] == 62  # which alone scales by another size
     return raw | dict(
-        model_type=meta["family"], vocab_size=n_vocab, head_dim=head_size,
+        model_type=meta["family"], head_dim=head_size,
+        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
         rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=rope_scaling(meta, tensors),
         partial_rotary_factor=value_of(meta, "rope.dimension_count", int, head_size) / head_size,
         query_pre_attn_scalar=default_size if gemma_27b else head_size,

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from generate import DraftPlan, FixedPolicy, Output, prepare
+from generate import DraftPlan, FixedPolicy, prepare
 from model import MAX_TREE
 from training.common import saving
 from training.data import prompts, window_batch
@@ -58,17 +58,16 @@ def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
     engine = prepare(heads.model, prompts, DECODED, heads, batch_size=n, graph=False,
                      policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
     hits = torch.zeros(heads.config.n_draft, size - 1)
-    total = Output()
 
     def count(sequence, tokens, path, plan):
-        total.count(tokens, path, plan)
         for depth, node in enumerate(path[1:]):
             hits[depth, node - 1] += 1
-    done = 0
-    for start in until(seconds, range(0, len(prompts), n)):
-        done += len(engine.generate(prompts[start:start + n], DECODED, on_step=count).sequences)
-    emitted = sum(length * steps for length, steps in total.step_lengths.items())
-    return (hits / total.steps).tolist(), done, emitted / total.steps
+    outputs = [engine.generate(prompts[start:start + n], DECODED, on_step=count)
+               for start in until(seconds, range(0, len(prompts), n))]
+    done = sum(len(output.sequences) for output in outputs)
+    steps = sum(output.steps for output in outputs)
+    emitted = sum(output.emitted for output in outputs)
+    return (hits / steps).tolist(), done, emitted / steps
 
 
 def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):

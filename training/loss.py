@@ -150,7 +150,6 @@ def chunks(mask, n):
         yield grid[first:first + n].unbind(1)
 
 
-@torch.no_grad()
 def top_hits(heads, outputs, teacher, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
     the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""
