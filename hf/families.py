@@ -240,8 +240,7 @@ def read_windows(raw, family, n_layer):
 
 
 def read_rope(raw, family, config):
-    """Fields of GPTConfig. transformers 5 writes `rope_parameters`, where layers with a window may
-    have their own; older versions wrote `rope_scaling` and `rope_theta`."""
+    """Fields of GPTConfig, by `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)

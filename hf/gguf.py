@@ -172,8 +172,7 @@ def in_order(meta, tensor, rows):
 
 
 def packed(meta, tensor):
-    """(`Layout`, function as `hf.quantization.QuantizedTensor.weight`), None without a layout of
-    whole numbers, or where the weight must be rounded to it."""
+    """(`Layout`, None of floats; function as `QuantizedTensor.weight`, None to round to it)"""
     kind = tensor.tensor_type.name
     if kind in ("F64", "F32", "F16", "BF16") or len(tensor.shape) != 2:
         return None, None

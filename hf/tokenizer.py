@@ -132,9 +132,8 @@ def end_of_text(encoding):
 
 
 class TextStream:
-    """Text from token ids as they come: whole characters, and no part of a stop text. In total it
-    is what decoding all ids at once gives, except for a space that some decoders take off its
-    start. encoding: any object with encode and decode. stopped: whether a stop text has come."""
+    """Text from token ids as they come: whole characters, no part of a stop text; in total what
+    decoding all ids gives, but for a space at its start. stopped: whether a stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode

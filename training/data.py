@@ -113,10 +113,9 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
-    """n random windows of `Tokens`, the same for the same seed, of these the slice `mine` -> (ids,
-    int64; loss_mask, bool; documents, int64), each [windows, length], and the `Teacher` of all but
-    the last position in a dtype, or None where no states are stored. documents: the number of each
-    token's document in its window, from 0; None if all are 0."""
+    """The slice `mine` of n random windows of `Tokens` -> (ids, int64; loss_mask, bool; documents,
+    int64: a token's in its window, from 0, or None if all are 0), each [windows, length], and the
+    `Teacher` of all but the last position in a dtype, or None where no states are stored."""
     last = len(tokens.ids) - length
     expect(last >= 0, f"expected a window of {length} tokens in each split, but one has only "
            f"{len(tokens.ids)}; give more text, or a smaller --block-size")

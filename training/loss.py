@@ -77,11 +77,10 @@ def guess_masks(tokens, K, loss_mask, documents=None):
 
 
 def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill", dtype=None):
-    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
-    guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
-    tensors [B, T, C], the heads' inputs to the LM head. teacher: a `Teacher` of [B, T + K].
-    tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
-    or "data", against the tokens. dtype: of products."""
+    """Per head: (sum of cross-entropies in nats, hits: top-1 is the model's greedy token), float32
+    [K] each, over guess_mask [K, B, T]. outputs: K tensors [B, T, C], inputs to the LM head.
+    teacher: a `Teacher` of [B, T + K]. tokens: int64 [B, T + K + 1]. objective: "distill", against
+    the model's next-token distribution, or "data", against the tokens. dtype: of products."""
     norm = heads.model.norm
     weight = heads.model.head.weight
     greedy = teacher.greedy
