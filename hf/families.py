@@ -292,7 +292,7 @@ def read_scaling(raw, settings, theta, context, rotary_size):
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
             expect(isinstance(values, list) and len(values) == rotary_size // 2,
-                   f"{key} must be a list of {rotary_size // 2} numbers, not {values!r}")
+                   f"{key} must be a list of {rotary_size // 2} numbers")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it the long factors would apply to all keys

@@ -117,9 +117,8 @@ def rope_scaling(meta, tensors):
                if f"rope.scaling.{key}" in meta}
     for name, keys in ROPE_FACTORS.items():
         if f"{name}.weight" in tensors:
-            tensor = tensors[f"{name}.weight"]
-            expect(tensor.n_elements <= 256, f"{name} has {tensor.n_elements} factors, above 256")
-            scaling |= dict.fromkeys(keys, dequantized(tensor).tolist()) | {"rope_type": "longrope"}
+            factors = dequantized(tensors[f"{name}.weight"]).tolist()
+            scaling |= dict.fromkeys(keys, factors) | {"rope_type": "longrope"}
             scaling |= {"attention_factor": 1.0} if name == "rope_freqs" else {}
     return scaling if scaling.get("rope_type", "none") != "none" else None
 

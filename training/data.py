@@ -167,10 +167,9 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-# --------------------------------------------------------------------------------------------------
-# The frozen model's hidden states: it runs once per text, however often heads read it. Beside each
-# state are the model's greedy token and the logsumexp of its logits, from which its distribution
-# over any token ids follows by their rows of the LM head alone.
+# The frozen model runs once per text, however often heads read it. Beside each of its states are
+# the greedy token and the logsumexp of the logits, from which its distribution over any token ids
+# follows by their rows of the LM head alone.
 
 def unpack_teacher(packed, dtype):
     """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, its states in a dtype."""

@@ -1,6 +1,5 @@
-"""Texts that a model writes for its own heads, so that no data are needed. Given its template up to
-where the user's words begin, a chat model writes these too, and then answers (Magpie, arXiv
-2406.08464). A base model writes from its first token."""
+"""Texts that a model writes for its own heads. Given its template up to where the user's words
+begin, a chat model writes these too (Magpie, arXiv 2406.08464), a base model from its start."""
 
 import itertools
 import json
