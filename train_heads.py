@@ -1,15 +1,11 @@
 """Trains draft heads on a frozen model, towards the model's own next-token distribution.
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
-    python train_heads.py --preset medusa --out out/medusa
-    python train_heads.py --model DIR --data self --out out/heads    # on texts the model writes
     python train_heads.py --model DIR --data my_texts/ 'chats/*.jsonl.gz' --out out/heads
-    torchrun --nproc-per-node 4 train_heads.py --model DIR --data my_texts/ --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-Products are in bfloat16 unless --dtype is float32. A run is saved every few minutes, on Ctrl-C and
-on SIGTERM. --resume ends with the same heads as a run that was never stopped: on a CPU bit for bit,
-on a GPU up to rounding.
+A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads as a
+run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
 if __name__ == "__main__":  # before torch is loaded, so that a typo is reported at once
@@ -30,7 +26,6 @@ from hf import expect
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
 from tools.cli import command, load_model
-from tools.flags import DEMO
 from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
@@ -41,12 +36,9 @@ HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches la
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
-STATE = ("identity", "step", "heads", "optimizer", "log")  # what STATE_FILE holds
 
 
 class Run:
-    """One training run: the heads, their optimiser, the step it is at."""
-
     def __init__(self, args, heads, encoding, group, home, state=None):
         self.args = args
         self.out = Path(args.out)
@@ -94,7 +86,6 @@ class Run:
         show(self.step, f"step {self.step}/{self.args.steps}  loss {loss:.3f}  accuracy {shown}")
 
     def batch(self, corpus):
-        """This process's part of the step's windows."""
         a, group = self.args, self.group
         seed = a.seed * 1_000_003 + self.step  # each step has windows of its own
         return data.window_batch(corpus, a.batch_size, a.window, seed, self.heads.model.device,
@@ -132,8 +123,7 @@ class Run:
         return total + (losses - losses.detach()), accuracies
 
     def save(self):
-        """Writes the heads and what --resume needs. The state comes last: where anything fails, the
-        one saved before is intact."""
+        """Writes the heads, then the state: where anything fails, the one before is intact."""
         self.check_finite(*self.heads.parameters())
         self.saved = time.monotonic()
         if self.group.rank:
@@ -167,10 +157,10 @@ def data_record(paths, key):
 
 
 def prepare(args, group):
-    """All that can go wrong before the first step -> (Run, training Tokens). Process 0 tokenises;
-    all map the file."""
+    """All that can go wrong before the first step -> (Run, training Tokens)."""
     out = Path(args.out)
-    state = common.load_file(out / STATE_FILE, STATE) if args.resume else None
+    keys = ("identity", "step", "heads", "optimizer", "log")
+    state = common.load_file(out / STATE_FILE, keys) if args.resume else None
     template = load_chat_template(args.model)
     if args.data is None and template:
         args.data = [SELF]
@@ -254,11 +244,8 @@ def finish(run):
     if group.rank:
         return
     evaluate(args, tensor_parallel.Group(), seconds, run.home)
-    flag = "" if args.model == str(DEMO) else f"--model {args.model} "
-    prompt = '--prompt "def fibonacci(n):"'
-    if load_chat_template(args.model):
-        prompt = '--chat --prompt "What is a prime number?"'
-    print(f"\nuse them:  python generate.py {flag}--heads {run.out} {prompt}")
+    chat = " --chat" if load_chat_template(args.model) else ""
+    print(f"\nuse them:  python generate.py --model {args.model} --heads {run.out}{chat}")
 
 
 def evaluate(args, group, seconds=SECONDS, home=None):
@@ -277,8 +264,7 @@ def evaluate(args, group, seconds=SECONDS, home=None):
 
 
 def heldout_tokens(args, heads, encoding, home=None):
-    """What heads are measured on: Tokens of --data, else of what they were trained on, and what
-    heads.json says about them."""
+    """(Tokens of --data, else of the heads' training; what heads.json says about them)."""
     names = heads.info.get("training", {}).get("data")
     out = Path(args.out)
     if home or args.data is None:

@@ -23,8 +23,7 @@ def one_of(what, value, supported):
 
 
 def find_model(name):
-    """The Path of a model: a folder or file, or else for smollm2 the file in the package, which is
-    not imported."""
+    """The Path of a model; of smollm2, unless that is a path, of the file in its package."""
     path = Path(name)
     if str(name) != "smollm2" or path.exists():
         return path
@@ -36,8 +35,7 @@ def find_model(name):
 
 
 def find_heads(name):
-    """The folders of draft heads that belong to a model, sorted: in its folder or beside its file;
-    for the file that smollm2 is, this repository's own."""
+    """The folders of a model's draft heads, sorted: beside its files; smollm2's are in demo/."""
     path = find_model(name)
     folder = path.parent if is_gguf(path) else path
     found = [file for file in folder.glob("*/heads.json") if file.parent.resolve() != HEADS]
@@ -47,7 +45,6 @@ def find_heads(name):
 
 
 def default_heads(name):
-    """The heads that generate.py takes by default, or None."""
     return next((path for path in find_heads(name) if path.name in ("clover", HEADS.name)), None)
 
 

@@ -67,8 +67,7 @@ def load_chat_template(path):
 
 
 def find_template(path):
-    """(file, text of its template, of several the one named default, or None). The last file is
-    that of models that read pictures."""
+    """(file, its template, or None); of several templates the one named default."""
     path = find_model(path)
     file = path / "chat_template.jinja"
     if file.exists():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,33 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from backends import cpu
-from backends.quantized import (
-    CPUEmbedding,
-    CPULinear,
-    Layout,
-    pack_cpu_layers,
-    pack_layers,
-    round_weight,
-    rounded_layouts,
-)
-from backends.tensor_parallel import Group
+from backends import cpu, quantized, tensor_parallel
 from clover import samples_hash
 from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
-from hf.quantization import (
-    FP8,
-    QuantizedTensor,
-    combine,
-    cpu_layouts,
-    read_scheme,
-    weight_layouts,
-)
+from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
 from hf.tokenizer import load_encoding
 from kernels import runs_triton
 from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
@@ -54,13 +34,12 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
     packed: str | None = None # the type that a GGUF file stores it in
-    layout: Layout | None = None       # as which `weight` gives it; None: as floats alone
+    layout: quantized.Layout | None = None  # as which `weight` gives it; None: as floats alone
     weight: Callable | None = None     # as `QuantizedTensor.weight`
 
 
 def weight_files(path):
-    """The files of a folder's weights: safetensors, else pytorch_model.bin; one file, or shards. A
-    GGUF file itself."""
+    """The files of a folder's weights, safetensors or else .bin; a GGUF file itself."""
     if is_gguf(path):
         return [path]
     for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
@@ -76,8 +55,9 @@ def weight_files(path):
 
 def open_weights(file):
     """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
-    if file.suffix not in (".safetensors", ".bin"):
-        return open_gguf(file)
+    if file.suffix not in (".safetensors", ".bin"):  # a GGUF file, bfloat16 whatever its types
+        return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
+                for name, (shape, *rest) in read_part(file, "weights").items()}
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except Exception as error:  # safetensors and torch raise many kinds
@@ -106,11 +86,6 @@ def open_pickle(file):
             raise ValueError("a tensor does not store all its values")
     return {name: StoredTensor(file, tuple(value.shape), value.dtype, lambda value=value: value)
             for name, value in state.items()}
-
-
-def open_gguf(file):  # a model is in bfloat16 by default, whatever the types of the file
-    return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
-            for name, (shape, *rest) in read_part(file, "weights").items()}
 
 
 def read_headers(path):
@@ -166,7 +141,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     "int4", to which weights are rounded. Quantised weights stay packed where kernels run, unless
     `packed` is False, or float32 is asked for on a CPU; those of a GGUF file on a CPU alone."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    group = group or Group()
+    group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
     stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
     scheme = str(stored[0].scheme) if stored else None
@@ -181,7 +156,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
         for tensor, name, _ in matches)
     if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
-        model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+        model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
         head = [(tensor, "head.weight", *rest) for tensor, name, *rest in matches
                 if name == "embed.weight"]
         others = [match for match in matches if match[1] != "embed.weight" or not one_table]
@@ -189,18 +164,19 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
-    find_layouts = cpu_layouts if on_cpu else weight_layouts
-    layouts = rounded_layouts(model, quantize) if quantize else find_layouts(model, matches)
+    layouts = (quantized.rounded_layouts(model, quantize) if quantize
+               else weight_layouts(model, matches, on_cpu))
     with torch.device("meta"):
         group.divide(model)
         if on_cpu:
-            pack_cpu_layers(model, layouts)
-            model.embed = CPUEmbedding(model.head) if one_table else model.embed
+            quantized.pack_cpu_layers(model, layouts)
+            if one_table:
+                model.embed = quantized.CPUEmbedding(model.head)
         elif packed and runs_triton(torch.empty(0, device=device)):
-            pack_layers(model, layouts)
+            quantized.pack_layers(model, layouts)
     model = model.to(dtype)
-    packed_layers = [layer for layer in model.modules() if isinstance(layer, CPULinear)]
-    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *packed_layers))
+    on_cpu_layers = [x for x in model.modules() if isinstance(x, quantized.CPULinear)]
+    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *on_cpu_layers))
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
@@ -218,19 +194,19 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
     of its values before rounding]: of dequantised values, before any cast."""
     parameters = dict(model.named_parameters())
     samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
-    for tensor, name, start in show_files(matches):
+    for tensor, name, start in matches:
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         layout = layouts.get(name)
         weight = None
         if layout and not quantize and tensor.layout == layout and tensor.weight:
             weight = tensor.weight(model.device, arrange)
             given = value = weight.values()
+        elif layout:
+            given = arrange(tensor.load()).to(model.device)
+            weight = quantized.round_weight(given, layout)
+            value = weight.values() if quantize else given
         else:
             given = value = arrange(tensor.load())
-        if layout and weight is None:
-            given = given.to(model.device)
-            weight = round_weight(given, layout)
-            value = weight.values() if quantize else given
         cut = group.shard_slices(name, model.config)
         layer = model.get_submodule(name.rpartition(".")[0])
         if name in parameters:
@@ -246,7 +222,7 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         samples[name][start] = [x.flatten()[first::stride].clone() for x in (value, given)]
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
-            rows.copy_(F.normalize(rows.float(), dim=-1))
+            rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
     hashes = []
     for i in range(2):
         joined = {name: (shapes[name], torch.cat([parts[row][i] for row in sorted(parts)]))
@@ -255,15 +231,6 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         joined.setdefault("embed.weight", joined["head.weight"])
         hashes.append(samples_hash(joined))
     return hashes
-
-
-def show_files(matches):
-    """Yields the matches, file by file. Of several files it prints which one is read."""
-    files = sorted({tensor.file for tensor, *_ in matches})
-    for i, file in enumerate(files, start=1):
-        if len(files) > 1:
-            print(f"reading {file.name} ({i} of {len(files)})", file=sys.stderr)
-        yield from (match for match in matches if match[0].file == file)
 
 
 def copy_shard(target, value, start, slices):

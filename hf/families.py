@@ -74,7 +74,6 @@ UNSUPPORTED = (  # keys of config.json that change the attention or the logits o
 
 
 class Family(NamedTuple):
-    """How the folders of one model_type are written."""
     architecture: str
     names: dict = LLAMA_NAMES
     keys: dict = LLAMA_KEYS
@@ -180,8 +179,7 @@ def by_layer(raw, key, values, n_layer):
 
 
 def read_config(path):
-    """config.json of a folder, or what a GGUF file says instead -> GPTConfig. Raises InputError for
-    a broken or unsupported one."""
+    """The GPTConfig of a folder or a GGUF file. InputError for a broken or unsupported one."""
     path = find_model(path)
     file = part_file(path, "config.json")
     expect(path.exists(), f"{path}: no such folder or file; expected a folder of Hugging Face's "
@@ -202,7 +200,6 @@ def text_config(raw):
 
 
 def parse_config(raw):
-    """The dict of a config.json -> GPTConfig."""
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
@@ -230,7 +227,6 @@ def parse_config(raw):
 
 
 def read_windows(raw, family, n_layer):
-    """GPTConfig.windows of a config.json."""
     used = not family.window_switch or value_of(raw, "use_sliding_window", bool, False)
     size = raw.get("sliding_window", family.window or None)
     if family.window is None or size is None or not used:
@@ -244,8 +240,7 @@ def read_windows(raw, family, n_layer):
 
 
 def read_rope(raw, family, config):
-    """Fields of GPTConfig. transformers 5 writes `rope_parameters`, where layers with a window may
-    have their own; older versions wrote `rope_scaling` and `rope_theta`."""
+    """Fields of GPTConfig, by `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
@@ -297,7 +292,7 @@ def read_scaling(raw, settings, theta, context, rotary_size):
         for key in ("short_factor", "long_factor"):
             values = settings.get(key)
             expect(isinstance(values, list) and len(values) == rotary_size // 2,
-                   f"{key} must be a list of {rotary_size // 2} numbers, not {values!r}")
+                   f"{key} must be a list of {rotary_size // 2} numbers")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it the long factors would apply to all keys

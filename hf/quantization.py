@@ -24,7 +24,6 @@ IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is 
 
 
 class Scheme(NamedTuple):
-    """How a folder stores the weights of its quantised layers."""
     method: str             # as config.json names it
     bits: int
     block: tuple            # (rows, columns) that share a scale; None: all
@@ -141,7 +140,6 @@ def combine(path, tensors, scheme):
 
 
 def combine_layer(stem, parts, scheme):
-    """{part: StoredTensor} of a layer -> QuantizedTensor."""
     values, scales, *_ = PARTS[scheme.method]
     what = f"{parts[scales].file}: {stem}"
     missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
@@ -170,31 +168,23 @@ def combine_layer(stem, parts, scheme):
     return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)
 
 
-def weight_layouts(model, matches):
-    """{parameter: `Layout`} of the blocks' linear layers whose parts are all quantised alike."""
+def weight_layouts(model, matches, on_cpu):
+    """{parameter: `Layout`} of the blocks' linear layers whose parts are all quantised alike. With
+    on_cpu, as `backends.quantized.CPULinear` takes them, of all layers whose parts are quantised:
+    other kinds are rounded to 8 bits, in groups of 32 where these divide the channels."""
     layouts = defaultdict(set)
     for tensor, name, _ in matches:
-        layouts[name].add(tensor.layout if isinstance(tensor, QuantizedTensor) else None)
-    linear = {f"{name}.weight" for name, layer in model.blocks.named_modules(prefix="blocks")
-              if isinstance(layer, nn.Linear)}
-    return {name: found.pop() for name, found in layouts.items()
-            if name in linear and len(found) == 1 and None not in found}
-
-
-def cpu_layouts(model, matches):
-    """As `weight_layouts`, of what `backends.quantized.CPULinear` takes, tables too. Parts of
-    several kinds, and a kind that it does not know, are rounded to 8 bits in groups of 32."""
-    layouts = defaultdict(set)
-    for tensor, name, _ in matches:
-        layouts[name].add(tensor.layout)
-    linear = {f"{name}.weight" for name, layer in model.named_modules()
-              if isinstance(layer, (nn.Linear, nn.Embedding))}
+        packed = on_cpu or isinstance(tensor, QuantizedTensor)
+        layouts[name].add(tensor.layout if packed else None)
     found = {}
-    for name in linear & layouts.keys():
-        kinds = layouts[name]
-        columns = model.get_parameter(name).shape[1]
-        if None not in kinds:
-            rounded = INT8_ROWS if columns % INT8_GROUPS.group else INT8_GROUPS
-            layout = next(iter(kinds))
-            found[name] = layout if len(kinds) == 1 and layout.kind != "e4m3" else rounded
+    for stem, layer in model.named_modules():
+        first, *others = layouts.get(f"{stem}.weight", [None])
+        in_blocks = stem.startswith("blocks.") and isinstance(layer, nn.Linear)
+        if None in (first, *others) or not (on_cpu or in_blocks):
+            continue
+        if not others and not (on_cpu and first.kind == "e4m3"):
+            found[f"{stem}.weight"] = first
+        elif on_cpu:
+            divides = layer.weight.shape[1] % INT8_GROUPS.group == 0
+            found[f"{stem}.weight"] = INT8_GROUPS if divides else INT8_ROWS
     return found

@@ -84,8 +84,7 @@ class Encoding:
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text, in which special tokens are found with allowed_special="all". A lone
-        surrogate counts as U+FFFD."""
+        """The ids of a text; "all" finds special tokens in it. A lone surrogate is U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = allowed_special == "all"
         normalizer = self.package.normalizer
@@ -101,8 +100,7 @@ class Encoding:
             raise InputError(f"{self.file}: it has no token for this text ({error})") from error
 
     def decode(self, ids):
-        """The text of ids. An id without a token gives nothing. It may take a space off the start
-        of a text, as the folder's own tokenizer does."""
+        """The text of ids; one without a token gives nothing, a first space may be left out."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
 
     @cached_property
@@ -112,8 +110,7 @@ class Encoding:
         return load_chat_template(self.path)
 
     def chat(self, messages, **options):
-        """The ids of a chat's prompt: messages, [{"role": "user", "content": text}, ...], in the
-        model's template. options: as in `ChatTemplate.render`."""
+        """The ids of a chat's prompt. messages, options: as in `ChatTemplate.render`."""
         expect(self.template, f"{self.path}: has no chat template; take encode_prompt, or a model "
                "that was trained to chat")
         return self.encode(self.template.render(messages, **options), allowed_special="all")
@@ -123,8 +120,7 @@ class Encoding:
 
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt, special tokens and `encoding.prefix` included: those of transformers'
-    encode(text), except that nothing follows the text."""
+    """The ids of a prompt, as of transformers' encode(text), but with nothing after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
@@ -136,9 +132,8 @@ def end_of_text(encoding):
 
 
 class TextStream:
-    """Text from token ids as they come: whole characters, and no part of a stop text. In total it
-    is what decoding all ids at once gives, except for a space that some decoders take off its
-    start. encoding: any object with encode and decode. stopped: whether a stop text has come."""
+    """Text from token ids as they come: whole characters, no part of a stop text; in total what
+    decoding all ids gives, but for a space at its start. stopped: whether a stop text has come."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
@@ -186,8 +181,7 @@ class TextStream:
 
 
 def load_encoding(path):
-    """The Encoding of a Hugging Face folder, a GGUF file or a short name. No code of a folder is
-    run."""
+    """The Encoding of a folder, a GGUF file or a short name. Runs no code of a folder."""
     path = find_model(path)
     file = part_file(path, "tokenizer.json")
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]

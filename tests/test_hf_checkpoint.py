@@ -284,14 +284,6 @@ def test_casts_change_neither_values_nor_the_hash(name, stored, tmp_path):
     assert state_hash(want.state_dict()) == want.hash
 
 
-def test_folders_of_several_files_say_how_far_they_are(tmp_path, capsys):
-    save_theirs("llama", theirs_of("llama"), tmp_path, shards=True)
-    capsys.readouterr()  # transformers has a bar
-    GPT.from_pretrained(tmp_path, device="cpu")
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(list(tmp_path.glob("*.safetensors"))) and f"(1 of {len(lines)})" in lines[0]
-
-
 def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
     """Catches a folder that is called complete, and fails in generate.py."""
     folder = tmp_path / "model"

@@ -392,7 +392,7 @@ def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, monkeyp
     monkeypatch.setattr(train_heads, "guess_masks", lambda ids, *given: (
         masks.append((ids, guess_masks(ids, *given)[0])), guess_masks(ids, *given))[1])
     run(folder, chats, tmp_path / "out", "--steps", "3")
-    assert "--chat --prompt" in capsys.readouterr().out
+    assert f"--heads {tmp_path / 'out'} --chat\n" in capsys.readouterr().out
     encoding = load_encoding(checkpoint)
     for ids, head in masks:
         for row, mask in zip(ids, head):

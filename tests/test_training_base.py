@@ -80,8 +80,8 @@ def test_transformers_reads_what_was_trained(texts, tmp_path):
 
 @pytest.mark.parametrize("flags, says", [
     ("--vocab-size 100", "--vocab-size: expected a whole number from 257"),
-    ("--head-size 258", "from 16 to 256"),
-    ("--n-head 3 --n-kv-head 2", "a multiple of n_kv_head"),
+    ("--head-size 258", "even size, 16 to 256, not 2 of 258"),
+    ("--n-head 3 --n-kv-head 2", "a multiple of 2 heads"),
     ("--data nowhere.txt", "nowhere.txt"),
     ("--quantize int8", "--quantize is for --evaluate"),
 ])

@@ -212,17 +212,13 @@ def same(tokens, other):
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens[:3], other[:3], strict=True))
 
 
-def store(file, paths, encoding, template=None, log=print):
-    return data.store_tokens(file, data.tokens_key(paths, encoding, template), paths, encoding, template, log)
+def store(file, paths, encoding, template=None):
+    return data.store_tokens(file, data.tokens_key(paths, encoding, template), paths, encoding, template)
 
 
-@pytest.mark.parametrize("chunk", [1, 30, 10**6])
-def test_stored_tokens_are_those_of_the_documents(chunk, paths, chatty, tmp_path, monkeypatch):
-    """Would catch: splits mixed up, chunks out of order or lost, a document's loss mask beside another's ids."""
-    monkeypatch.setattr(data, "CHUNK", chunk)
-    said = []
-    stored = store(tmp_path / "out" / "tokens.pt", paths, chatty, CHATML, said.append)
-    assert len(said) == 320 // chunk
+def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):
+    """Would catch: splits mixed up, documents out of order or lost, a document's loss mask beside another's ids."""
+    stored = store(tmp_path / "out" / "tokens.pt", paths, chatty, CHATML)
     for split in ("train", "heldout"):
         assert same(stored[split], data.load_tokens(paths, chatty, split, CHATML)), split
     expected = [data.encode_record(record, chatty) for _, record in corpus.split_records(paths, ["train"], CHATML)]

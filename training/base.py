@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backends.tensor_parallel import Group
-from hf import checkpoint, expect
+from hf import checkpoint, expect, families
 from hf.tokenizer import CODE_PATTERN, load_encoding
 from model import GPT, GPTConfig, human, pick_device
 from tools.cli import command
@@ -99,8 +99,7 @@ def train(model, tokens, args):
 def main(args):
     sizes = {name: value for name, value in vars(args).items() if name in LOWEST}
     c = GPTConfig(block_size=args.block_size, **sizes)
-    valid = c.n_head % c.n_kv_head == 0 and c.head_size % 2 == 0 and 16 <= c.head_size <= 256
-    expect(valid, "n_head must be a multiple of n_kv_head; head_size even, from 16 to 256")
+    families.parse_config(families.hf_config(c, torch.bfloat16))  # InputError for bad sizes
     device = pick_device(args.device)
     out = Path(args.out)
     if args.evaluate:

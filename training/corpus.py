@@ -50,9 +50,8 @@ def find_files(path):
     in a folder, except those of training runs. A path that does not exist is a pattern."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
-        is_text = lambda file: file.name.endswith(TEXT_SUFFIXES) and file.is_file()
-        files = filter(is_text, sorted(Path(path).rglob("*")))
-        return [file for file in files if not runs & set(file.parents)]
+        return [file for file in sorted(Path(path).rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+                and file.is_file() and not runs & set(file.parents)]
     if os.path.exists(path):
         return [Path(path)]
     matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import itertools
-import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +18,10 @@ from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 from training.loss import Teacher, hidden_states, teach
 
 FILE = "tokens.pt"      # in --out
-CHUNK = 4096            # documents whose text is in memory at a time
 COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
-MAX_PREFIX = 2          # tokens before a text that are its tokenizer's; more are a prompt
 SPAN = 2048             # tokens of a document that the model reads at once; longer ones are cut
-BATCH = 8192            # tokens of such a forward pass
+BATCH = 8192            # tokens of such a forward pass, at most
 BESIDE = 4  # int16 numbers after a state's: the logsumexp, as float32, and the token, as int32
 
 
@@ -38,16 +34,14 @@ class Tokens(NamedTuple):
 
 
 def pack(documents):
-    """(ids, loss_mask) pairs as Tokens."""
     ids, loss_masks = zip(*documents)
     starts = np.cumsum([0, *map(len, ids)])[:-1]
     return Tokens(np.concatenate(ids).astype(np.uint32), np.concatenate(loss_masks), starts)
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, as arrays. The tokenizer's prefix comes before it, unless
-    that is the end_of_text after each document; a chat template writes both itself. Special tokens
-    are recognised except in plain texts."""
+    """A Record's token ids and loss mask, arrays. A tokenizer's prefix comes before all but chats,
+    unless it is the end_of_text after each. Special tokens are found except in plain texts."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -60,19 +54,11 @@ def encode_record(record, encoding):
     return np.array(ids, np.uint32), loss_mask
 
 
-def encode_splits(paths, splits, encoding, template=None, log=print):
-    """The documents of `split_records`, encoded by all cores -> {split: Tokens}."""
-    records = split_records(paths, splits, template)
+def encode_splits(paths, splits, encoding, template=None):
+    """The documents of `split_records`, encoded -> {split: Tokens}."""
     documents = {split: [] for split in splits}
-    done = 0
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        while chunk := list(itertools.islice(records, CHUNK)):
-            encoded = pool.map(lambda pair: encode_record(pair[1], encoding), chunk)
-            for (split, record), tokens in zip(chunk, encoded):
-                documents[split].append(tokens)
-            done += len(chunk)
-            if len(chunk) == CHUNK:
-                log(f"tokenised {done} documents")
+    for split, record in split_records(paths, splits, template):
+        documents[split].append(encode_record(record, encoding))
     return {split: pack(pairs) for split, pairs in documents.items()}
 
 
@@ -90,13 +76,13 @@ def tokens_key(paths, encoding, template=None):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def store_tokens(file, key, paths, encoding, template=None, log=print):
+def store_tokens(file, key, paths, encoding, template=None):
     """The `open_tokens` of this `tokens_key`; they are made unless the file holds them."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
-    tokens = encode_splits(paths, SPLITS, encoding, template, log)
+    tokens = encode_splits(paths, SPLITS, encoding, template)
     for states in file.parent.glob("states-*.npy"):  # of the tokens before
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
@@ -112,8 +98,7 @@ def open_tokens(file):
 
 def set_draft_vocabulary(heads, ids, n, log=print):
     """Lets heads draft among the n most frequent of an array's token ids, of equals the lowest; 0:
-    among all. n None: as many as cover COVERAGE of the array, rounded up to a multiple of
-    VOCABULARY_STEP, but all of them unless that is under half."""
+    all. n None: VOCABULARY_STEPs that cover COVERAGE of the array; all unless under half."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -128,10 +113,9 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
-    """n random windows of `Tokens`, the same for the same seed, of these the slice `mine` -> (ids,
-    int64; loss_mask, bool; documents, int64), each [windows, length], and the `Teacher` of all but
-    the last position in a dtype, or None where no states are stored. documents: the number of each
-    token's document in its window, from 0; None if all are 0."""
+    """The slice `mine` of n random windows of `Tokens` -> (ids, int64; loss_mask, bool; documents,
+    int64: a token's in its window, from 0, or None if all are 0), each [windows, length], and the
+    `Teacher` of all but the last position in a dtype, or None where no states are stored."""
     last = len(tokens.ids) - length
     expect(last >= 0, f"expected a window of {length} tokens in each split, but one has only "
            f"{len(tokens.ids)}; give more text, or a smaller --block-size")
@@ -167,7 +151,7 @@ def prompts(tokens, n, length, seed=0, max_len=None):
         start = tokens.starts[i]
         mask = tokens.loss_mask[start:ends[i]]
         answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where the loss begins
-        if len(answers) == 1 and answers[0] <= MAX_PREFIX and mask[-1]:  # a plain text
+        if len(answers) == 1 and answers[0] <= 2 and mask[-1]:  # a text, perhaps after a prefix
             if len(mask) > length:
                 first = start + rng.integers(len(mask) - length)
                 return tokens.ids[first:first + length].tolist()
@@ -183,10 +167,9 @@ def prompts(tokens, n, length, seed=0, max_len=None):
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-# --------------------------------------------------------------------------------------------------
-# The frozen model's hidden states: it runs once per text, however often heads read it. Beside each
-# state are the model's greedy token and the logsumexp of its logits, from which its distribution
-# over any token ids follows by their rows of the LM head alone.
+# The frozen model runs once per text, however often heads read it. Beside each of its states are
+# the greedy token and the logsumexp of the logits, from which its distribution over any token ids
+# follows by their rows of the LM head alone.
 
 def unpack_teacher(packed, dtype):
     """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, its states in a dtype."""
@@ -197,21 +180,15 @@ def unpack_teacher(packed, dtype):
 
 
 def span_batches(tokens, longest):
-    """Batches of (start, end), pieces of documents of at most `longest` tokens, each batch of about
-    equally long ones."""
+    """Batches of (start, end): parts of documents, at most `longest` tokens, of similar length."""
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
              for first in range(start, end, longest)]
     spans.sort(key=lambda span: span[0] - span[1])
-    batches = []
-    while spans:
-        n = max(1, BATCH // (spans[0][1] - spans[0][0]))
-        batches.append(spans[:n])
-        del spans[:n]
-    return batches
+    n = max(1, BATCH // longest)
+    return [spans[i:i + n] for i in range(0, len(spans), n)]
 
 
-@torch.no_grad()
 def store_states(file, model, tokens, group, autocast, dtype):
     """Writes the states of `Tokens` to a file, unless they are there, by all processes of a group
     -> them, mapped into memory, int16 [N, C + BESIDE]."""
@@ -236,16 +213,14 @@ def create(file, shape):
     """Makes an empty file of int16 numbers. Refuses one that does not fit the disk."""
     size = 2 * shape[0] * shape[1]
     free = shutil.disk_usage(file.parent).free
-    print(f"hidden states of {human(shape[0])} tokens take {human(size, 'B')} of the "
-          f"{human(free, 'B')} that are free in {file.parent}", flush=True)
-    expect(size <= free, f"{file.parent}: no room for hidden states; take fewer texts, or another "
-           "--out")
+    takes = f"hidden states take {human(size, 'B')} of {human(free, 'B')} in {file.parent}"
+    print(takes, flush=True)
+    expect(size <= free, f"no room: {takes}; take fewer texts, or another --out")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 
 
 def write_states(rows, model, tokens, spans, autocast, dtype):
-    """Runs the model on a batch of spans, and writes their rows."""
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     hidden = hidden_states(model, ids.to(model.device), autocast=autocast)

@@ -5,16 +5,14 @@ import time
 
 import torch
 
-from generate import DraftPlan, FixedPolicy, Output, prepare
+from generate import DraftPlan, FixedPolicy, prepare
 from model import MAX_TREE
 from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import guess_masks, run_heads, run_model, top_hits
 
-WINDOWS = 16       # batches of them, for head accuracy
 PROMPTS = 32       # held-out ones, decoded to measure the heads
 DECODED = 64       # new tokens per prompt
-TOGETHER = 8       # prompts
 TREE_SIZE = 17
 TOPS = (1, 2, 4, 8)  # head accuracy is measured for these n
 SECONDS = 120.0    # that measuring may take, at least
@@ -37,11 +35,10 @@ def until(seconds, items):
 
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
-    """{n: K shares} for n of TOPS: in how many places of fixed held-out windows the model's own
-    greedy token is among a head's n likeliest."""
+    """{n of TOPS: [K] shares of held-out places whose greedy token is in a head's top n}."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
-    for seed in until(seconds, range(WINDOWS)):
+    for seed in until(seconds, range(16)):
         ids, loss_mask, documents, _ = window_batch(heldout, batch_size, length, seed,
                                                     heads.model.device)
         teacher = run_model(heads.model, ids, documents)
@@ -55,29 +52,26 @@ def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
 @torch.inference_mode()
 def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
     """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
-    n - 1 of [[share] * (size - 1)] * K; and over how many prompts and tokens per step. Counted with
-    trees of `size` nodes: a smaller tree is the front of a larger one, and fewer beams find nearly
-    as much, so one table serves all sizes."""
-    n = min(TOGETHER, len(prompts))
+    n - 1 of [[share] * (size - 1)] * K; and over how many prompts and tokens per step. A smaller
+    tree is the front of a larger one, so one table serves all sizes."""
+    n = min(8, len(prompts))  # decoded together
     engine = prepare(heads.model, prompts, DECODED, heads, batch_size=n, graph=False,
                      policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
     hits = torch.zeros(heads.config.n_draft, size - 1)
-    total = Output()
 
     def count(sequence, tokens, path, plan):
-        total.count(tokens, path, plan)
         for depth, node in enumerate(path[1:]):
             hits[depth, node - 1] += 1
-    done = 0
-    for start in until(seconds, range(0, len(prompts), n)):
-        done += len(engine.generate(prompts[start:start + n], DECODED, on_step=count).sequences)
-    emitted = sum(length * steps for length, steps in total.step_lengths.items())
-    return (hits / total.steps).tolist(), done, emitted / total.steps
+    outputs = [engine.generate(prompts[start:start + n], DECODED, on_step=count)
+               for start in until(seconds, range(0, len(prompts), n))]
+    done = sum(len(output.sequences) for output in outputs)
+    steps = sum(output.steps for output in outputs)
+    emitted = sum(output.emitted for output in outputs)
+    return (hits / steps).tolist(), done, emitted / steps
 
 
 def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
-    """The measurements for heads.json, as a dict, in about so many seconds or less. log: called
-    with a line before each."""
+    """The dict of measurements for heads.json, in about so many seconds or less."""
     log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
     top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
     starts = heldout_prompts(heldout, heads.model)

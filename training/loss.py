@@ -21,7 +21,6 @@ CUDA_CHUNK = 2**26
 
 
 def chunk_rows(V, is_cuda):
-    """How many rows of logits to make at a time."""
     return max(1, (CUDA_CHUNK if is_cuda else CHUNK) // V)
 
 
@@ -78,11 +77,10 @@ def guess_masks(tokens, K, loss_mask, documents=None):
 
 
 def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill", dtype=None):
-    """Per head: (sum of cross-entropies in nats, hits), float32 [K] each, over the guesses in
-    guess_mask [K, B, T]. A hit is a guess whose top-1 is the model's greedy token. outputs: K
-    tensors [B, T, C], the heads' inputs to the LM head. teacher: a `Teacher` of [B, T + K].
-    tokens: int64 [B, T + K + 1]. objective: "distill", against the model's next-token distribution,
-    or "data", against the tokens. dtype: of products."""
+    """Per head: (sum of cross-entropies in nats, hits: top-1 is the model's greedy token), float32
+    [K] each, over guess_mask [K, B, T]. outputs: K tensors [B, T, C], inputs to the LM head.
+    teacher: a `Teacher` of [B, T + K]. tokens: int64 [B, T + K + 1]. objective: "distill", against
+    the model's next-token distribution, or "data", against the tokens. dtype: of products."""
     norm = heads.model.norm
     weight = heads.model.head.weight
     greedy = teacher.greedy
@@ -151,7 +149,6 @@ def chunks(mask, n):
         yield grid[first:first + n].unbind(1)
 
 
-@torch.no_grad()
 def top_hits(heads, outputs, teacher, guess_mask, tops):
     """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
     the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""

@@ -1,6 +1,5 @@
-"""Texts that a model writes for its own heads, so that no data are needed. Given its template up to
-where the user's words begin, a chat model writes these too, and then answers (Magpie, arXiv
-2406.08464). A base model writes from its first token."""
+"""Texts that a model writes for its own heads. Given its template up to where the user's words
+begin, a chat model writes these too (Magpie, arXiv 2406.08464), a base model from its start."""
 
 import itertools
 import json
@@ -17,9 +16,6 @@ ABOUT = "written_by.json"            # in the folder of the texts: the model's h
 ROUND = 64                           # texts that are written at once, and held by a file
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
 USER_TEMPERATURE = 0.9               # of the user's words
-USER_TOKENS = 128                    # at most: longer ones hardly end
-ANSWER_TOKENS = 384                  # at most
-OPENING = 8                          # words that two texts may share
 MARK = "the user's words"            # where they are in a template
 
 
@@ -75,7 +71,6 @@ class Writer:
         return self.count(texts)
 
     def count(self, texts):
-        """The tokens of lines of .jsonl."""
         words = (text.get("text") or "".join(m["content"] for m in text["messages"])
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
@@ -98,7 +93,7 @@ class Writer:
         """{number: messages}, each with a message that the model wrote in a role; without those
         that are no good: empty, near-duplicates of others, runaways, with special tokens."""
         context = self.model.config.block_size
-        longest = min(USER_TOKENS if role == "user" else ANSWER_TOKENS, context // 4)
+        longest = min(128 if role == "user" else 384, context // 4)  # the user's hardly end later
         prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
@@ -111,7 +106,9 @@ class Writer:
             tokens = [token for token in sequence.tokens if token not in self.stop]
             text = self.encoding.decode(tokens)
             special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
-            runaway = repeats(tokens) or (role == "user" and sequence.ended != "stop")
+            grams = list(zip(*(tokens[start:] for start in range(4))))
+            repeats = len(set(grams)) < len(grams) / 2
+            runaway = repeats or (role == "user" and sequence.ended != "stop")
             if (text.strip() and not special and not runaway
                     and (role == "assistant" or self.is_new(text))):
                 extended[i] = [*chats[i], dict(role=role, content=text)]
@@ -138,9 +135,9 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
     def is_new(self, text):
-        """Whether no text before began with the same words."""
+        """Whether no text before began with the same eight words."""
         before = len(self.openings)
-        self.openings.add(tuple(text.lower().split()[:OPENING]))
+        self.openings.add(tuple(text.lower().split()[:8]))
         return len(self.openings) > before
 
 
@@ -148,9 +145,3 @@ def written_by(folder):
     """The hash of the model that wrote a folder's texts; None for any other folder or file."""
     file = Path(folder) / ABOUT
     return read_json(file).get("model") if file.exists() else None
-
-
-def repeats(tokens, n=4):
-    """Whether over half of the n-grams are there twice."""
-    grams = list(zip(*(tokens[i:] for i in range(n))))
-    return len(set(grams)) < len(grams) / 2
