@@ -236,22 +236,18 @@ def rope_frequencies(config):
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":
-            frequencies = yarn_frequencies(plain, scaling, D, config.rope_theta)
-            return frequencies, scaling["attention_factor"]
+        case "yarn":  # likewise, but blended over dimensions
+            context = scaling["original_max_position_embeddings"]
+            wave = lambda turns: context / (turns * 2 * math.pi)
+            dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
+            low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
+            if scaling["truncate"]:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, D - 1)
+            blend = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+            stretch = torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), blend)
+            return plain * stretch, scaling["attention_factor"]
     return plain, 1.0
-
-
-def yarn_frequencies(plain, scaling, D, theta):
-    """As for Llama 3, but blended over dimensions (arXiv 2309.00071, section 3)."""
-    context = scaling["original_max_position_embeddings"]
-    dim = lambda turns: D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
-    if scaling["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
-    stretch = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain * torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), stretch)
 
 
 def rope_table(config, dtype, device):
@@ -493,19 +489,18 @@ class GPT(nn.Module):
         Without a cache this is a plain causal pass, as in training, in which documents (int64
         [B, T], numbered) do not see one another. With one, keys and values go there, and its
         `lengths` stay. ancestors: of tree nodes. end: one past the last of the positions."""
-        hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
+        if positions is None:
+            positions = token_positions(tokens, documents)
+        hidden, residual = self.run_blocks(self.blocks, self.embeddings(tokens, positions),
+                                           positions, cache, ancestors, end, documents,
+                                           self.query_heads)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def norm_and_hidden(self, tokens, positions, cache, ancestors):
         """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
-        return self.norm.add_and_norm(*self.run(tokens, positions, cache, ancestors))
-
-    def run(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """As `forward`, but gives (hidden, residual) as `Block` does."""
-        if positions is None:
-            positions = token_positions(tokens, documents)
-        return self.run_blocks(self.blocks, self.embeddings(tokens, positions), positions, cache,
-                               ancestors, end, documents, query_heads=self.query_heads)
+        hidden = self.embeddings(tokens, positions)
+        return self.norm.add_and_norm(*self.run_blocks(
+            self.blocks, hidden, positions, cache, ancestors, query_heads=self.query_heads))
 
     def embeddings(self, tokens, positions):
         """What the first block reads of tokens [B, T] -> [B, T, C]."""
