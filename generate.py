@@ -28,7 +28,7 @@ if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo
 
 import torch
 
-from clover import Tree, check_beams, root_tree
+from clover import MAX_BEAMS, Tree, root_tree
 from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge_chain, ngram_lookup
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
@@ -173,7 +173,8 @@ class Decoder:
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
                  beams=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
-        check_beams(heads, 1 if beams is None else beams)
+        if beams is not None:
+            check("beams", beams, 1, heads.max_beams if heads else MAX_BEAMS, whole=True)
         self.model = model
         self.heads = heads
         self.batch_size = batch_size
@@ -664,7 +665,6 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while decoding. `output` holds what there was."""
 
     def __init__(self, output):
-        super().__init__()
         self.output = output
 
 
