@@ -112,21 +112,9 @@ class AttentionContext:
     slopes: torch.Tensor | None = None     # float32 [Hq], of ALiBi
     masks: dict = field(default_factory=dict)  # {window: what `make_mask` gives for it}
 
-    def is_causal(self, window):
-        """Whether each token sees all rows up to its own, and the tokens are in the last rows."""
-        plain = self.slopes is None and self.documents is None and not 0 < window < self.end
-        return plain and self.end - self.start == self.rows.shape[1]
-
     def visible_rows(self, window):
         """A slice of the rows that tokens see in a layer with this window, 0: all."""
         return slice(max(self.start + 1 - window, 0) if window else 0, self.end)
-
-    def mask(self, window, dtype):
-        """`make_mask`, once for all layers with this window."""
-        window = window if window < self.end else 0
-        if window not in self.masks:
-            self.masks[window] = self.make_mask(window, dtype)
-        return self.masks[window]
 
     def make_mask(self, window, dtype):
         """What the tokens see of the n `visible_rows`, as torch's attention takes it: bool
@@ -153,12 +141,18 @@ class AttentionContext:
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
         G = q.shape[2] // k.shape[1]
-        causal = self.is_causal(window)
+        # each token sees all rows up to its own, and the tokens are in the last rows
+        causal = (self.slopes is None and self.documents is None and not 0 < window < self.end
+                  and self.end - self.start == q.shape[1])
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-        mask = None if causal else self.mask(window, q.dtype)
-        if causal and q.shape[1] < self.end:
+        mask = None
+        if not causal:
+            if window not in self.masks:  # once for all layers with this window
+                self.masks[window] = self.make_mask(window, q.dtype)
+            mask = self.masks[window]
+        elif q.shape[1] < self.end:
             from torch.nn.attention import bias  # takes a second to import
             mask = bias.causal_lower_right(q.shape[1], self.end)
         y = F.scaled_dot_product_attention(
@@ -292,8 +286,13 @@ class Attention(nn.Module):
             q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(B, T, c.n_head + 2 * c.n_kv_head, c.head_size)
-        if kv is None:
-            q, k, v = self.rotated(qkv, rope)
+        if kv is None:  # as `rope_cache`, but with a gradient
+            q, k, v = qkv.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+            if c.qk_norm == "head":
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rope is not None:
+                q, k = rotate(q, rope), rotate(k, rope)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, T, D)
         else:
             norms = ()
             if c.qk_norm == "head":
@@ -301,17 +300,6 @@ class Attention(nn.Module):
             q = rope_cache(qkv, rope, kv, context.lengths, *norms)
             k, v = kv
         return context.attend(q, k, v, self.window, c.attn_scale).reshape(B, T, -1)
-
-    def rotated(self, qkv, rope):
-        """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and
-        v [B, Hkv, T, D]."""
-        n_query, n_key = self.config.n_head, self.config.n_kv_head
-        q, k, v = qkv.split((n_query, n_key, n_key), dim=2)
-        if self.config.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
 class MLP(nn.Module):
