@@ -1985,11 +1985,6 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
     for dtypes, values in (FLOAT32, (temperature, top_p, min_p)), (INT64, (top_k, seed)):
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         _check_tensors("temperature, top_p, min_p or top_k, seed", (B,), rows, dtypes, *tensors)
-    number = lambda x: 1 if isinstance(x, torch.Tensor) else x
-    _check(0 <= number(temperature) < math.inf and number(top_k) >= 0 and 0 < number(top_p) <= 1
-           and 0 <= number(min_p) <= 1 and -2**63 <= number(seed) < 2**64, "temperature >= 0, "
-           "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, a seed of at most 64 bits",
-           temperature, top_k, top_p, min_p, seed)
 
 
 def _check_candidates(candidates, B, like):
