@@ -4,7 +4,7 @@ work on the machine meets all alike; with --chats it does so once for each kind 
 
 import json
 from functools import partial
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -145,12 +145,6 @@ def decode_rows(outputs):
 def bench_heads(args):
     """`bench heads`: prints the tables -> the result."""
     model, heads, groups, stop = load(args, args.heads)
-    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
-    columns = [f"head {i + 1}" for i in range(max(map(len, accuracy.values())))]
-    table = Table()
-    for name, shares in accuracy.items():
-        percent = [f"{share:.1%}" for share in shares]
-        table.add(dict(head_accuracy=name) | dict(zip_longest(columns, percent)))
     table = Table()
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
@@ -158,6 +152,7 @@ def bench_heads(args):
         for label, outputs in decode_in_turns(ways, groups, args):
             for name, row in heads_rows(outputs, next(iter(heads))).items():
                 table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
+    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
     return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
                 decoding=table)
 
