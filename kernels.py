@@ -540,7 +540,7 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
                     noise=(None,) * 4):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    vocab_ids, scales, *noise = map(_contiguous, (vocab_ids, scales, *noise))
+    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
     T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
@@ -598,7 +598,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1, None, scales)[:, 0]
-    noise = *(filled(x, hidden, len(sequence)) for x in (temperature, seed)), sequence, position
+    noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
     return _project_triton(hidden, weight, 1, None, scales, None, first_token, noise)[:, 0]
 
 
@@ -1869,9 +1869,10 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    logits, sequence, position = map(_contiguous, (logits, sequence, position))
+    logits = logits.contiguous()
     B = len(sequence)
-    filters = [filled(x, logits, B) for x in (temperature, top_k, top_p, min_p)]
+    parameters = temperature, top_k, top_p, min_p, seed, sequence, position
+    parameters = [filled(x, logits, B) for x in parameters]
     log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
@@ -1882,13 +1883,12 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
     _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, filters[0], M // B, V, splits, **blocks)
+            logits, maxima, lse, parameters[0], M // B, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, count, listed, *filters, log_share, M // B, V, splits,
+            logits, maxima, lse, count, listed, *parameters[:4], log_share, M // B, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, *filters, filled(seed, logits, B), sequence,
-            position, tokens, M // B, V, splits,
+            logits, maxima, lse, count, listed, *parameters, tokens, M // B, V, splits,
             BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
@@ -1961,9 +1961,10 @@ def _sizes(name, x, rank, dtypes):
 
 
 def _check_tensors(names, shape, like, dtypes, *tensors):
-    """Each tensor has this shape, one of the dtypes, and the device of `like`; or is None."""
+    """Each has this shape, one of the dtypes, and the device of `like`; or is None, or a number."""
     for x in tensors:
-        if x is not None and (x.shape != shape or x.dtype not in dtypes or x.device != like.device):
+        if isinstance(x, torch.Tensor) and (
+                x.shape != shape or x.dtype not in dtypes or x.device != like.device):
             kinds = " or ".join(map(str, dtypes))
             _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
 
@@ -1982,9 +1983,8 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
     _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
     _check_tensors("sequence", (B,), rows, INTS, sequence)
     _check_tensors("position", (len(rows),), rows, INTS, position)
-    for dtypes, values in (FLOAT32, (temperature, top_p, min_p)), (INT64, (top_k, seed)):
-        tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        _check_tensors("temperature, top_p, min_p or top_k, seed", (B,), rows, dtypes, *tensors)
+    _check_tensors("temperature, top_p, min_p", (B,), rows, FLOAT32, temperature, top_p, min_p)
+    _check_tensors("top_k, seed", (B,), rows, INT64, top_k, seed)
 
 
 def _check_candidates(candidates, B, like):
