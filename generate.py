@@ -33,8 +33,6 @@ from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
-WARM_UP = 2          # steps of a plan that compile and capture
-DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 GREEDY, NOISE, FILTERED = range(3)  # ways to sample: a later one gives a text the same tokens
 
@@ -233,9 +231,6 @@ class Decoder:
 
     def verify(self, tree, positions):
         """-> (the final norm of hidden, hidden)"""
-        if self.model.config.positions == "learned":
-            # nodes past the context's end are never emitted, but have no position of their own
-            positions = positions.clamp(max=self.model.config.block_size - 1)
         return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
@@ -451,7 +446,7 @@ class Engine:
                 plan = self.policy.select()
                 way = self.decoder.way = max(s.sampling.way for s in self.running.values())
                 self.launches[plan, way] += 1
-                usual &= self.launches[plan, way] > WARM_UP
+                usual &= self.launches[plan, way] > 2  # the first compile and capture
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
@@ -718,7 +713,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
         check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
-    batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
+    batch_size = min(len(prompts), 8 if batch_size is None else batch_size)
     fits = lookup or (heads and heads.info.get("acceptance"))
     if policy is None and tree_size is None and fits:
         with needs_folders(", or give a tree_size"):

@@ -25,16 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import (
-    add_norm,
-    float_logits,
-    glu,
-    project_sample,
-    project_topk,
-    rope_cache,
-    rotate,
-    tree_attention,
-)
+import kernels
+from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
 MAX_TREE = 64  # T: the ancestors of a node are the bits of an int64
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
@@ -347,16 +339,16 @@ class LMHead(nn.Linear):
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
-        return project_topk(hidden, self.weight, k, vocab_ids)
+        return kernels.project_topk(hidden, self.weight, k, vocab_ids)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
         """As `kernels.project_sample` -> tokens int64 [M]."""
-        return project_sample(hidden, self.weight, temperature, seed, sequence, position,
-                              first_token=first_token)
+        return kernels.project_sample(hidden, self.weight, temperature, seed, sequence, position,
+                                      first_token)
 
     def logits(self, hidden):
         """float32 [M, V]: half precision would make ties."""
-        return float_logits(hidden, self.weight)
+        return kernels.float_logits(hidden, self.weight)
 
     def embedding(self, tokens):
         """The rows of token ids [...] -> [..., C]."""
@@ -496,7 +488,8 @@ class GPT(nn.Module):
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions)
+            # tree nodes past the context's end are never emitted, and have no position of their own
+            hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))
         return hidden
 
     def lm_head(self, hidden):
