@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
-from model import Block, InputError, Norm, atomic_write, check, read_json, token_positions
+from model import Block, InputError, Norm, atomic_write, read_json, token_positions
 
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build
@@ -276,10 +276,8 @@ class CloverHeads(nn.Module):
         likeliest first.
 
         At each depth the W beams of highest joint log-probability propose their W best tokens, and
-        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4). A child's joint
-        probability is never above its parent's, and ties go to the shallower node. So parents are
-        kept and come first, and a smaller tree is the front of a larger one with as many beams.
-        Nothing is read back to the host."""
+        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4): a smaller tree
+        is the front of a larger one with as many beams."""
         if tree_size == 1:
             return root_tree(root)
         B, C = state.shape
@@ -350,14 +348,6 @@ class CloverHeads(nn.Module):
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
-
-
-def check_beams(heads, beams):
-    """Raises InputError for a W out of range; names the draft vocabulary where that limits it."""
-    most = heads.max_beams if heads else MAX_BEAMS
-    limited = heads and heads.config.vocabulary == most
-    name = f"beams for a draft vocabulary of {most} token ids" if limited else "beams"
-    check(name, beams, 1, most, whole=True)
 
 
 def read_record(path):

@@ -28,13 +28,11 @@ if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo
 
 import torch
 
-from clover import Tree, check_beams, root_tree
+from clover import MAX_BEAMS, Tree, root_tree
 from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge_chain, ngram_lookup
 from model import MAX_TREE, InputError, KVCache, check, needs_folders
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
-WARM_UP = 2          # steps of a plan that compile and capture
-DEFAULT_BATCH = 8    # slots, where no batch size is given
 DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
 GREEDY, NOISE, FILTERED = range(3)  # ways to sample: a later one gives a text the same tokens
 
@@ -173,7 +171,8 @@ class Decoder:
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
                  beams=None, sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
-        check_beams(heads, 1 if beams is None else beams)
+        if beams is not None:
+            check("beams", beams, 1, heads.max_beams if heads else MAX_BEAMS, whole=True)
         self.model = model
         self.heads = heads
         self.batch_size = batch_size
@@ -232,9 +231,6 @@ class Decoder:
 
     def verify(self, tree, positions):
         """-> (the final norm of hidden, hidden)"""
-        if self.model.config.positions == "learned":
-            # nodes past the context's end are never emitted, but have no position of their own
-            positions = positions.clamp(max=self.model.config.block_size - 1)
         return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
@@ -450,7 +446,7 @@ class Engine:
                 plan = self.policy.select()
                 way = self.decoder.way = max(s.sampling.way for s in self.running.values())
                 self.launches[plan, way] += 1
-                usual &= self.launches[plan, way] > WARM_UP
+                usual &= self.launches[plan, way] > 2  # the first compile and capture
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
@@ -664,7 +660,6 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while decoding. `output` holds what there was."""
 
     def __init__(self, output):
-        super().__init__()
         self.output = output
 
 
@@ -718,7 +713,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
         check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
-    batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
+    batch_size = min(len(prompts), 8 if batch_size is None else batch_size)
     fits = lookup or (heads and heads.info.get("acceptance"))
     if policy is None and tree_size is None and fits:
         with needs_folders(", or give a tree_size"):

@@ -45,8 +45,7 @@ except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, wh
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
-NO_COLUMN = tl.constexpr(2**31 - 1)  # larger than every column of the logits
-NO_TOKEN = tl.constexpr(2**31)  # larger than every token id
+NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than every token id and column of the logits
 
 
 # --------------------------------------------------------------------------------------------------
@@ -383,15 +382,12 @@ def gumbel(seed, sequence, position, tokens):
     key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
     key = _splitmix64_torch(key + sequence.long())  # (B,)
     key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
-    x = tokens.int() ^ key.int()  # (M, n) int32: twice as fast as int64, and wraps the same way
-    x = _xor_shift(x, 16).mul_(0x7FEB352D).bitwise_xor_((key >> 32).int())
-    x = _xor_shift(x, 15).mul_(-0x7B935975)
-    x = _xor_shift(x, 16).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).bitwise_or_(1)
-    return x.float().mul_(2.0 ** -24).log_().neg_().log_().neg_()  # odd / 2^24: never 0 and never 1
-
-
-def _xor_shift(x, bits):
-    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
+    x = (tokens ^ key) & 0xFFFFFFFF  # (M, n), of 32 bits
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (key >> 32)) & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) >> 8 | 1
+    return -(-(x.float() * 2.0 ** -24).log()).log()  # odd / 2^24: never 0 and never 1
 
 
 def _splitmix64_torch(x):
@@ -425,7 +421,7 @@ def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
     while tl.max((best > worst).to(tl.int32), 0) > 0:
         insert = (best > worst)[:, None]
         column = tl.min(tl.where(scores == best[:, None], tile_offsets, BLOCK_V), 1)
-        evict = tl.max(tl.where(values == worst[:, None], columns, -NO_COLUMN), 1)
+        evict = tl.max(tl.where(values == worst[:, None], columns, -NO_TOKEN), 1)
         replaced = (columns == evict[:, None]) & insert
         values = tl.where(replaced, best[:, None], values)
         columns = tl.where(replaced, (tile_start + column)[:, None], columns)
@@ -522,7 +518,7 @@ def _merge_lists_kernel(
     mask = entry < programs * k
     # [BLOCK_ENTRIES]
     values = tl.load(values_ptr + row * programs * k + entry, mask=mask, other=float("-inf"))
-    columns = tl.load(columns_ptr + row * programs * k + entry, mask=mask, other=NO_COLUMN)
+    columns = tl.load(columns_ptr + row * programs * k + entry, mask=mask, other=NO_TOKEN)
     if lse_ptr is not None:
         # [BLOCK_ENTRIES], one per program
         lse = tl.load(lse_ptr + row * programs + entry, mask=entry < programs, other=float("-inf"))
@@ -530,7 +526,7 @@ def _merge_lists_kernel(
         lse = max_lse + tl.log(tl.sum(tl.exp(lse - max_lse), 0))
     for slot in range(0, k):
         value = tl.max(values, 0)
-        column = tl.min(tl.where(values == value, columns, NO_COLUMN), 0)
+        column = tl.min(tl.where(values == value, columns, NO_TOKEN), 0)
         values = tl.where(columns == column, float("-inf"), values)
         token = tl.minimum(tl.maximum(column, 0), V - 1)  # still a token where all logits are NaN
         if vocab_ids_ptr is not None:
@@ -544,7 +540,7 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
                     noise=(None,) * 4):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    vocab_ids, scales, *noise = map(_contiguous, (vocab_ids, scales, *noise))
+    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
     T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
@@ -602,7 +598,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, first_
             hidden, weight, temperature, seed, sequence, position, first_token, scales)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1, None, scales)[:, 0]
-    noise = *(filled(x, hidden, len(sequence)) for x in (temperature, seed)), sequence, position
+    noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
     return _project_triton(hidden, weight, 1, None, scales, None, first_token, noise)[:, 0]
 
 
@@ -806,13 +802,6 @@ def _pair_blocks(n):
     BLOCK_N = max(64, triton.next_power_of_2(n))
     return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N),
                 num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
-
-
-@lru_cache
-def _constant(value, device):
-    """A number, or the numbers of a range, as a tensor that may be used in any mode."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, device=device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1101,7 +1090,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
         return F.rms_norm(x, x.shape[-1:], weight, eps), x
     exact = x.float()  # by hand, since rms_norm is twice as many operations
     length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-    mean = torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1])
+    mean = torch.addcmul(exact.new_full((), eps), length, length, value=1 / x.shape[-1])
     normed = exact * mean.rsqrt_()
     return (normed if weight is None else normed.mul_(weight)).to(x.dtype), x
 
@@ -1205,12 +1194,9 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
         new[:, :, 0] = F.rms_norm(new[:, :, 0], (D,), k_weight, eps)
     if rope is not None:
         rotated.copy_(rotate(rotated, rope))
-    if B == 1 and kv.is_cpu:  # a copy of a block takes half the time of index_put, and casts
-        kv[:, 0].narrow(2, int(lengths[0]), T).copy_(new[0].permute(1, 2, 0, 3))
-    else:
-        rows = lengths[:, None] + _constant(range(T), kv.device)
-        batch = _constant(range(B), kv.device)[:, None]
-        kv.permute(1, 3, 0, 2, 4)[batch, rows] = new.to(kv.dtype)
+    rows = lengths[:, None] + torch.arange(T, device=kv.device)
+    batch = torch.arange(B, device=kv.device)[:, None]
+    kv.permute(1, 3, 0, 2, 4)[batch, rows] = new.to(kv.dtype)
     return queries
 
 
@@ -1561,7 +1547,7 @@ def ngram_lookup_reference(history, lengths, n):
         length += matched
     best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
     match = best % S
-    step = _constant(range(n), history.device)
+    step = torch.arange(n, device=history.device)
     source = match + 1 + step % (last - match).clamp_(min=1)  # (B, n)
     return torch.where(best > 0, history.gather(1, source.clamp_(max=S - 1)), -1).long()
 
@@ -1629,8 +1615,8 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
 
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
     T, n = tokens.shape[1], chain.shape[1]
-    row = _constant(range(n), tokens.device)
-    node = _constant(range(T), tokens.device)
+    row = torch.arange(n, device=tokens.device)
+    node = torch.arange(T, device=tokens.device)
     wanted = F.pad(chain, (1, 1), value=-1).gather(1, depths.clamp(max=n + 1))
     mismatch = (tokens != wanted) & (depths > 0)
     rejected = (mismatch.long() << node).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
@@ -1862,7 +1848,7 @@ def _filtered_sample_kernel(
 
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    token = tl.full([BLOCK_V], NO_COLUMN, tl.int32)
+    token = tl.full([BLOCK_V], NO_TOKEN, tl.int32)
     for start in range(0, count, BLOCK_V):
         mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
         score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
@@ -1870,7 +1856,7 @@ def _filtered_sample_kernel(
         better &= mask & (_order(x) >= cut) & (x >= least)
         best = tl.where(better, score, best)
         token = tl.where(better, columns, token)
-    token = tl.min(tl.where(best == tl.max(best, 0), token, NO_COLUMN), 0)
+    token = tl.min(tl.where(best == tl.max(best, 0), token, NO_TOKEN), 0)
     tl.store(tokens_ptr + m, tl.minimum(token, V - 1).to(tl.int64))  # a token where all are NaN
 
 
@@ -1883,9 +1869,10 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     if not runs_triton(logits):
         return filtered_sample_reference(
             logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    logits, sequence, position = map(_contiguous, (logits, sequence, position))
+    logits = logits.contiguous()
     B = len(sequence)
-    filters = [filled(x, logits, B) for x in (temperature, top_k, top_p, min_p)]
+    parameters = temperature, top_k, top_p, min_p, seed, sequence, position
+    parameters = [filled(x, logits, B) for x in parameters]
     log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
     BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
     splits = triton.cdiv(V, BLOCK_V)
@@ -1896,13 +1883,12 @@ def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, po
     listed = logits.new_empty(M, V, dtype=torch.int32)
     tokens = logits.new_empty(M, dtype=torch.int64)
     _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, filters[0], M // B, V, splits, **blocks)
+            logits, maxima, lse, parameters[0], M // B, V, splits, **blocks)
     _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, count, listed, *filters, log_share, M // B, V, splits,
+            logits, maxima, lse, count, listed, *parameters[:4], log_share, M // B, V, splits,
             BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, *filters, filled(seed, logits, B), sequence,
-            position, tokens, M // B, V, splits,
+            logits, maxima, lse, count, listed, *parameters, tokens, M // B, V, splits,
             BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
     return tokens
 
@@ -1975,9 +1961,10 @@ def _sizes(name, x, rank, dtypes):
 
 
 def _check_tensors(names, shape, like, dtypes, *tensors):
-    """Each tensor has this shape, one of the dtypes, and the device of `like`; or is None."""
+    """Each has this shape, one of the dtypes, and the device of `like`; or is None, or a number."""
     for x in tensors:
-        if x is not None and (x.shape != shape or x.dtype not in dtypes or x.device != like.device):
+        if isinstance(x, torch.Tensor) and (
+                x.shape != shape or x.dtype not in dtypes or x.device != like.device):
             kinds = " or ".join(map(str, dtypes))
             _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
 
@@ -1996,14 +1983,8 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
     _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
     _check_tensors("sequence", (B,), rows, INTS, sequence)
     _check_tensors("position", (len(rows),), rows, INTS, position)
-    for dtypes, values in (FLOAT32, (temperature, top_p, min_p)), (INT64, (top_k, seed)):
-        tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        _check_tensors("temperature, top_p, min_p or top_k, seed", (B,), rows, dtypes, *tensors)
-    number = lambda x: 1 if isinstance(x, torch.Tensor) else x
-    _check(0 <= number(temperature) < math.inf and number(top_k) >= 0 and 0 < number(top_p) <= 1
-           and 0 <= number(min_p) <= 1 and -2**63 <= number(seed) < 2**64, "temperature >= 0, "
-           "top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, a seed of at most 64 bits",
-           temperature, top_k, top_p, min_p, seed)
+    _check_tensors("temperature, top_p, min_p", (B,), rows, FLOAT32, temperature, top_p, min_p)
+    _check_tensors("top_k, seed", (B,), rows, INT64, top_k, seed)
 
 
 def _check_candidates(candidates, B, like):

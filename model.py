@@ -25,16 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import (
-    add_norm,
-    float_logits,
-    glu,
-    project_sample,
-    project_topk,
-    rope_cache,
-    rotate,
-    tree_attention,
-)
+import kernels
+from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
 MAX_TREE = 64  # T: the ancestors of a node are the bits of an int64
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
@@ -112,21 +104,9 @@ class AttentionContext:
     slopes: torch.Tensor | None = None     # float32 [Hq], of ALiBi
     masks: dict = field(default_factory=dict)  # {window: what `make_mask` gives for it}
 
-    def is_causal(self, window):
-        """Whether each token sees all rows up to its own, and the tokens are in the last rows."""
-        plain = self.slopes is None and self.documents is None and not 0 < window < self.end
-        return plain and self.end - self.start == self.rows.shape[1]
-
     def visible_rows(self, window):
         """A slice of the rows that tokens see in a layer with this window, 0: all."""
         return slice(max(self.start + 1 - window, 0) if window else 0, self.end)
-
-    def mask(self, window, dtype):
-        """`make_mask`, once for all layers with this window."""
-        window = window if window < self.end else 0
-        if window not in self.masks:
-            self.masks[window] = self.make_mask(window, dtype)
-        return self.masks[window]
 
     def make_mask(self, window, dtype):
         """What the tokens see of the n `visible_rows`, as torch's attention takes it: bool
@@ -153,12 +133,18 @@ class AttentionContext:
         rows = self.visible_rows(window)
         k, v = k[:, :, rows], v[:, :, rows]
         G = q.shape[2] // k.shape[1]
-        causal = self.is_causal(window)
+        # each token sees all rows up to its own, and the tokens are in the last rows
+        causal = (self.slopes is None and self.documents is None and not 0 < window < self.end
+                  and self.end - self.start == q.shape[1])
         if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
             # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
             k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-        mask = None if causal else self.mask(window, q.dtype)
-        if causal and q.shape[1] < self.end:
+        mask = None
+        if not causal:
+            if window not in self.masks:  # once for all layers with this window
+                self.masks[window] = self.make_mask(window, q.dtype)
+            mask = self.masks[window]
+        elif q.shape[1] < self.end:
             from torch.nn.attention import bias  # takes a second to import
             mask = bias.causal_lower_right(q.shape[1], self.end)
         y = F.scaled_dot_product_attention(
@@ -236,22 +222,18 @@ def rope_frequencies(config):
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":
-            frequencies = yarn_frequencies(plain, scaling, D, config.rope_theta)
-            return frequencies, scaling["attention_factor"]
+        case "yarn":  # likewise, but blended over dimensions
+            context = scaling["original_max_position_embeddings"]
+            wave = lambda turns: context / (turns * 2 * math.pi)
+            dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
+            low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
+            if scaling["truncate"]:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, D - 1)
+            blend = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+            stretch = torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), blend)
+            return plain * stretch, scaling["attention_factor"]
     return plain, 1.0
-
-
-def yarn_frequencies(plain, scaling, D, theta):
-    """As for Llama 3, but blended over dimensions (arXiv 2309.00071, section 3)."""
-    context = scaling["original_max_position_embeddings"]
-    dim = lambda turns: D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
-    if scaling["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
-    stretch = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain * torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), stretch)
 
 
 def rope_table(config, dtype, device):
@@ -296,8 +278,13 @@ class Attention(nn.Module):
             q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(B, T, c.n_head + 2 * c.n_kv_head, c.head_size)
-        if kv is None:
-            q, k, v = self.rotated(qkv, rope)
+        if kv is None:  # as `rope_cache`, but with a gradient
+            q, k, v = qkv.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+            if c.qk_norm == "head":
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rope is not None:
+                q, k = rotate(q, rope), rotate(k, rope)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, T, D)
         else:
             norms = ()
             if c.qk_norm == "head":
@@ -305,17 +292,6 @@ class Attention(nn.Module):
             q = rope_cache(qkv, rope, kv, context.lengths, *norms)
             k, v = kv
         return context.attend(q, k, v, self.window, c.attn_scale).reshape(B, T, -1)
-
-    def rotated(self, qkv, rope):
-        """As `kernels.rope_cache`, but with a gradient and without a cache: q [B, T, Hq, D], k and
-        v [B, Hkv, T, D]."""
-        n_query, n_key = self.config.n_head, self.config.n_kv_head
-        q, k, v = qkv.split((n_query, n_key, n_key), dim=2)
-        if self.config.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -363,16 +339,16 @@ class LMHead(nn.Linear):
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
-        return project_topk(hidden, self.weight, k, vocab_ids)
+        return kernels.project_topk(hidden, self.weight, k, vocab_ids)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
         """As `kernels.project_sample` -> tokens int64 [M]."""
-        return project_sample(hidden, self.weight, temperature, seed, sequence, position,
-                              first_token=first_token)
+        return kernels.project_sample(hidden, self.weight, temperature, seed, sequence, position,
+                                      first_token)
 
     def logits(self, hidden):
         """float32 [M, V]: half precision would make ties."""
-        return float_logits(hidden, self.weight)
+        return kernels.float_logits(hidden, self.weight)
 
     def embedding(self, tokens):
         """The rows of token ids [...] -> [..., C]."""
@@ -493,19 +469,18 @@ class GPT(nn.Module):
         Without a cache this is a plain causal pass, as in training, in which documents (int64
         [B, T], numbered) do not see one another. With one, keys and values go there, and its
         `lengths` stay. ancestors: of tree nodes. end: one past the last of the positions."""
-        hidden, residual = self.run(tokens, positions, cache, ancestors, end, documents)
+        if positions is None:
+            positions = token_positions(tokens, documents)
+        hidden, residual = self.run_blocks(self.blocks, self.embeddings(tokens, positions),
+                                           positions, cache, ancestors, end, documents,
+                                           self.query_heads)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def norm_and_hidden(self, tokens, positions, cache, ancestors):
         """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
-        return self.norm.add_and_norm(*self.run(tokens, positions, cache, ancestors))
-
-    def run(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
-        """As `forward`, but gives (hidden, residual) as `Block` does."""
-        if positions is None:
-            positions = token_positions(tokens, documents)
-        return self.run_blocks(self.blocks, self.embeddings(tokens, positions), positions, cache,
-                               ancestors, end, documents, query_heads=self.query_heads)
+        hidden = self.embeddings(tokens, positions)
+        return self.norm.add_and_norm(*self.run_blocks(
+            self.blocks, hidden, positions, cache, ancestors, query_heads=self.query_heads))
 
     def embeddings(self, tokens, positions):
         """What the first block reads of tokens [B, T] -> [B, T, C]."""
@@ -513,7 +488,8 @@ class GPT(nn.Module):
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions)
+            # tree nodes past the context's end are never emitted, and have no position of their own
+            hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))
         return hidden
 
     def lm_head(self, hidden):

@@ -51,17 +51,13 @@ def finish(args, result):
     folders only the names are kept: records are published."""
     from model import atomic_write
     out = vars(args).pop("out")
-    flags = {name: name_only(value) for name, value in vars(args).items()}
+    name = lambda value: Path(value).name if isinstance(value, (str, Path)) else value
+    flags = {flag: list(map(name, value)) if isinstance(value, list) else name(value)
+             for flag, value in vars(args).items()}
     line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)
     if out:
         atomic_write(out, lambda tmp: Path(tmp).write_text(line + "\n"))
-
-
-def name_only(value):
-    if isinstance(value, list):
-        return list(map(name_only, value))
-    return Path(value).name if isinstance(value, (str, Path)) else value
 
 
 def machine():

@@ -4,7 +4,7 @@ work on the machine meets all alike; with --chats it does so once for each kind 
 
 import json
 from functools import partial
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -17,8 +17,6 @@ from tools.cli import load_heads, load_model, read_file
 from tools.policy import AdaptivePolicy
 from training.data import load_tokens, prompts
 
-PROMPTS = 16  # held-out texts, by default
-
 
 def load(args, folders):
     """The model of --model, {folder name: heads}, {kind: prompts}, and the tokens that end a text:
@@ -27,7 +25,7 @@ def load(args, folders):
     heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
              for path in folders}
     if not args.chats:
-        args.prompts = max(args.prompts or PROMPTS, *args.batch_sizes)
+        args.prompts = max(args.prompts or 16, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
         return model, heads, {None: prompts(heldout, args.prompts, args.prompt_length)}, ()
     groups = chat_prompts(Path(args.chats), encoding, args.prompts)
@@ -143,34 +141,25 @@ def decode_rows(outputs):
 
 
 def bench_heads(args):
-    """`bench heads`: prints the tables -> the result."""
+    """`bench heads`: prints the table, each row also compared to the first heads -> the result."""
     model, heads, groups, stop = load(args, args.heads)
-    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
-    columns = [f"head {i + 1}" for i in range(max(map(len, accuracy.values())))]
-    table = Table()
-    for name, shares in accuracy.items():
-        percent = [f"{share:.1%}" for share in shares]
-        table.add(dict(head_accuracy=name) | dict(zip_longest(columns, percent)))
+    first = next(iter(heads))
     table = Table()
     for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
         ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
                               **options) for name, options in fixed_trees(heads, T).items()}
         for label, outputs in decode_in_turns(ways, groups, args):
-            for name, row in heads_rows(outputs, next(iter(heads))).items():
+            rows = medians(outputs)
+            of_first = rows[first]["tokens_per_step"] - 1
+            for name, row in rows.items():
+                extra = row["tokens_per_step"] - 1
+                row |= dict(speed_up_over_first=paired_ratio(outputs[name], outputs[first]),
+                            extra_tokens=extra,
+                            extra_over_first=extra / of_first if of_first else None)
                 table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
+    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
     return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
                 decoding=table)
-
-
-def heads_rows(outputs, first):
-    """The rows of `medians`, each also compared to the heads named `first`."""
-    rows = medians(outputs)
-    extra = rows[first]["tokens_per_step"] - 1
-    for name, row in rows.items():
-        own = row["tokens_per_step"] - 1
-        row |= dict(speed_up_over_first=paired_ratio(outputs[name], outputs[first]),
-                    extra_tokens=own, extra_over_first=own / extra if extra else None)
-    return rows
 
 
 def fixed_trees(heads, tree_size):

@@ -167,22 +167,6 @@ def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
     assert outer[..., 0].nonzero()[:, 1:4:2].tolist() == [[0, 4], [1, 7]] * 2
 
 
-@plain
-def test_constants_serve_in_any_mode():
-    """Bug: a constant made in inference mode that autograd cannot save; one for each length that a text had."""
-    kernels._constant.cache_clear()
-    kv, lengths, qkv = torch.zeros(2, 3, 1, 5, 16), torch.zeros(3).long(), torch.ones(3, 1, 3, 16)
-    with torch.inference_mode():
-        kernels.rope_cache(qkv.clone(), None, kv.clone(), lengths)
-    qkv.requires_grad_()
-    kernels.rope_cache(qkv, None, kv, lengths)
-    kv.sum().backward()
-    assert qkv.grad[:, :, 1:].eq(1).all()
-    for length in range(40):
-        kernels.ngram_lookup(torch.zeros(1, 50, dtype=torch.int32), torch.tensor([length], dtype=torch.int32), 3)
-    assert kernels._constant.cache_info().currsize <= 4
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # select_candidates and best_tree
 
