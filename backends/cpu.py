@@ -12,9 +12,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -59,14 +59,12 @@ def apply(model, heads=None):
 def kernel_threads():
     """Leaves torch one thread, and its others to cpu.c: torch's would spin beside them for a
     millisecond after each operation, and a step has none that is worth a second thread."""
-    count = torch.get_num_threads()
+    THREADS.append(torch.get_num_threads())
     torch.set_num_threads(1)
-    THREADS.append(count)
     try:
         yield
     finally:
-        THREADS.pop()
-        torch.set_num_threads(count)
+        torch.set_num_threads(THREADS.pop())
 
 
 def threads():
@@ -168,34 +166,22 @@ def library():
 
 def load_or_build(command):
     """The library that a command makes of cpu.c, from the user's cache folder."""
-    version = subprocess.run([command[0], "--version"], check=True, capture_output=True,
-                             text=True).stdout
-    key = SOURCE.read_bytes(), version, command, cpu_features()
-    name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # of compiler and CPU
+    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, macros)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
-    try:
-        return ctypes.CDLL(str(folder / name))
-    except OSError:  # not there, or broken
-        pass
+    file = folder / f"cpu-{key}.so"
+    with suppress(OSError):  # not there, or broken
+        return ctypes.CDLL(str(file))
     with tempfile.TemporaryDirectory() as temporary:
-        built = Path(temporary) / name
-        subprocess.run([*command, str(SOURCE), "-o", str(built), "-lm"], check=True,
-                       capture_output=True, text=True)
+        built = f"{temporary}/{file.name}"
+        run([*command, str(SOURCE), "-o", built, "-lm"])
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / name, lambda tmp: shutil.copyfile(built, tmp))
+            atomic_write(file, lambda tmp: shutil.copyfile(built, tmp))
         except OSError as error:
             warn(f"the CPU's kernels are compiled anew in each run, which takes seconds: {error}")
-        return ctypes.CDLL(str(built))
-
-
-def cpu_features():
-    """What tells one kind of CPU from another."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+        return ctypes.CDLL(built)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -316,8 +316,15 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
     """Catches a compiler that runs each time, a broken file or another machine's that is taken, a folder that cannot be
     written and then a traceback, or more than one line about it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **k: runs.append(command) or run(command, **k))
+    runs, run, macros = [], subprocess.run, [""]
+
+    def run_here(command, **options):
+        runs.append(command)
+        done = run(command, **options)
+        if "-dM" in command:
+            done.stdout += macros[-1]
+        return done
+    monkeypatch.setattr(subprocess, "run", run_here)
     compiled = lambda: sum("-o" in command for command in runs)
     command = ["cc", "-shared", "-fPIC"]
     source = tmp_path / "small.c"
@@ -330,11 +337,11 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
     for _ in range(2):
         assert cpu.load_or_build(command).answer() == 42
     assert compiled() == 1
-    monkeypatch.setattr(cpu, "cpu_features", lambda: ["another"])
+    macros.append("#define another CPU")
     cpu.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where no folder can be made
-    monkeypatch.setattr(cpu, "cpu_features", lambda: ["a third"])
+    macros.append("#define a third")
     models.warn.cache_clear()
     cpu.load_or_build(command)
     assert compiled() == 3 and capsys.readouterr().err.count("compiled anew in each run") == 1
