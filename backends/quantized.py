@@ -77,12 +77,6 @@ class Unpacked(NamedTuple):
             return values.flatten(1)
         return dequantize(*self.pack(), self.q.shape[1], torch.float32)
 
-    def lowest(self):
-        """[G, N], the weight of q = 0; None where there are neither zeros nor minimums."""
-        if self.zeros is None:
-            return self.minimums
-        return -self.zeros.float() * self.scales.float()
-
     def columns(self, part):
         """A slice of the channels, at the borders of groups."""
         size = self.q.shape[1] // len(self.scales)
@@ -226,34 +220,30 @@ class CPULinear(nn.Module):
     def current(self):
         return self.packed
 
-    def multiply(self, x):
-        """x [..., C] -> float32 [..., N]"""
-        return self.packed.multiply(x)
-
     def forward(self, x):
-        return self.multiply(x).to(x.dtype)
-
-    def rows(self, index):
-        """The rows int [n] of the weight -> `Unpacked`."""
-        block, lane = index // cpu.LANES, index % cpu.LANES
-        q = self.packed.values[block, :, lane]  # (n, k / 4 or k / 8, 4)
-        q = torch.cat((q & 15, q >> 4), dim=-1) if self.layout.kind == "int4" else q ^ 128
-        scales, minimums = (x if x is None else x[block, :, lane, 0].T
-                            for x in (self.packed.scales, self.packed.minimums))
-        q = q.flatten(1)[:, :self.in_features]
-        return Unpacked(q, scales, None, self.layout.kind, minimums)
+        return self.packed.multiply(x).to(x.dtype)
 
     def embedding(self, tokens):
         """The rows of token ids [...] -> float32 [..., C]."""
-        return self.rows(tokens.flatten()).values().view(*tokens.shape, -1)
+        q, scales, minimums = self.packed.unpacked_rows(tokens.flatten())
+        if self.layout.kind == "int4":
+            q = q.view(len(q), -1, 4)
+            q = torch.cat((q & 15, q >> 4), dim=-1).flatten(1)
+        else:
+            q = q ^ 128
+        minimums = None if minimums is None else minimums.T
+        weight = Unpacked(q[:, :self.in_features], scales.T, None, self.layout.kind, minimums)
+        return weight.values().view(*tokens.shape, -1)
 
 
-def pack_for_cpu(parts, bias=None):
+def pack_for_cpu(parts, bias):
     """`Unpacked` parts of a weight, one below the other -> `cpu.PackedWeight`."""
-    join = lambda tensors: torch.cat([*tensors], dim=1)
-    scales, minimums = join(part.scales for part in parts), None
-    if parts[0].lowest() is not None:
-        minimums = join(part.lowest() for part in parts)
+    scales = torch.cat([part.scales for part in parts], dim=1)
+    minimums = None
+    if parts[0].zeros is not None:
+        minimums = torch.cat([-part.zeros.float() * part.scales.float() for part in parts], dim=1)
+    elif parts[0].minimums is not None:
+        minimums = torch.cat([part.minimums for part in parts], dim=1)
     if scales.dtype != torch.float16 or minimums is not None and minimums.dtype != torch.float16:
         scales, minimums = (x if x is None else x.float() for x in (scales, minimums))
     return cpu.pack_quantized(torch.cat([part.q for part in parts]), parts[0].kind == "int4",
@@ -262,11 +252,6 @@ def pack_for_cpu(parts, bias=None):
 
 class CPULMHead(cpu.KernelHead, CPULinear):
     """`model.LMHead` of such a weight."""
-
-    def packed_rows(self, vocab_ids):
-        if self.vocab is None or self.vocab[0] is not vocab_ids:
-            self.vocab = vocab_ids, pack_for_cpu([self.rows(vocab_ids.long())])
-        return self.vocab[1]
 
 
 class CPUEmbedding(nn.Module):

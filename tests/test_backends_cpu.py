@@ -83,11 +83,11 @@ def test_a_row_without_numbers_stays_alone(kind):
 
 
 def attention_structs(q, k, slopes, window, lengths, ancestors, scale, threads):
-    """(Block, Pass, Cache) for keys and values k [2, B, Hkv, S, D] of a layer."""
+    """(Block, Pass) for keys and values k [2, B, Hkv, S, D] of a layer."""
     B, T, Hq, D = q.shape
     block = cpu.Block(n_head=Hq, n_kv_head=k.shape[2], head_size=D, window=window, rope=-1, scale=scale or D ** -0.5)
-    a_pass = cpu.Pass(B, T, threads, lengths.data_ptr(), cpu.pointer(ancestors), None, None, cpu.pointer(slopes))
-    return block, a_pass, cpu.Cache(k.data_ptr(), 0, *k.stride()[:3], k.dtype == torch.bfloat16)
+    tensors = lengths, ancestors, None, None, slopes, k
+    return block, cpu.Pass(B, T, threads, k.dtype == torch.bfloat16, *map(cpu.pointer, tensors), 0, *k.stride()[:3])
 
 
 def attend(q, k, slopes, window, lengths, ancestors, scale=None, threads=1):
@@ -268,7 +268,7 @@ def test_packing_needs_room(monkeypatch, capsys):
     models.warn.cache_clear()
     cpu.apply(model)
     cpu.apply(model)
-    assert getattr(model.head, "copy", None) is None
+    assert getattr(model.head, "made", None) is None
     assert capsys.readouterr().err.count("no room for packed copies") == 1
 
 
