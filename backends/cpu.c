@@ -576,16 +576,14 @@ static void rope_cache_row(void *arguments, int m) {
 //
 // Bytes: keys and values, once for each 64 nodes.
 
-INLINE int position_of(const Pass *pass, int m) {
-    int nodes = pass->ancestors ? __builtin_popcountll(pass->ancestors[m]) - 1 : m % pass->T;
-    return pass->lengths[m / pass->T] + nodes;
-}
-
 // part [width]: the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
 static void attend_query(const Call *a, int m, int head, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
-    int D = c->head_size, padded = a->width - LANES, position = position_of(a->pass, m);
+    const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
+    int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
+    int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
+    int position = a->pass->lengths[m / T] + before;
     int end = min(max(position + 1 - start, 0), SPLIT);
     int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
     float slope = a->pass->slopes ? a->pass->slopes[head] : 0, q[MAX_HEAD] = {0}, probs[SPLIT + 1];
@@ -644,34 +642,34 @@ static void attend_split(void *arguments, int unit) {
     int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
     int length = a->pass->lengths[b], padded = a->width - LANES;
     float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys);  // then values, by position
-    float *part = a->parts + (size_t)unit * a->nodes * G * a->width;
     for (int i = 0; i < min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT); i++)
         read_cache(a, b, kv, start + i, keys + i * padded);
-    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++) {
+    size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
+    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
         uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
         for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
             if (i >= 0)
                 read_cache(a, b, kv, length + __builtin_ctzll(nodes), keys + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G; head++, part += a->width)
-            attend_query(a, m, head, start, keys, keys + SPLIT * padded, part);
+        for (int head = kv * G; head < (kv + 1) * G; head++)
+            attend_query(a, m, head, start, keys, keys + SPLIT * padded,
+                         a->parts + (row * G * Hkv + head) * a->width);
     }
 }
 
 static void merge_splits(void *arguments, int unit) {
     const Call *a = arguments;
-    int D = a->block->head_size, Hq = a->block->n_head, Hkv = a->block->n_kv_head, G = Hq / Hkv;
-    int head = unit % Hq, n = unit / Hq % a->nodes, b = unit / Hq / a->nodes;
-    size_t stride = (size_t)a->nodes * G * a->width, row = (size_t)b * a->pass->T + a->first + n;
-    const float *parts = a->parts + ((size_t)b * Hkv + head / G) * a->splits * stride
-        + (n * G + head % G) * a->width, *sum = parts + a->width - LANES;
-    float *out = a->out + (row * Hq + head) * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    int D = a->block->head_size, Hq = a->block->n_head, b = unit / Hq / a->nodes;
+    size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
+    size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
+    const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
+    float *out = a->out + at * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
         float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
         total += scale * sum[s * stride];
         for (int d = 0; d < D; d++)
-            values[d] += scale * parts[s * stride + d];
+            values[d] += scale * part[s * stride + d];
     }
     for (int d = 0; d < D; d++)
         out[d] = total == 0 ? 0 : values[d] / total;
@@ -688,7 +686,7 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // of a node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
-    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [B, Hkv, splits, nodes, G, width]
+    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [splits, B, nodes, Hq, width]
     for (; a.first < pass->T; a.first += nodes) {
         a.nodes = min(pass->T - a.first, nodes);
         int64_t work = (int64_t)a.nodes * Hq * min(longest, SPLIT);
