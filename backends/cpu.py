@@ -2,7 +2,7 @@
 
 `apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
 names; a layer whose weight has changed, or that needs a gradient, computes as before. Without a
-compiler a model computes by torch's operations, in float32 with oneDNN's products."""
+compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as models
-from kernels import filled, filter_logits, gumbel_argmax, runs_triton
+from kernels import filled, filter_logits, runs_triton
 from model import GPT, LMHead, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -39,7 +39,8 @@ def apply(model, heads=None):
     again after weights have changed, or the model has left the CPU: its layers then become what
     they were."""
     layers = [*model.modules(), *(heads.modules() if heads is not None else ())]
-    if model.device.type != "cpu" or runs_triton(model.norm.weight):
+    is_cpu = model.device.type == "cpu" and not runs_triton(model.norm.weight)
+    if not is_cpu or library() is None:
         replace_classes(layers, {packed: layer for layer, packed in PACKED.items()})
         return nullcontext
     unpacked = (layer.weight for layer in layers
@@ -212,29 +213,10 @@ class PackedWeight:
         return PackedWeight(self.linear.kind, (len(index), self.linear.k), *tensors)
 
 
-class OneDNNWeight:
-    """The same where there is no cpu.c, in float32: up to three times as fast as from rows."""
-    linear = None
-
-    def __init__(self, weight, bias=None):
-        self.values = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self.weight, self.bias = weight, bias
-
-    def multiply(self, x):
-        return torch.ops.mkldnn._linear_pointwise(x, self.values, self.bias, "none", [], "")
-
-    def rows(self, index):
-        return OneDNNWeight(self.weight[index])
-
-
 def pack_floats(weight, bias=None):
-    """A weight [n, k] -> `PackedWeight` or `OneDNNWeight`, None for a dtype that has none."""
-    if library() is not None and weight.dtype in KINDS:
-        values = blocks(weight, 4, 4 // weight.itemsize)
-        return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
-    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return OneDNNWeight(weight, bias)
-    return None
+    """A weight [n, k] of one of KINDS -> `PackedWeight`."""
+    values = blocks(weight, 4, 4 // weight.itemsize)
+    return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
 
 
 def pack_quantized(q, is_int4, scales, minimums=None, bias=None):
@@ -287,7 +269,7 @@ class PackedLinear(Packed, nn.Linear):
         """The packed copy of a frozen weight in a dtype that is packed; else None."""
         w = self.weight
         frozen = w.is_cpu and not w.requires_grad and not w.is_inference()
-        return pack_floats(w, self.bias) if frozen else None
+        return pack_floats(w, self.bias) if frozen and w.dtype in KINDS else None
 
     def forward(self, x):
         packed = self.current() if torch.is_inference_mode_enabled() else None
@@ -331,8 +313,6 @@ class PackedLMHead(KernelHead, PackedLinear, LMHead):
 
 def argmax(logits, temperature, seed, sequence, position, first_token=0):
     """As `kernels.gumbel_argmax`, of float32 logits."""
-    if library() is None:
-        return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
     M, V = logits.shape
     B = len(sequence)
     temperature = filled(temperature, logits, B).float()
@@ -379,7 +359,7 @@ class PackedBlocks(Packed, nn.ModuleList):
                     setattr(struct, name, norm_struct(layer, kept))
                 elif name in ("qkv", "proj", "up", "down"):
                     packed = current(layer)
-                    if packed is None or packed.linear is None:
+                    if packed is None:
                         return None
                     setattr(struct, name, packed.linear)
                     kept.append(packed)
