@@ -68,14 +68,15 @@ class Unpacked(NamedTuple):
 
     def values(self):
         """float32 [N, C]"""
-        if self.zeros is None and self.kind != "e4m3":
-            q = self.q if self.kind == "int4" else self.q.view(torch.int8)
-            values = q.float().view(len(q), len(self.scales), -1)
-            values *= self.scales.float().T[:, :, None]
-            if self.minimums is not None:
-                values += self.minimums.float().T[:, :, None]
-            return values.flatten(1)
-        return dequantize(*self.pack(), self.q.shape[1], torch.float32)
+        dtypes = dict(int4=torch.uint8, int8=torch.int8, e4m3=torch.float8_e4m3fn)
+        q = self.q.view(dtypes[self.kind])
+        values = q.float().reshape(len(q), len(self.scales), -1)  # (N, G, group)
+        if self.zeros is not None:
+            values -= self.zeros.T[:, :, None]
+        values *= self.scales.float().T[:, :, None]
+        if self.minimums is not None:
+            values += self.minimums.float().T[:, :, None]
+        return values.flatten(1)
 
     def columns(self, part):
         """A slice of the channels, at the borders of groups."""
@@ -102,13 +103,9 @@ class PackedLayer(nn.Module):
 
     def _apply(self, fn, *args, **kwargs):
         """The buffers go to another device as bytes."""
-        dtypes = {name: x.dtype for name, x in self.named_buffers()}
-        for name in dtypes:
-            self._buffers[name] = self._buffers[name].view(torch.uint8)
-        super()._apply(fn, *args, **kwargs)
-        for name, dtype in dtypes.items():
-            self._buffers[name] = self._buffers[name].view(dtype)
-        return self
+        def move(x):
+            return fn(x) if isinstance(x, nn.Parameter) else fn(x.view(torch.uint8)).view(x.dtype)
+        return super()._apply(move, *args, **kwargs)
 
 
 class QuantizedLinear(PackedLayer):
