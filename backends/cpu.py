@@ -142,7 +142,6 @@ def library():
         return None
     for name, types in FUNCTIONS.items():
         getattr(found, name).argtypes = types
-        getattr(found, name).restype = None
     return found
 
 
@@ -182,6 +181,7 @@ def pointer(x):
 
 class PackedWeight:
     """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them."""
+    chosen = None, None  # what `rows` was asked for last, and gave
 
     def __init__(self, kind, shape, values, scales=None, minimums=None, bias=None):
         self.values, self.scales, self.minimums = values, scales, minimums
@@ -206,11 +206,14 @@ class PackedWeight:
         return [x if x is None else x[block, :, lane].flatten(1) for x in tensors]
 
     def rows(self, index):
-        """The `PackedWeight` of the rows int [n]; without a bias, which no LM head has."""
-        inner = self.values.shape[-1], 1, 1
-        tensors = [x if x is None else blocks(x, 1, n)
-                   for x, n in zip(self.unpacked_rows(index), inner)]
-        return PackedWeight(self.linear.kind, (len(index), self.linear.k), *tensors)
+        """The `PackedWeight` of the rows int [n], made once; without a bias, as an LM head has."""
+        if self.chosen[0] is not index:
+            inner = self.values.shape[-1], 1, 1
+            tensors = [x if x is None else blocks(x, 1, n)
+                       for x, n in zip(self.unpacked_rows(index), inner)]
+            shape = len(index), self.linear.k
+            self.chosen = index, PackedWeight(self.linear.kind, shape, *tensors)
+        return self.chosen[1]
 
 
 def pack_floats(weight, bias=None):
@@ -255,7 +258,7 @@ class Packed(nn.Module):
         return self.made[1] if self.made and is_current(self.made[0]) else None
 
     def __getstate__(self):  # deepcopy and pickle leave it out
-        return {name: x for name, x in self.__dict__.items() if name not in ("made", "vocab")}
+        return self.__dict__ | dict(made=None)
 
     def _apply(self, fn, *args, **kwargs):
         self.made = None  # the weights go to another device or dtype
@@ -278,7 +281,6 @@ class PackedLinear(Packed, nn.Linear):
 
 class KernelHead:
     """The methods of `model.LMHead`, by products of what `current` gives."""
-    vocab = None, None, None  # (vocab_ids, what was packed, its rows vocab_ids)
 
     def topk(self, hidden, k, vocab_ids=None):
         packed = self.current()
@@ -286,9 +288,7 @@ class KernelHead:
             return super().topk(hidden, k, vocab_ids)
         if vocab_ids is None:
             return topk_logprobs(packed.multiply(hidden), k)
-        if self.vocab[0] is not vocab_ids or self.vocab[1] is not packed:
-            self.vocab = vocab_ids, packed, packed.rows(vocab_ids)
-        logprobs, columns = topk_logprobs(self.vocab[2].multiply(hidden), k)
+        logprobs, columns = topk_logprobs(packed.rows(vocab_ids).multiply(hidden), k)
         return logprobs, vocab_ids[columns].long()
 
     def logits(self, hidden):
@@ -385,12 +385,10 @@ class CPUModel(GPT):
     """A `GPT` whose blocks run in one call of cpu.c: over a cache, in inference, with packed
     weights. All else is as it was."""
 
-    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
-                   documents=None, query_heads=slice(None)):
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, *rest, **named):
         stream = self.run_packed(blocks, hidden, positions, cache, ancestors)
         if stream is None:
-            return super().run_blocks(blocks, hidden, positions, cache, ancestors, end, documents,
-                                      query_heads)
+            return super().run_blocks(blocks, hidden, positions, cache, ancestors, *rest, **named)
         return stream[0].to(hidden.dtype), None
 
     def norm_and_hidden(self, tokens, positions, cache, ancestors):
@@ -409,13 +407,12 @@ class CPUModel(GPT):
             return None
         B, T, C = hidden.shape
         kv = cache.kv
+        lengths = positions[:, 0].int()
         if ancestors is not None:
             lengths, ancestors = cache.lengths, ancestors.contiguous()
-        else:
-            lengths = positions[:, 0].int()
-        if int(lengths.max()) + T > kv.shape[4]:
-            raise ValueError(f"expected a cache for {int(lengths.max()) + T} rows; got "
-                             f"{tuple(kv.shape)}")
+        end = int(lengths.max()) + T
+        if end > kv.shape[4]:
+            raise ValueError(f"expected a cache for {end} rows; got {tuple(kv.shape)}")
         tables = [x if x is None else x[positions].float()
                   for x in (self.rotations, self.window_rotations)]
         a_pass = Pass(B, T, threads(), kv.dtype == torch.bfloat16,
