@@ -70,23 +70,18 @@ typedef struct {
 } Block;
 
 typedef struct {                 // what the blocks of a pass share
-    int32_t B, T, threads;
+    int32_t B, T, threads, bfloat16;  // the type of keys and values, else float32
     const int32_t *lengths;      // [B]: rows in the cache before the tokens'
     const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
     const float *rope[2];        // [B, T, 2, D]: cosine, signed sine
     const float *slopes;         // [Hq] of ALiBi, or NULL
-} Pass;
-
-typedef struct {                 // keys and values of a layer, [2, B, Hkv, S, D]
-    void *data;
+    void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
-    int32_t bfloat16;            // else float32
-} Cache;
+} Pass;
 
 typedef struct {                 // the arguments of add_norm, rope_cache, attention and glu
     const Block *block;
     const Pass *pass;
-    const Cache *cache;
     const Norm *post, *norm;     // of delta, of the sum
     float *x, *delta, *out, *parts;  // [M, ...]
     int splits, width, first, nodes;
@@ -535,8 +530,8 @@ static void add_norm_row(void *arguments, int m) {
 // Queries go to a buffer, keys and values to rows lengths[b] + t of the cache.
 
 INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
-    return is_value * a->cache->value_stride + b * a->cache->batch_stride
-        + head * a->cache->head_stride + row * a->block->head_size;
+    return is_value * a->pass->value_stride + b * a->pass->batch_stride
+        + head * a->pass->head_stride + row * a->block->head_size;
 }
 
 static void rope_cache_row(void *arguments, int m) {
@@ -559,12 +554,12 @@ static void rope_cache_row(void *arguments, int m) {
                 : x[i] * rope[i] + x[i < D / 2 ? i + D / 2 : i - D / 2] * rope[D + i];
         size_t at = kv < 0 ? ((size_t)m * Hq + h) * D
             : cache_at(a, is_value, m / T, kv % Hkv, a->pass->lengths[m / T] + m % T);
-        float *out = kv < 0 ? a->out : a->cache->data;
-        if (kv < 0 || !a->cache->bfloat16)
+        float *out = kv < 0 ? a->out : a->pass->kv;
+        if (kv < 0 || !a->pass->bfloat16)
             memcpy(out + at, rotated, D * sizeof *rotated);
-        for (int i = 0; kv >= 0 && a->cache->bfloat16 && i < D; i += LANES) {
+        for (int i = 0; kv >= 0 && a->pass->bfloat16 && i < D; i += LANES) {
             vh halves = to_bfloat16(load(rotated + i));
-            copy_n((uint16_t *)a->cache->data + at + i, &halves, D - i, sizeof(uint16_t));
+            copy_n((uint16_t *)a->pass->kv + at + i, &halves, D - i, sizeof(uint16_t));
         }
     }
 }
@@ -581,16 +576,14 @@ static void rope_cache_row(void *arguments, int m) {
 //
 // Bytes: keys and values, once for each 64 nodes.
 
-INLINE int position_of(const Pass *pass, int m) {
-    int nodes = pass->ancestors ? __builtin_popcountll(pass->ancestors[m]) - 1 : m % pass->T;
-    return pass->lengths[m / pass->T] + nodes;
-}
-
 // part [width]: the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
 static void attend_query(const Call *a, int m, int head, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
-    int D = c->head_size, padded = a->width - LANES, position = position_of(a->pass, m);
+    const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
+    int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
+    int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
+    int position = a->pass->lengths[m / T] + before;
     int end = min(max(position + 1 - start, 0), SPLIT);
     int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
     float slope = a->pass->slopes ? a->pass->slopes[head] : 0, q[MAX_HEAD] = {0}, probs[SPLIT + 1];
@@ -637,9 +630,9 @@ static void read_cache(const Call *a, int b, int head, int row, float *out) {
     for (int i = 0; i < 2; i++, out += SPLIT * padded) {
         size_t at = cache_at(a, i, b, head, row);
         for (int d = 0; d < padded; d += LANES)
-            store(out + d, a->cache->bfloat16
-                ? (vf)(load_halves((uint16_t *)a->cache->data + at + d, D - d) << 16)
-                : load_n((float *)a->cache->data + at + d, D - d));
+            store(out + d, a->pass->bfloat16
+                ? (vf)(load_halves((uint16_t *)a->pass->kv + at + d, D - d) << 16)
+                : load_n((float *)a->pass->kv + at + d, D - d));
     }
 }
 
@@ -649,42 +642,42 @@ static void attend_split(void *arguments, int unit) {
     int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
     int length = a->pass->lengths[b], padded = a->width - LANES;
     float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys);  // then values, by position
-    float *part = a->parts + (size_t)unit * a->nodes * G * a->width;
     for (int i = 0; i < min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT); i++)
         read_cache(a, b, kv, start + i, keys + i * padded);
-    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++) {
+    size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
+    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
         uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
         for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
             if (i >= 0)
                 read_cache(a, b, kv, length + __builtin_ctzll(nodes), keys + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G; head++, part += a->width)
-            attend_query(a, m, head, start, keys, keys + SPLIT * padded, part);
+        for (int head = kv * G; head < (kv + 1) * G; head++)
+            attend_query(a, m, head, start, keys, keys + SPLIT * padded,
+                         a->parts + (row * G * Hkv + head) * a->width);
     }
 }
 
 static void merge_splits(void *arguments, int unit) {
     const Call *a = arguments;
-    int D = a->block->head_size, Hq = a->block->n_head, Hkv = a->block->n_kv_head, G = Hq / Hkv;
-    int head = unit % Hq, n = unit / Hq % a->nodes, b = unit / Hq / a->nodes;
-    size_t stride = (size_t)a->nodes * G * a->width, row = (size_t)b * a->pass->T + a->first + n;
-    const float *parts = a->parts + ((size_t)b * Hkv + head / G) * a->splits * stride
-        + (n * G + head % G) * a->width, *sum = parts + a->width - LANES;
-    float *out = a->out + (row * Hq + head) * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    int D = a->block->head_size, Hq = a->block->n_head, b = unit / Hq / a->nodes;
+    size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
+    size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
+    const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
+    float *out = a->out + at * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
         float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
         total += scale * sum[s * stride];
         for (int d = 0; d < D; d++)
-            values[d] += scale * parts[s * stride + d];
+            values[d] += scale * part[s * stride + d];
     }
     for (int d = 0; d < D; d++)
         out[d] = total == 0 ? 0 : values[d] / total;
 }
 
 // q, out [M, Hq, D]
-void attention(const Block *block, const Pass *pass, const Cache *cache, float *q, float *out) {
-    Call a = {.block = block, .pass = pass, .cache = cache, .x = q, .out = out};
+void attention(const Block *block, const Pass *pass, float *q, float *out) {
+    Call a = {.block = block, .pass = pass, .x = q, .out = out};
     int longest = 0, Hq = block->n_head, D = block->head_size;
     for (int b = 0; b < pass->B; b++)
         longest = max(longest, pass->lengths[b] + pass->T);
@@ -693,7 +686,7 @@ void attention(const Block *block, const Pass *pass, const Cache *cache, float *
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // of a node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
-    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [B, Hkv, splits, nodes, G, width]
+    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [splits, B, nodes, Hq, width]
     for (; a.first < pass->T; a.first += nodes) {
         a.nodes = min(pass->T - a.first, nodes);
         int64_t work = (int64_t)a.nodes * Hq * min(longest, SPLIT);
@@ -726,25 +719,25 @@ static void glu_row(void *arguments, int m) {
 // run_blocks: model.Block, one after another
 
 // x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm
-void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *pass,
-                const Cache *first, float *x, float *normed) {
-    int M = pass->B * pass->T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass->threads;
+void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
+                float *normed) {
+    Pass pass = *first;
+    int M = pass.B * pass.T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass.threads;
     int q_size = blocks->n_head * blocks->head_size;
     int size = 2 * q_size + 2 * blocks->n_kv_head * blocks->head_size + C + 3 * inner;
     float *q = scratch(PASS, (size_t)M * size * sizeof *q), *delta = q + (size_t)M * q_size;
     float *up = delta + (size_t)M * C, *hidden = up + (size_t)M * 2 * inner;
     float *qkv = hidden + (size_t)M * inner;
-    Cache cache = *first;
     Norm none = {0};
     Call add = {.post = &none, .norm = &blocks->attn_norm, .x = x, .out = normed, .block = blocks};
     parallel(add_norm_row, &add, M, C, threads);
     add.delta = delta;
     for (const Block *c = blocks; c < blocks + count; c++) {
-        Call rope = {.block = c, .pass = pass, .cache = &cache, .x = qkv, .out = q};
+        Call rope = {.block = c, .pass = &pass, .x = qkv, .out = q};
         Call act = {.block = c, .x = up, .out = hidden};
         product(&c->qkv, normed, M, qkv, threads);
         parallel(rope_cache_row, &rope, M, q_size, threads);
-        attention(c, pass, &cache, q, qkv);
+        attention(c, &pass, q, qkv);
         product(&c->proj, qkv, M, delta, threads);
         add.post = &c->attn_post_norm;
         add.norm = &c->mlp_norm;
@@ -755,7 +748,7 @@ void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *pa
         add.post = &c->mlp_post_norm;
         add.norm = c + 1 < blocks + count ? &c[1].attn_norm : last;
         parallel(add_norm_row, &add, M, C, threads);
-        cache.data = (char *)cache.data + cache.layer_stride * (cache.bfloat16 ? 2 : 4);
+        pass.kv = (char *)pass.kv + pass.layer_stride * (pass.bfloat16 ? 2 : 4);
     }
 }
 

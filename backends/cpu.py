@@ -2,7 +2,7 @@
 
 `apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
 names; a layer whose weight has changed, or that needs a gradient, computes as before. Without a
-compiler a model computes by torch's operations, in float32 with oneDNN's products."""
+compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
@@ -12,17 +12,18 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import filled, filter_logits, gumbel_argmax, runs_triton
-from model import GPT, LMHead, NoNorm, atomic_write, warn
+import model as models
+from kernels import filled, filter_logits, runs_triton
+from model import GPT, LMHead, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
@@ -38,19 +39,19 @@ def apply(model, heads=None):
     again after weights have changed, or the model has left the CPU: its layers then become what
     they were."""
     layers = [*model.modules(), *(heads.modules() if heads is not None else ())]
-    if model.device.type != "cpu" or runs_triton(model.norm.weight):
+    is_cpu = model.device.type == "cpu" and not runs_triton(model.norm.weight)
+    if not is_cpu or library() is None:
         replace_classes(layers, {packed: layer for layer, packed in PACKED.items()})
         return nullcontext
-    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    unpacked = (layer.weight for layer in linears if getattr(layer, "copy", None) is None)
+    unpacked = (layer.weight for layer in layers
+                if isinstance(layer, nn.Linear) and getattr(layer, "made", None) is None)
     if 2 * sum(weight.nbytes for weight in unpacked) > model.free_memory():
         warn("the memory has no room for packed copies of the weights, so decoding is slower; take "
              "a smaller model")
         return nullcontext
     replace_classes(layers, PACKED)
-    model.programs = ()
-    for layer in linears:
-        if isinstance(layer, PackedLinear):  # a fork may have a subclass of its own
+    for layer in reversed(layers):  # blocks after their layers
+        if isinstance(layer, Packed):
             layer.repack()
     return kernel_threads if is_exact(model) else nullcontext
 
@@ -59,14 +60,12 @@ def apply(model, heads=None):
 def kernel_threads():
     """Leaves torch one thread, and its others to cpu.c: torch's would spin beside them for a
     millisecond after each operation, and a step has none that is worth a second thread."""
-    count = torch.get_num_threads()
+    THREADS.append(torch.get_num_threads())
     torch.set_num_threads(1)
-    THREADS.append(count)
     try:
         yield
     finally:
-        THREADS.pop()
-        torch.set_num_threads(count)
+        torch.set_num_threads(THREADS.pop())
 
 
 def threads():
@@ -91,56 +90,37 @@ def trim_memory():
 
 def is_exact(model):
     """Whether two ways to decode give the same bits."""
-    return (isinstance(model, CPUModel) and packed_weight(model.head) is not None
-            and model.program(model.blocks) is not None)
+    return current(model.head) is not None and current(model.blocks) is not None
 
 
-def packed_weight(layer):
-    """The `PackedWeight` that a layer multiplies by, None where there is none."""
+def current(layer):
+    """What `Packed` keeps of a layer's weights as they are; None where there is nothing."""
     return layer.current() if hasattr(layer, "current") else None
 
 
 # --------------------------------------------------------------------------------------------------
 # The library
 
-def fields(kind, *names):
-    return [(name, kind) for name in names]
+def struct(name, *fields):
+    """A struct of cpu.c. fields: (type, names)"""
+    pairs = [(field, kind) for kind, names in fields for field in names.split()]
+    return type(name, (ctypes.Structure,), dict(_fields_=pairs))
 
 
-class Linear(ctypes.Structure):  # this and those below as in cpu.c
-    _fields_ = [*fields(c_int32, "kind", "n", "k", "group", "half"),
-                *fields(c_void_p, "values", "scales", "minimums", "bias")]
-
-
-class Norm(ctypes.Structure):
-    _fields_ = [*fields(c_void_p, "weight", "bias"), ("eps", c_float)]
-
-
-class Block(ctypes.Structure):
-    _fields_ = [*fields(Norm, "attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "q_norm",
-                        "k_norm"),
-                *fields(Linear, "qkv", "proj", "up", "down"),
-                *fields(c_int32, "n_embd", "n_head", "n_kv_head", "head_size", "n_inner",
-                        "norms_all", "gated", "gelu", "window", "rope"),
-                ("scale", c_float)]
-
-
-class Pass(ctypes.Structure):
-    _fields_ = [*fields(c_int32, "B", "T", "threads"),
-                *fields(c_void_p, "lengths", "ancestors", "rope", "window_rope", "slopes")]
-
-
-class Cache(ctypes.Structure):
-    _fields_ = [("data", c_void_p),
-                *fields(c_int64, "layer_stride", "value_stride", "batch_stride", "head_stride"),
-                ("bfloat16", c_int32)]
-
-
+Linear = struct("Linear", (c_int32, "kind n k group half"),
+                (c_void_p, "values scales minimums bias"))
+Norm = struct("Norm", (c_void_p, "weight bias"), (c_float, "eps"))
+Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
+               (Linear, "qkv proj up down"),
+               (c_int32, "n_embd n_head n_kv_head head_size n_inner"),
+               (c_int32, "norms_all gated gelu window rope"), (c_float, "scale"))
+Pass = struct("Pass", (c_int32, "B T threads bfloat16"),
+              (c_void_p, "lengths ancestors rope window_rope slopes kv"),
+              (c_int64, "layer_stride value_stride batch_stride head_stride"))
 FUNCTIONS = {
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
-    "attention": (POINTER(Block), POINTER(Pass), POINTER(Cache), c_void_p, c_void_p),
-    "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), POINTER(Cache), c_void_p,
-                   c_void_p),
+    "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
+    "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
     "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int)}
 
 
@@ -162,40 +142,27 @@ def library():
         return None
     for name, types in FUNCTIONS.items():
         getattr(found, name).argtypes = types
-        getattr(found, name).restype = None
     return found
 
 
 def load_or_build(command):
     """The library that a command makes of cpu.c, from the user's cache folder."""
-    version = subprocess.run([command[0], "--version"], check=True, capture_output=True,
-                             text=True).stdout
-    key = SOURCE.read_bytes(), version, command, cpu_features()
-    name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # of compiler and CPU
+    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, macros)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
-    try:
-        return ctypes.CDLL(str(folder / name))
-    except OSError:  # not there, or broken
-        pass
+    file = folder / f"cpu-{key}.so"
+    with suppress(OSError):  # not there, or broken
+        return ctypes.CDLL(str(file))
     with tempfile.TemporaryDirectory() as temporary:
-        built = Path(temporary) / name
-        subprocess.run([*command, str(SOURCE), "-o", str(built), "-lm"], check=True,
-                       capture_output=True, text=True)
+        built = f"{temporary}/{file.name}"
+        run([*command, str(SOURCE), "-o", built, "-lm"])
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / name, lambda tmp: shutil.copyfile(built, tmp))
+            atomic_write(file, lambda tmp: shutil.copyfile(built, tmp))
         except OSError as error:
             warn(f"the CPU's kernels are compiled anew in each run, which takes seconds: {error}")
-        return ctypes.CDLL(str(built))
-
-
-def cpu_features():
-    """What tells one kind of CPU from another."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+        return ctypes.CDLL(built)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,6 +181,7 @@ def pointer(x):
 
 class PackedWeight:
     """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them."""
+    chosen = None, None  # what `rows` was asked for last, and gave
 
     def __init__(self, kind, shape, values, scales=None, minimums=None, bias=None):
         self.values, self.scales, self.minimums = values, scales, minimums
@@ -231,27 +199,27 @@ class PackedWeight:
                           threads())
         return out
 
+    def unpacked_rows(self, index):
+        """values, scales and minimums of the rows int [n], each [n, ...] or None."""
+        block, lane = index // LANES, index % LANES
+        tensors = self.values, self.scales, self.minimums
+        return [x if x is None else x[block, :, lane].flatten(1) for x in tensors]
 
-class OneDNNWeight:
-    """The same where there is no cpu.c, in float32: twice as fast as from rows."""
-    linear = None
-
-    def __init__(self, weight, bias=None):
-        self.values = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self.bias = bias
-
-    def multiply(self, x):
-        return torch.ops.mkldnn._linear_pointwise(x, self.values, self.bias, "none", [], "")
+    def rows(self, index):
+        """The `PackedWeight` of the rows int [n], made once; without a bias, as an LM head has."""
+        if self.chosen[0] is not index:
+            inner = self.values.shape[-1], 1, 1
+            tensors = [x if x is None else blocks(x, 1, n)
+                       for x, n in zip(self.unpacked_rows(index), inner)]
+            shape = len(index), self.linear.k
+            self.chosen = index, PackedWeight(self.linear.kind, shape, *tensors)
+        return self.chosen[1]
 
 
 def pack_floats(weight, bias=None):
-    """A weight [n, k] -> `PackedWeight` or `OneDNNWeight`, None for a dtype that has none."""
-    if library() is not None and weight.dtype in KINDS:
-        values = blocks(weight, 4, 4 // weight.itemsize)
-        return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
-    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return OneDNNWeight(weight, bias)
-    return None
+    """A weight [n, k] of one of KINDS -> `PackedWeight`."""
+    values = blocks(weight, 4, 4 // weight.itemsize)
+    return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
 
 
 def pack_quantized(q, is_int4, scales, minimums=None, bias=None):
@@ -265,57 +233,63 @@ def pack_quantized(q, is_int4, scales, minimums=None, bias=None):
 
 
 def snapshot(module):
-    """What shows later whether a tensor of a module has been changed or replaced."""
+    """What shows later whether a tensor of a module has been changed or replaced, or is trained."""
     return [(tensors, name, x, x._version) for part in module.modules()
             for tensors in (part._parameters, part._buffers)
             for name, x in tensors.items() if x is not None]
 
 
 def is_current(snapshot):
-    return all(tensors[name] is x and x._version == version
+    return all(tensors[name] is x and x._version == version and not x.requires_grad
                for tensors, name, x, version in snapshot)
 
 
-class PackedLinear(nn.Linear):
-    """nn.Linear that, in inference, multiplies by a packed copy of its weight."""
-    copy = None  # (`snapshot`, `PackedWeight`)
+class Packed(nn.Module):
+    """Keeps what `make` gives for a module's weights, while these stay as they are."""
+    made = None  # (`snapshot`, what was made)
 
     def repack(self):
-        """Brings the copy up to date: of a frozen weight, in a dtype that is packed."""
-        w = self.weight
-        if not w.is_cpu or w.requires_grad or w.is_inference():
-            self.copy = None
-        elif self.current() is None:
-            self.copy = snapshot(self), pack_floats(w, self.bias)
+        """Makes it anew where there is none of the weights as they are."""
+        if self.current() is None:
+            made = self.make()
+            self.made = None if made is None else (snapshot(self), made)
 
     def current(self):
-        """The `PackedWeight`; None where there is none of the weight and the bias as they are."""
-        return self.copy[1] if self.copy and is_current(self.copy[0]) else None
+        return self.made[1] if self.made and is_current(self.made[0]) else None
+
+    def __getstate__(self):  # deepcopy and pickle leave it out
+        return self.__dict__ | dict(made=None)
+
+    def _apply(self, fn, *args, **kwargs):
+        self.made = None  # the weights go to another device or dtype
+        return super()._apply(fn, *args, **kwargs)
+
+
+class PackedLinear(Packed, nn.Linear):
+    """nn.Linear that, in inference, multiplies by a packed copy of its weight."""
+
+    def make(self):
+        """The packed copy of a frozen weight in a dtype that is packed; else None."""
+        w = self.weight
+        frozen = w.is_cpu and not w.requires_grad and not w.is_inference()
+        return pack_floats(w, self.bias) if frozen and w.dtype in KINDS else None
 
     def forward(self, x):
         packed = self.current() if torch.is_inference_mode_enabled() else None
         return super().forward(x) if packed is None else packed.multiply(x).to(x.dtype)
 
-    def __getstate__(self):  # deepcopy and pickle leave out the copies
-        return {name: x for name, x in self.__dict__.items() if name not in ("copy", "vocab")}
-
-    def _apply(self, fn, *args, **kwargs):
-        self.copy = None  # the weight goes to another device or dtype
-        return super()._apply(fn, *args, **kwargs)
-
 
 class KernelHead:
-    """The methods of `model.LMHead`, by products of what `current` and `packed_rows` give."""
-    vocab = None  # (vocab_ids, what was packed of these rows)
+    """The methods of `model.LMHead`, by products of what `current` gives."""
 
     def topk(self, hidden, k, vocab_ids=None):
         packed = self.current()
         if packed is None:
             return super().topk(hidden, k, vocab_ids)
-        if vocab_ids is not None:
-            packed = self.packed_rows(vocab_ids)
-        logprobs, columns = topk_logprobs(packed.multiply(hidden), k)
-        return logprobs, columns if vocab_ids is None else vocab_ids[columns].long()
+        if vocab_ids is None:
+            return topk_logprobs(packed.multiply(hidden), k)
+        logprobs, columns = topk_logprobs(packed.rows(vocab_ids).multiply(hidden), k)
+        return logprobs, vocab_ids[columns].long()
 
     def logits(self, hidden):
         packed = self.current()
@@ -334,19 +308,11 @@ class KernelHead:
 
 
 class PackedLMHead(KernelHead, PackedLinear, LMHead):
-
-    def packed_rows(self, vocab_ids):
-        """The `PackedWeight` of these rows, packed once."""
-        known, packed, copy = self.vocab or (None, None, None)
-        if known is not vocab_ids or copy is not self.copy:
-            self.vocab = vocab_ids, pack_floats(self.weight[vocab_ids]), self.copy
-        return self.vocab[1]
+    pass
 
 
 def argmax(logits, temperature, seed, sequence, position, first_token=0):
     """As `kernels.gumbel_argmax`, of float32 logits."""
-    if library() is None:
-        return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
     M, V = logits.shape
     B = len(sequence)
     temperature = filled(temperature, logits, B).float()
@@ -373,113 +339,91 @@ def topk_logprobs(logits, k):
 # --------------------------------------------------------------------------------------------------
 # Blocks
 
-class CPUModel(GPT):
-    """A `GPT` whose blocks run in one call of cpu.c: over a cache, in inference, with packed
-    weights. All else is as it was."""
-    programs = ()  # [(blocks, `snapshot`, Block[n] of cpu.c, the tensors that it points to)]
+class PackedBlocks(Packed, nn.ModuleList):
+    """The blocks of a model or of heads, as cpu.c runs them."""
 
-    def program(self, blocks):
-        """Block[n] of blocks; None where cpu.c cannot run them as they are."""
-        for known, snapshot, array, _ in self.programs:
-            if known is blocks and is_current(snapshot):
-                return array
-        program = make_program(blocks)
-        if program is None:
+    def make(self):
+        """(Block[n] of cpu.c, the tensors that it points to); None where layers are not packed, or
+        heads larger than cpu.c's."""
+        if len(self) == 0 or not isinstance(self[0], models.Block):
             return None
-        self.programs = [program, *(old for old in self.programs if old[0] is not blocks)]
-        return program[2]
-
-    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
-                   documents=None, query_heads=slice(None)):
-        stream = self.run_program(blocks, hidden, positions, cache, ancestors, NoNorm())
-        if stream is None:
-            return super().run_blocks(blocks, hidden, positions, cache, ancestors, end, documents,
-                                      query_heads)
-        return stream[0].to(hidden.dtype), None
-
-    def norm_and_hidden(self, tokens, positions, cache, ancestors):
-        """As `GPT.norm_and_hidden`; the norm is in float32."""
-        hidden = self.embeddings(tokens, positions)
-        stream = self.run_program(self.blocks, hidden, positions, cache, ancestors, self.norm)
-        if stream is None:
-            return super().norm_and_hidden(tokens, positions, cache, ancestors)
-        return stream[1], stream[0].to(hidden.dtype)
-
-    def run_program(self, blocks, hidden, positions, cache, ancestors, norm):
-        """-> (residual stream, its norm), float32 [B, T, C]; None where cpu.c cannot run it."""
-        usable = (cache is not None and cache.kv.dtype in KINDS and len(blocks) > 0
-                  and torch.is_inference_mode_enabled())
-        array = self.program(blocks) if usable else None
-        if array is None:
+        config = self[0].attn.config
+        if config.head_size > MAX_HEAD:
             return None
-        B, T, C = hidden.shape
-        kv = cache.kv
-        if ancestors is not None:
-            lengths, ancestors = cache.lengths, ancestors.contiguous()
-        else:
-            lengths = positions[:, 0].int()
-        if int(lengths.max()) + T > kv.shape[4] or kv.stride()[4:] != (kv.shape[5], 1):
-            raise ValueError(f"expected a cache for {int(lengths.max()) + T} rows, each in one "
-                             f"piece; got {tuple(kv.shape)}, strides {kv.stride()}")
-        tables = [x if x is None else x[positions].float()
-                  for x in (self.rotations, self.window_rotations)]
-        x = hidden.to(torch.float32, copy=True).contiguous()
-        normed = torch.empty_like(x)
+        array = (Block * len(self))()
         kept = []
-        library().run_blocks(
-            array, len(blocks), norm_struct(norm, kept),
-            Pass(B, T, threads(), lengths.data_ptr(), pointer(ancestors),
-                 *map(pointer, tables), pointer(self.slopes)),
-            Cache(kv.data_ptr(), *kv.stride()[:4], kv.dtype == torch.bfloat16),
-            x.data_ptr(), normed.data_ptr())
-        return x, normed
-
-    def __getstate__(self):
-        return {name: x for name, x in self.__dict__.items() if name != "programs"}
-
-    def _apply(self, fn, *args, **kwargs):
-        self.programs = ()
-        return super()._apply(fn, *args, **kwargs)
-
-
-def make_program(blocks):
-    """An entry of `programs`; None where layers are not packed, or heads larger than cpu.c's."""
-    config = blocks[0].attn.config
-    if config.head_size > MAX_HEAD:
-        return None
-    array = (Block * len(blocks))()
-    kept = []
-    for block, struct in zip(blocks, array):
-        attn, mlp = block.attn, block.mlp
-        for name, layer in dict(qkv=attn.qkv, proj=attn.proj, up=mlp.up, down=mlp.down).items():
-            packed = packed_weight(layer)
-            if packed is None or packed.linear is None:
-                return None
-            setattr(struct, name, packed.linear)
-            kept.append(packed)
-        for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm"):
-            setattr(struct, name, norm_struct(getattr(block, name), kept))
-        if config.qk_norm:
-            struct.q_norm = norm_struct(attn.q_norm, kept)
-            struct.k_norm = norm_struct(attn.k_norm, kept)
-        struct.norms_all = config.qk_norm == "all"
-        struct.gated, struct.gelu = config.gated, config.activation == "gelu"
-        for name in ("n_embd", "n_head", "n_kv_head", "head_size", "n_inner"):
-            setattr(struct, name, getattr(config, name))
-        struct.window = attn.window
-        has_rope = attn.rotates and config.positions == "rope"
-        struct.rope = attn.has_own_rope if has_rope else -1
-        struct.scale = config.attn_scale or config.head_size ** -0.5
-    return blocks, snapshot(blocks), array, kept
+        for block, struct in zip(self, array):
+            for path, layer in block.named_modules():
+                name = path.rpartition(".")[2]
+                if isinstance(layer, models.Norm):
+                    setattr(struct, name, norm_struct(layer, kept))
+                elif name in ("qkv", "proj", "up", "down"):
+                    packed = current(layer)
+                    if packed is None:
+                        return None
+                    setattr(struct, name, packed.linear)
+                    kept.append(packed)
+            for name in ("n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated"):
+                setattr(struct, name, getattr(config, name))
+            struct.norms_all = config.qk_norm == "all"
+            struct.gelu = config.activation == "gelu"
+            struct.window = block.attn.window
+            has_rope = block.attn.rotates and config.positions == "rope"
+            struct.rope = block.attn.has_own_rope if has_rope else -1
+            struct.scale = config.attn_scale or config.head_size ** -0.5
+        return array, kept
 
 
 def norm_struct(norm, kept):
     """A `Norm`; what it points to is added to `kept`."""
-    if isinstance(norm, NoNorm):
-        return Norm()
     tensors = [x if x is None else x.float() for x in (norm.weight, norm.bias)]
     kept += tensors
     return Norm(*map(pointer, tensors), norm.eps)
 
 
-PACKED = {nn.Linear: PackedLinear, LMHead: PackedLMHead, GPT: CPUModel}
+class CPUModel(GPT):
+    """A `GPT` whose blocks run in one call of cpu.c: over a cache, in inference, with packed
+    weights. All else is as it was."""
+
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, *rest, **named):
+        stream = self.run_packed(blocks, hidden, positions, cache, ancestors)
+        if stream is None:
+            return super().run_blocks(blocks, hidden, positions, cache, ancestors, *rest, **named)
+        return stream[0].to(hidden.dtype), None
+
+    def norm_and_hidden(self, tokens, positions, cache, ancestors):
+        """As `GPT.norm_and_hidden`; the norm is in float32."""
+        hidden = self.embeddings(tokens, positions)
+        stream = self.run_packed(self.blocks, hidden, positions, cache, ancestors)
+        if stream is None:
+            return super().norm_and_hidden(tokens, positions, cache, ancestors)
+        return stream[1], stream[0].to(hidden.dtype)
+
+    def run_packed(self, blocks, hidden, positions, cache, ancestors):
+        """-> (residual stream, its norm), float32 [B, T, C]; None where cpu.c cannot run it."""
+        usable = cache is not None and cache.kv.dtype in KINDS and torch.is_inference_mode_enabled()
+        packed = current(blocks) if usable else None
+        if packed is None:
+            return None
+        B, T, C = hidden.shape
+        kv = cache.kv
+        lengths = positions[:, 0].int()
+        if ancestors is not None:
+            lengths, ancestors = cache.lengths, ancestors.contiguous()
+        end = int(lengths.max()) + T
+        if end > kv.shape[4]:
+            raise ValueError(f"expected a cache for {end} rows; got {tuple(kv.shape)}")
+        tables = [x if x is None else x[positions].float()
+                  for x in (self.rotations, self.window_rotations)]
+        a_pass = Pass(B, T, threads(), kv.dtype == torch.bfloat16,
+                      *map(pointer, (lengths, ancestors, *tables, self.slopes, kv)),
+                      *kv.stride()[:4])
+        x = hidden.to(torch.float32, copy=True).contiguous()
+        normed = torch.empty_like(x)
+        kept = []
+        library().run_blocks(packed[0], len(blocks), norm_struct(self.norm, kept), a_pass,
+                             x.data_ptr(), normed.data_ptr())
+        return x, normed
+
+
+PACKED = {nn.Linear: PackedLinear, LMHead: PackedLMHead, nn.ModuleList: PackedBlocks, GPT: CPUModel}

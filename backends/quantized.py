@@ -68,20 +68,15 @@ class Unpacked(NamedTuple):
 
     def values(self):
         """float32 [N, C]"""
-        if self.zeros is None and self.kind != "e4m3":
-            q = self.q if self.kind == "int4" else self.q.view(torch.int8)
-            values = q.float().view(len(q), len(self.scales), -1)
-            values *= self.scales.float().T[:, :, None]
-            if self.minimums is not None:
-                values += self.minimums.float().T[:, :, None]
-            return values.flatten(1)
-        return dequantize(*self.pack(), self.q.shape[1], torch.float32)
-
-    def lowest(self):
-        """[G, N], the weight of q = 0; None where there are neither zeros nor minimums."""
-        if self.zeros is None:
-            return self.minimums
-        return -self.zeros.float() * self.scales.float()
+        dtypes = dict(int4=torch.uint8, int8=torch.int8, e4m3=torch.float8_e4m3fn)
+        q = self.q.view(dtypes[self.kind])
+        values = q.float().reshape(len(q), len(self.scales), -1)  # (N, G, group)
+        if self.zeros is not None:
+            values -= self.zeros.T[:, :, None]
+        values *= self.scales.float().T[:, :, None]
+        if self.minimums is not None:
+            values += self.minimums.float().T[:, :, None]
+        return values.flatten(1)
 
     def columns(self, part):
         """A slice of the channels, at the borders of groups."""
@@ -108,13 +103,9 @@ class PackedLayer(nn.Module):
 
     def _apply(self, fn, *args, **kwargs):
         """The buffers go to another device as bytes."""
-        dtypes = {name: x.dtype for name, x in self.named_buffers()}
-        for name in dtypes:
-            self._buffers[name] = self._buffers[name].view(torch.uint8)
-        super()._apply(fn, *args, **kwargs)
-        for name, dtype in dtypes.items():
-            self._buffers[name] = self._buffers[name].view(dtype)
-        return self
+        def move(x):
+            return fn(x) if isinstance(x, nn.Parameter) else fn(x.view(torch.uint8)).view(x.dtype)
+        return super()._apply(move, *args, **kwargs)
 
 
 class QuantizedLinear(PackedLayer):
@@ -226,34 +217,30 @@ class CPULinear(nn.Module):
     def current(self):
         return self.packed
 
-    def multiply(self, x):
-        """x [..., C] -> float32 [..., N]"""
-        return self.packed.multiply(x)
-
     def forward(self, x):
-        return self.multiply(x).to(x.dtype)
-
-    def rows(self, index):
-        """The rows int [n] of the weight -> `Unpacked`."""
-        block, lane = index // cpu.LANES, index % cpu.LANES
-        q = self.packed.values[block, :, lane]  # (n, k / 4 or k / 8, 4)
-        q = torch.cat((q & 15, q >> 4), dim=-1) if self.layout.kind == "int4" else q ^ 128
-        scales, minimums = (x if x is None else x[block, :, lane, 0].T
-                            for x in (self.packed.scales, self.packed.minimums))
-        q = q.flatten(1)[:, :self.in_features]
-        return Unpacked(q, scales, None, self.layout.kind, minimums)
+        return self.packed.multiply(x).to(x.dtype)
 
     def embedding(self, tokens):
         """The rows of token ids [...] -> float32 [..., C]."""
-        return self.rows(tokens.flatten()).values().view(*tokens.shape, -1)
+        q, scales, minimums = self.packed.unpacked_rows(tokens.flatten())
+        if self.layout.kind == "int4":
+            q = q.view(len(q), -1, 4)
+            q = torch.cat((q & 15, q >> 4), dim=-1).flatten(1)
+        else:
+            q = q ^ 128
+        minimums = None if minimums is None else minimums.T
+        weight = Unpacked(q[:, :self.in_features], scales.T, None, self.layout.kind, minimums)
+        return weight.values().view(*tokens.shape, -1)
 
 
-def pack_for_cpu(parts, bias=None):
+def pack_for_cpu(parts, bias):
     """`Unpacked` parts of a weight, one below the other -> `cpu.PackedWeight`."""
-    join = lambda tensors: torch.cat([*tensors], dim=1)
-    scales, minimums = join(part.scales for part in parts), None
-    if parts[0].lowest() is not None:
-        minimums = join(part.lowest() for part in parts)
+    scales = torch.cat([part.scales for part in parts], dim=1)
+    minimums = None
+    if parts[0].zeros is not None:
+        minimums = torch.cat([-part.zeros.float() * part.scales.float() for part in parts], dim=1)
+    elif parts[0].minimums is not None:
+        minimums = torch.cat([part.minimums for part in parts], dim=1)
     if scales.dtype != torch.float16 or minimums is not None and minimums.dtype != torch.float16:
         scales, minimums = (x if x is None else x.float() for x in (scales, minimums))
     return cpu.pack_quantized(torch.cat([part.q for part in parts]), parts[0].kind == "int4",
@@ -262,11 +249,6 @@ def pack_for_cpu(parts, bias=None):
 
 class CPULMHead(cpu.KernelHead, CPULinear):
     """`model.LMHead` of such a weight."""
-
-    def packed_rows(self, vocab_ids):
-        if self.vocab is None or self.vocab[0] is not vocab_ids:
-            self.vocab = vocab_ids, pack_for_cpu([self.rows(vocab_ids.long())])
-        return self.vocab[1]
 
 
 class CPUEmbedding(nn.Module):

@@ -83,11 +83,11 @@ def test_a_row_without_numbers_stays_alone(kind):
 
 
 def attention_structs(q, k, slopes, window, lengths, ancestors, scale, threads):
-    """(Block, Pass, Cache) for keys and values k [2, B, Hkv, S, D] of a layer."""
+    """(Block, Pass) for keys and values k [2, B, Hkv, S, D] of a layer."""
     B, T, Hq, D = q.shape
     block = cpu.Block(n_head=Hq, n_kv_head=k.shape[2], head_size=D, window=window, rope=-1, scale=scale or D ** -0.5)
-    a_pass = cpu.Pass(B, T, threads, lengths.data_ptr(), cpu.pointer(ancestors), None, None, cpu.pointer(slopes))
-    return block, a_pass, cpu.Cache(k.data_ptr(), 0, *k.stride()[:3], k.dtype == torch.bfloat16)
+    tensors = lengths, ancestors, None, None, slopes, k
+    return block, cpu.Pass(B, T, threads, k.dtype == torch.bfloat16, *map(cpu.pointer, tensors), 0, *k.stride()[:3])
 
 
 def attend(q, k, slopes, window, lengths, ancestors, scale=None, threads=1):
@@ -268,7 +268,7 @@ def test_packing_needs_room(monkeypatch, capsys):
     models.warn.cache_clear()
     cpu.apply(model)
     cpu.apply(model)
-    assert getattr(model.head, "copy", None) is None
+    assert getattr(model.head, "made", None) is None
     assert capsys.readouterr().err.count("no room for packed copies") == 1
 
 
@@ -316,8 +316,15 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
     """Catches a compiler that runs each time, a broken file or another machine's that is taken, a folder that cannot be
     written and then a traceback, or more than one line about it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **k: runs.append(command) or run(command, **k))
+    runs, run, macros = [], subprocess.run, [""]
+
+    def run_here(command, **options):
+        runs.append(command)
+        done = run(command, **options)
+        if "-dM" in command:
+            done.stdout += macros[-1]
+        return done
+    monkeypatch.setattr(subprocess, "run", run_here)
     compiled = lambda: sum("-o" in command for command in runs)
     command = ["cc", "-shared", "-fPIC"]
     source = tmp_path / "small.c"
@@ -330,11 +337,11 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
     for _ in range(2):
         assert cpu.load_or_build(command).answer() == 42
     assert compiled() == 1
-    monkeypatch.setattr(cpu, "cpu_features", lambda: ["another"])
+    macros.append("#define another CPU")
     cpu.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where no folder can be made
-    monkeypatch.setattr(cpu, "cpu_features", lambda: ["a third"])
+    macros.append("#define a third")
     models.warn.cache_clear()
     cpu.load_or_build(command)
     assert compiled() == 3 and capsys.readouterr().err.count("compiled anew in each run") == 1
