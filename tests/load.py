@@ -4,6 +4,7 @@ then those that were not beside generate() on the same prompts; and a first toke
 import json
 import random
 import resource
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-from tests.test_tools_serve import Running
 
 from generate import Sampling, generate
 from hf.tokenizer import encode_prompt
+from tools.cli import Session
+from tools.flags import parse_serve
 
 REQUESTS = 200
 WORDS = "the river runs past a mill where nobody works on days like this one".split()
@@ -27,44 +29,50 @@ def ask(i, **more):
                        top_p=pick.choice([1, 0.9])) | more
 
 
-def send(served, body, cut=False):
+def send(url, body, cut=False):
     """-> (seconds to the first line, the answer's new tokens); cut: the client goes away then."""
     started = time.perf_counter()
-    with httpx.stream("POST", served.url + "/v1/completions", json=body | dict(stream=cut), timeout=600) as answer:
+    with httpx.stream("POST", url + "/v1/completions", json=body | dict(stream=cut), timeout=600) as answer:
         line = next(answer.iter_lines())
         return time.perf_counter() - started, 0 if cut else json.loads(line)["usage"]["completion_tokens"]
 
 
-def at_once(served, bodies, is_cut=lambda i: False):
+def at_once(url, bodies, is_cut=lambda i: False):
     """16 at a time -> (tokens, seconds)"""
     started = time.perf_counter()
     with ThreadPoolExecutor(16) as pool:
-        answers = pool.map(lambda pair: send(served, pair[1], is_cut(pair[0])), enumerate(bodies))
+        answers = pool.map(lambda pair: send(url, pair[1], is_cut(pair[0])), enumerate(bodies))
         return sum(tokens for _, tokens in answers), time.perf_counter() - started
 
 
-def memory():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
-
-
 def main(model="smollm2"):
-    served = Running(model, "--threads", "2", capacity=1023)
+    flags = ["--model", model, "--threads", "2", "--port", "0"]
+    with subprocess.Popen([sys.executable, "-m", "tools.serve", *flags], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            measure(server, flags)
+        finally:
+            server.terminate()
+
+
+def measure(server, flags):
+    url = next(line.split()[-1] for line in server.stderr if "http://" in line)
     for words in (1, 190):
-        seconds, _ = send(served, ask(0, prompt=" ".join((WORDS * 20)[:words]), max_tokens=1))
+        seconds, _ = send(url, ask(0, prompt=" ".join((WORDS * 20)[:words]), max_tokens=1))
     print(f"{seconds:.2f} seconds to the first token after {words} words")
     for _ in range(2):
-        tokens, seconds = at_once(served, map(ask, range(REQUESTS)), lambda i: i % 4 == 3)
-        print(f"{tokens} tokens in {seconds:.0f} seconds; {memory():.0f} MB in use")
+        tokens, seconds = at_once(url, map(ask, range(REQUESTS)), lambda i: i % 4 == 3)
+        pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+        print(f"{tokens} tokens in {seconds:.0f} seconds; {pages * resource.getpagesize() / 1e6:.0f} MB in use")
     bodies = list(map(partial(ask, max_tokens=48), range(REQUESTS)))
-    prompts = [encode_prompt(served.session.encoding, body["prompt"]) for body in bodies]
+    session = Session(parse_serve(flags))
+    prompts = [encode_prompt(session.encoding, body["prompt"]) for body in bodies]
     sampling = [Sampling(body["temperature"], top_p=body["top_p"], seed=body["seed"]) for body in bodies]
     for _ in range(2):
-        tokens, seconds = at_once(served, bodies)
-        out = generate(served.session.model, prompts, 48, served.session.heads, lookup=True, sampling=sampling,
-                       stop=served.session.stop, encoding=served.session.encoding)
+        tokens, seconds = at_once(url, bodies)
+        out = generate(session.model, prompts, 48, session.heads, lookup=True, sampling=sampling, stop=session.stop,
+                       encoding=session.encoding)
         print(f"server {tokens / seconds:.1f} tokens per second, generate() {out.tokens_per_second:.1f}")
-    print("all slots are free" if served.idle() else "some slots are not free")
-    served.stop()
+    print(*[line for line in httpx.get(url + "/metrics").text.splitlines() if "running" in line or "queue" in line])
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ TEMPLATE = '{% for m in messages %}{{ raise_exception("no dogs") if m.role == "d
 class Running:
     """A server in this process, in threads of its own."""
 
-    def __init__(self, folder, *flags, capacity=127):
+    def __init__(self, folder, *flags):
         self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
         self.session = Session(self.args)
-        self.app = serve.App(self.session, self.session.engine([[0]] * self.args.batch_size, capacity))
+        self.app = serve.App(self.session, self.session.engine([[0]] * self.args.batch_size, 127))
         self.engine, self.worker = self.app.engine, self.app.worker
         self.server = uvicorn.Server(uvicorn.Config(self.app.starlette, lifespan="off", log_level="critical"))
         listener = socket.create_server(("127.0.0.1", 0))

@@ -196,7 +196,10 @@ class Worker(threading.Thread):
             self.counts.update(steps_total=1, tokens_total=len(result[0]))
             job.output.count(*result)
             shown = self.drafts.describe(sequence, *result) if job.body["show_steps"] else None
-            self.tell(job, (sequence.index, result[0], sequence.ended, shown))
+            if job.body["stream"]:
+                self.tell(job, (sequence.index, result[0], sequence.ended, shown))
+            elif sequence.ended:  # whole: the event loop need not wake up before
+                self.tell(job, (sequence.index, sequence.tokens, sequence.ended, shown))
             if sequence.ended:
                 del self.jobs[sequence]
 
@@ -205,11 +208,16 @@ class Worker(threading.Thread):
             job.loop.call_soon_threadsafe(job.events.put_nowait, event)
 
     def add(self, job):
-        for index, prompt in enumerate(job.prompts):
-            limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
-            sequence = self.engine.add(prompt, limit, job.sampling, job.stop, job.encoding, index)
-            job.output.sequences.append(sequence)
-            self.jobs[sequence] = job
+        add = partial(self.engine.add, sampling=job.sampling, stop=job.stop, encoding=job.encoding)
+        try:
+            for index, prompt in enumerate(job.prompts):
+                limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
+                sequence = add(prompt, limit, index=index)
+                job.output.sequences.append(sequence)
+                self.jobs[sequence] = job
+        except Exception as error:
+            self.cancel(job)
+            self.tell(job, error)
 
     def cancel(self, job):
         for sequence in job.output.sequences:
