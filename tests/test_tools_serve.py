@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -302,6 +303,13 @@ def test_what_keeps_a_server_from_starting_is_one_line(folder):
         command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no uvicorn here')")
+    environment = os.environ | dict(PYTHONPATH=str(tmp_path))
+    done = subprocess.run([sys.executable, "-m", "tools.serve"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "serve: no uvicorn here; pip install starlette uvicorn\n"
 
 
 @pytest.mark.slow
