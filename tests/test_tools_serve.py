@@ -308,7 +308,8 @@ def test_what_keeps_a_server_from_starting_is_one_line(folder):
 def test_a_missing_package_is_one_line(tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError('no uvicorn here')")
     environment = os.environ | dict(PYTHONPATH=str(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "tools.serve"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tools.serve"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "serve: no uvicorn here; pip install starlette uvicorn\n"
 
 
