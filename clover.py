@@ -276,8 +276,9 @@ class CloverHeads(nn.Module):
         likeliest first.
 
         At each depth the W beams of highest joint log-probability propose their W best tokens, and
-        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4): a smaller tree
-        is the front of a larger one with as many beams."""
+        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4). A child's joint
+        probability is never above its parent's, and ties go to the shallower node. So parents are
+        kept and come first, and a smaller tree is the front of a larger one with as many beams."""
         if tree_size == 1:
             return root_tree(root)
         B, C = state.shape

@@ -231,6 +231,9 @@ class Decoder:
 
     def verify(self, tree, positions):
         """-> (the final norm of hidden, hidden)"""
+        if self.model.config.positions == "learned":
+            # nodes past the context's end are never emitted, but have no position of their own
+            positions = positions.clamp(max=self.model.config.block_size - 1)
         return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
 
     def sample(self, normed, positions):
@@ -526,10 +529,14 @@ class Engine:
             tokens, path = accepted[slot]
             results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
-                del self.running[slot]
-                self.kept[slot] = [*sequence.prompt, *sequence.tokens]
-                self.decoder.release(slot, len(self.kept[slot]) - 1)
+                self.free(slot)
         return plan, results
+
+    def free(self, slot):
+        """Gives a slot back, with the text that its caches hold."""
+        sequence = self.running.pop(slot, None)
+        self.kept[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
+        self.decoder.release(slot, max(len(self.kept[slot]) - 1, 0))
 
     @torch.inference_mode()
     def cancel(self, sequence):
@@ -541,9 +548,7 @@ class Engine:
             slots = [self.prefilling[0]]
             self.prefilling = None
         for slot in slots:
-            was_running = self.running.pop(slot, None)
-            self.kept[slot] = [*sequence.prompt, *sequence.tokens] if was_running else ()
-            self.decoder.release(slot, max(len(self.kept[slot]) - 1, 0))
+            self.free(slot)
         sequence.ended = sequence.ended or "cancelled"
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,

@@ -1985,6 +1985,10 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
     _check_tensors("position", (len(rows),), rows, INTS, position)
     _check_tensors("temperature, top_p, min_p", (B,), rows, FLOAT32, temperature, top_p, min_p)
     _check_tensors("top_k, seed", (B,), rows, INT64, top_k, seed)
+    limits = (("temperature", temperature, 0, 3e38), ("top_k", top_k, 0, 2**63 - 1),
+              ("top_p", top_p, 1e-37, 1), ("min_p", min_p, 0, 1), ("seed", seed, -2**63, 2**64 - 1))
+    for name, x, low, high in limits:
+        _check(isinstance(x, torch.Tensor) or low <= x <= high, f"{name} from {low} to {high}", x)
 
 
 def _check_candidates(candidates, B, like):

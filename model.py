@@ -222,7 +222,7 @@ def rope_frequencies(config):
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":  # likewise, but blended over dimensions
+        case "yarn":  # likewise, but blended over dimensions (arXiv 2309.00071, section 3)
             context = scaling["original_max_position_embeddings"]
             wave = lambda turns: context / (turns * 2 * math.pi)
             dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
@@ -488,8 +488,7 @@ class GPT(nn.Module):
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
-            # tree nodes past the context's end are never emitted, and have no position of their own
-            hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))
+            hidden = hidden + self.embed_positions(positions)
         return hidden
 
     def lm_head(self, hidden):
@@ -571,7 +570,7 @@ def pick_device(name=None):
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {name!r} is not available here ({reason}); try --device "
                          "cpu") from None

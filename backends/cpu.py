@@ -239,11 +239,6 @@ def snapshot(module):
             for name, x in tensors.items() if x is not None]
 
 
-def is_current(snapshot):
-    return all(tensors[name] is x and x._version == version and not x.requires_grad
-               for tensors, name, x, version in snapshot)
-
-
 class Packed(nn.Module):
     """Keeps what `make` gives for a module's weights, while these stay as they are."""
     made = None  # (`snapshot`, what was made)
@@ -255,7 +250,10 @@ class Packed(nn.Module):
             self.made = None if made is None else (snapshot(self), made)
 
     def current(self):
-        return self.made[1] if self.made and is_current(self.made[0]) else None
+        seen, made = self.made or ((), None)
+        same = all(tensors[name] is x and x._version == version and not x.requires_grad
+                   for tensors, name, x, version in seen)
+        return made if same else None
 
     def __getstate__(self):  # deepcopy and pickle leave it out
         return self.__dict__ | dict(made=None)

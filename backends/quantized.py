@@ -31,7 +31,6 @@ class Layout(NamedTuple):
     group: int           # channels that share a scale; 0: all
     scales: torch.dtype
     has_zeros: bool
-    has_minimums: bool = False  # in the place of zeros
 
     def empty(self, N, C):
         """A QuantizedWeight [N, C] without values."""
@@ -200,12 +199,9 @@ class CPULinear(nn.Module):
     def __init__(self, layout, N, C, bias=None):
         super().__init__()
         self.layout, self.out_features, self.in_features = layout, N, C
+        self.nbytes = N * C // (2 if layout.kind == "int4" else 1)
         self.bias = bias
         self.parts = {}  # {first row: `Unpacked`}, until all are there
-
-    @property
-    def nbytes(self):
-        return self.out_features * self.in_features // (2 if self.layout.kind == "int4" else 1)
 
     def fill(self, start, weight):
         """Takes rows of the weight, from `start` on."""

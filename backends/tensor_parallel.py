@@ -181,6 +181,10 @@ class Group:
         model.query_heads = self.rows(config.n_head)
         model.free_memory = lambda: self.min(free_memory(model.device))
 
+        def refuse(path, dtype=None):
+            raise InputError(f"{path}: a rank holds a part of the model; save it from one process")
+        model.save_pretrained = refuse
+
 
 def group_of(model):
     """The ranks that hold a model; Group() for one of this process alone."""

@@ -98,13 +98,16 @@ def read_part(path, name):
 
 
 def config(meta, tensors):
+    expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
+    n_vocab = int(tensors["token_embd.weight"].shape[-1])
+    n_tokens = len(meta.get("tokens", ()))
+    expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
     raw = {theirs: meta.get(key) or None for key, theirs in KEYS.items()}
     default_size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
     head_size = value_of(meta, "attention.key_length", int, default_size)
     gemma_27b = raw["num_hidden_layers"] == 62  # which alone scales by another size
     return raw | dict(
-        model_type=meta["family"], head_dim=head_size,
-        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+        model_type=meta["family"], vocab_size=n_vocab, head_dim=head_size,
         rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=rope_scaling(meta, tensors),
         partial_rotary_factor=value_of(meta, "rope.dimension_count", int, head_size) / head_size,
         query_pre_attn_scalar=default_size if gemma_27b else head_size,
@@ -217,7 +220,7 @@ def split_q4_k(blocks):
     return q, d[..., :1] * scales, -d[..., 1:] * minimums
 
 
-INT4_GROUPS = Layout("int4", 32, torch.float16, False, has_minimums=True)
+INT4_GROUPS = Layout("int4", 32, torch.float16, False)
 BLOCKS = {  # {type of ggml-common.h: (layout, blocks uint8 [N, n, size] -> q, scales, minimums)}
     "Q4_0": (INT4_GROUPS, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
     "Q4_1": (INT4_GROUPS, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),

@@ -231,3 +231,25 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="device 'cuda:1' is not available here"):
             start(SimpleNamespace(device="cuda"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_hold_every_weight_once(folder, name):
+    """Catches rows that no rank holds, or that two do without need."""
+    for size in (2, 4):
+        model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
+        config = model.config
+        for rank, part in enumerate(ranks):
+            with torch.device("meta"):
+                Group(rank, size).divide(part)
+        for parameter, whole in model.named_parameters():
+            whole = torch.arange(whole.numel()).view(whole.shape)
+            counts = torch.zeros(whole.numel())
+            for rank, part in enumerate(ranks):
+                part = torch.empty_like(part.get_parameter(parameter), dtype=torch.int64, device="cpu")
+                checkpoint.copy_shard(part, whole, 0, Group(rank, size).shard_slices(parameter, config))
+                counts[part.flatten()] += 1
+            kv_copies = max(size // config.n_kv_head, 1)
+            allowed = {1.0} if ".mlp." in parameter or "proj.weight" in parameter else {1.0, float(kv_copies), size}
+            allowed |= {float(size)} if parameter.endswith("bias") else set()
+            assert set(counts.tolist()) <= allowed and counts.min() >= 1, parameter

@@ -33,8 +33,7 @@ SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_k
 
 
 class Indexing(TorchFunctionMode):
-    """x[...] by other operations: where torch was built without CUDA, indexing asks for the device.
-    Likewise x.copy_ and ~x."""
+    """x[...], x.copy_ and ~x by other operations: torch built without CUDA asks for the device."""
 
     def __init__(self, world):
         super().__init__()
@@ -158,8 +157,7 @@ class CausalBias:
 
 
 def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, scale=None):
-    """Shapes of torch's attention, for what a fused kernel takes: flash neither float32 nor a mask, the efficient one
-    no grouped heads."""
+    """Shapes of torch's attention: flash takes neither float32 nor a mask, the efficient one no grouped heads."""
     assert q.is_cuda and q.dtype == k.dtype == v.dtype and k.shape == v.shape
     assert k.shape[1] == q.shape[1] or enable_gqa
     flash = q.dtype != torch.float32 and (attn_mask is None or isinstance(attn_mask, CausalBias))

@@ -273,8 +273,7 @@ def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
 @pytest.mark.parametrize("options", [dict(temperature=1.3), dict(temperature=0.8, top_k=6),
                                      dict(temperature=1.0, top_p=0.7)], ids=["temperature", "top-k", "top-p"])
 def test_samples_follow_the_models_own_distribution(options):
-    """Catches noise or acceptance that favours drafted tokens: chi-squared over 1,200 drafted texts, a vocabulary of
-    11."""
+    """Catches noise or acceptance that favours drafted tokens: chi-squared over 1,200 texts, 11 tokens."""
     model, prompt = toy_model(vocab_size=11, scale=2.0), [3, 1, 4]
     heads, given = random_heads(model), [prompt] * 1200
     texts = generate(model, given, 2, heads, tree_size=6, batch_size=400, seed=11, **options).tokens
@@ -333,8 +332,7 @@ MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40),
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("name", [None, "clover"])
 def test_every_text_is_sampled_as_it_asks(toy, name, steps_ahead):
-    """Catches parameters of another slot, of its last text or of the whole batch, and a way to sample that gives other
-    tokens than the cheaper one does."""
+    """Catches parameters of another slot or of its last text, and a way to sample that gives other tokens."""
     def alone(index):
         made = new_engine(toy, capacity=150)
         sequence = made.add(PROMPTS[index], 24, MIXED[index], index=index)

@@ -368,6 +368,8 @@ HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
     "version 1": (patched(4, "<I", 1), "file appears to be version 1"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
+    "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "ends before byte"),
+    "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "ends before byte"),
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
     "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "ends before byte"),
@@ -382,7 +384,9 @@ VALUES = {  # case: (what changes tensors and metadata before a file is written,
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
-    "no embeddings": ({"-": "token_embd.weight"}, "KeyError: 'token_embd.weight'"),
+    "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
+    "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
+    "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
     "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor that llama"),
 }
 TOKENS = {"no tokens": ({"tokens": None}, "no list tokenizer.ggml.tokens"),
@@ -402,7 +406,7 @@ def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_values_and_tensors_that_do_not_fit_are_refusal(case, tmp_path):
+def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
     changes, says = VALUES[case]
 
     def edit(tensors, values):
@@ -423,7 +427,7 @@ def test_big_endian_and_missing_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("case", TOKENS)
-def test_a_broken_tokenizer_is_refusal(case, corpus, tmp_path):
+def test_a_broken_tokenizer_is_refused(case, corpus, tmp_path):
     values, says = TOKENS[case]
     spec = tk.byte_level(corpus[:1], tk.BYTE_LEVEL)
     file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, **dict(model="gpt2", pre="gpt-2") | values)

@@ -1,6 +1,7 @@
 """What the functions of kernels.py refuse, and which of two functions runs. All sixteen operations."""
 
 import inspect
+import math
 from collections import Counter
 
 import pytest
@@ -68,7 +69,10 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function as abo
     project_topk=dict(
         k_0=dict(k=0), k_above_V=dict(k=6), k_above_32=dict(V=50, n=50, k=33), no_ids=dict(n=0),
         int8_without_scales=dict(weight=torch.int8), scales_of_floats=dict(present="scales vocab_ids")),
-    project_sample=dict(three=lambda _: dict(temperature=torch.ones(3)), seed=lambda _: dict(seed=torch.ones(2).int())),
+    project_sample=dict(temperature=dict(temperature=-0.1), nan=dict(temperature=math.nan),
+                        inf=dict(temperature=math.inf), big_seed=dict(seed=2**64),
+                        three=lambda _: dict(temperature=torch.ones(3)),
+                        seed=lambda _: dict(seed=torch.ones(2).int())),
     commit_path=dict(path_65=dict(P=65), keys_alone=lambda made: dict(kv=made["kv"][:, :1])),
     linear_quantized=dict(rows_129=dict(M=129), words=dict(words=16), int8=dict(kind="int8"), int2=dict(kind="int2"),
                           groups_of_100=dict(C=200, G=2), groups_do_not_divide=dict(G=3)),
@@ -88,7 +92,8 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function as abo
                       text=lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))),
     merge_chain=dict(nodes_65=dict(T=61), no_chain=dict(n=0)),
     accept_path=dict(nodes_65=dict(T=65), path_of_0=dict(max_path=0), path_of_65=dict(max_path=65)),
-    filtered_sample=dict(top_k=lambda _: dict(top_k=torch.ones(2)), top_p=lambda _: dict(top_p=torch.ones(2).double()),
+    filtered_sample=dict(no_mass=dict(top_p=0.0), mass=dict(top_p=1.1), min_p=dict(min_p=-0.1), few=dict(top_k=-1),
+                         top_k=lambda _: dict(top_k=torch.ones(2)), top_p=lambda _: dict(top_p=torch.ones(2).double()),
                          half=lambda made: dict(logits=made["logits"].half())))
 
 
@@ -147,3 +152,9 @@ def test_dispatch(name, monkeypatch):
     monkeypatch.setattr(kernels, f"{name}_reference", lambda *args: ran.append(args))
     function(**valid(name))
     assert len(ran) == (0 if INTERPRETED else 1)
+
+
+@plain
+def test_every_operation_is_tested_here():
+    """Bug: a function that no test here knows."""
+    assert {f"{name}_reference" for name in GIVEN} == {name for name in vars(kernels) if name.endswith("_reference")}

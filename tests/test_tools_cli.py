@@ -253,7 +253,7 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
             told()
         assert told(f"--{next(iter(bad)).replace('_', '-')}", 1)  # given, the folder's is not taken
     (chat_folder / "generation_config.json").unlink()
-    assert told() == ""
+    assert told() == "" and "--top-p: no effect at temperature 0" in told("--top-p", 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,4 +424,4 @@ def test_output_without_room_is_one_line(folder):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.endswith("generate.py: standard output cannot be written: No space left on device\n")
+    assert done.stderr == "generate.py: standard output cannot be written: No space left on device\n"

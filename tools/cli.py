@@ -181,6 +181,9 @@ def sampling_flags(args):
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     defaults = sampling_defaults(args.model)
     if given.get("temperature", defaults["temperature"]) == 0:
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in given if given[name])
+        if filters and "temperature" not in given:
+            print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         return dict(temperature=0.0) | given
     of_folder = {name: defaults[name] for name in defaults if name not in given}
     file = part_file(find_model(args.model), "generation_config.json")

@@ -24,20 +24,12 @@ if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo
     from tools.flags import parse_serve
     ARGS = parse_serve()
 
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import (
-        FileResponse,
-        JSONResponse,
-        PlainTextResponse,
-        StreamingResponse,
-    )
-    from starlette.routing import Route
-except ImportError as error:
-    sys.exit(f"serve: {error}; pip install starlette uvicorn")
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 from generate import DraftPlan, Output, Sampling
 from hf import SMOLLM2, expect
