@@ -1534,22 +1534,20 @@ def ngram_lookup(history, lengths, n):
 
 
 def ngram_lookup_reference(history, lengths, n):
-    S = int(lengths.max()) + 1
-    last = lengths.long()[:, None]  # (B, 1)
-    index = torch.arange(S, device=history.device)
-    history = history[:, :S]
-    padded = F.pad(history, (3, 0), value=-1)
-    matched = index < last  # (B, S)
-    length = torch.zeros_like(history)
-    for i in range(3, -1, -1):  # the suffix, from its newest token back
-        token = padded.gather(1, last + i)
-        matched &= padded[:, i:i + S] == token
-        length += matched
-    best = (length * S + index).mul_(length > 0).amax(dim=1, keepdim=True)  # (B, 1)
-    match = best % S
-    step = torch.arange(n, device=history.device)
-    source = match + 1 + step % (last - match).clamp_(min=1)  # (B, n)
-    return torch.where(best > 0, history.gather(1, source.clamp_(max=S - 1)), -1).long()
+    chains = []
+    for row, last in zip(history, lengths.tolist()):
+        text = row[:last + 1].tolist()
+        ends = (row[:last] == row[last]).nonzero().flatten().tolist()  # of matches of one token
+        longest = match = 0
+        for end in reversed(ends):
+            length = next((i for i in (1, 2, 3) if i > end or text[end - i] != text[last - i]), 4)
+            if length > longest:
+                longest, match = length, end
+            if longest == 4:
+                break
+        period = last - match
+        chains.append([text[match + 1 + i % period] if ends else -1 for i in range(n)])
+    return torch.tensor(chains, device=history.device)
 
 
 @triton.jit(do_not_specialize=["B", "T", "n"])
@@ -1615,21 +1613,24 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
 
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
     T, n = tokens.shape[1], chain.shape[1]
-    row = torch.arange(n, device=tokens.device)
-    node = torch.arange(T, device=tokens.device)
-    wanted = F.pad(chain, (1, 1), value=-1).gather(1, depths.clamp(max=n + 1))
-    mismatch = (tokens != wanted) & (depths > 0)
-    rejected = (mismatch.long() << node).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
-    on_path = (ancestors != 0) & (ancestors & rejected == 0)  # the root, and what both have
-    deepest = ((depths * 64 + node) * on_path).amax(dim=1, keepdim=True)
-    branch_node = deepest & 63
-    step = (deepest >> 6) + row
-    token = F.pad(chain, (0, T), value=-1).gather(1, step)
-    parent = torch.where(row == 0, branch_node, T + row - 1)
-    bits = (((2 << row) - 1) << T) | ancestors.gather(1, branch_node)
-    appended = [torch.where(token >= 0, x, 0) for x in (token, parent, step + 1, bits)]
-    tree = tokens, parents, depths, ancestors
-    return tuple(torch.cat(pair, dim=1) for pair in zip(tree, appended))
+    merged = []
+    for chain, *tree in zip(*(x.tolist() for x in (chain, tokens, parents, depths, ancestors))):
+        nodes = list(zip(*tree))
+        parent = 0
+        for depth, token in enumerate(chain, start=1):
+            if token < 0:
+                break
+            same = [i for i, (*node, bits) in enumerate(nodes)
+                    if bits and node == [token, parent, depth]]
+            if not same:
+                i = len(nodes)
+                bit = 1 << i if i < 63 else -1 << 63  # int64
+                nodes.append((token, parent, depth, nodes[parent][3] | bit))
+                same = [i]
+            parent = same[0]
+        nodes += [(0, 0, 0, 0)] * (T + n - len(nodes))
+        merged.append(nodes)
+    return torch.tensor(merged, device=tokens.device).unbind(2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1691,17 +1692,19 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
 
 
 def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
-    B, T = tokens.shape
-    P = max_path
-    nodes = torch.arange(T, device=tokens.device)
-    mismatch = (tokens != target.gather(1, parents)) & (depths > 0)
-    rejected = (mismatch.long() << nodes).sum(dim=1, keepdim=True)  # a set of nodes, one bit each
-    on_path = (ancestors != 0) & (ancestors & rejected == 0) & (depths < P)
-    column = torch.where(on_path, depths, P)  # all other nodes go to a spare last column
-    path = tokens.new_zeros(B, P + 1).scatter_(1, column, nodes.expand(B, T))[:, :P]
-    active = active[:, None]
-    last = (depths * on_path).amax(dim=1, keepdim=True) * active
-    return torch.cat((target.gather(1, path), path, last + active, last), dim=1)
+    rows = []
+    rows_of = zip(*(x.tolist() for x in (tokens, parents, ancestors, target, active)))
+    for tokens, parents, ancestors, target, active in rows_of:
+        path = [0]
+        for i in range(1, len(tokens)):
+            is_child = ancestors[i] and parents[i] == path[-1]
+            if is_child and tokens[i] == target[path[-1]] and len(path) < max_path:
+                path.append(i)
+        count = len(path)
+        path += [0] * (max_path - count)
+        targets = [target[i] for i in path]
+        rows.append([*targets, *path, count * active, (count - 1) * active])
+    return torch.tensor(rows, device=depths.device)
 
 
 # --------------------------------------------------------------------------------------------------
