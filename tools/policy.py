@@ -1,8 +1,8 @@
 """What each step drafts: `AdaptivePolicy` selects the plan of most tokens per second.
 
 Tokens: heads carry a table from training of how often each node of a tree is accepted; their own
-steps correct it. How often lookup is right after a long match, and after a short one, is counted in
-every step. Seconds: guessed, and corrected by the steps; timing them in advance brought nothing."""
+steps correct it. How often lookup is right is counted in every step, for each length of the match.
+Seconds: guessed, and corrected by the steps; timing them in advance brought nothing."""
 
 import math
 import time
@@ -16,10 +16,12 @@ from backends.tensor_parallel import group_of
 from generate import DEFAULT_TREE, DraftPlan
 
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
-CHAINS = (4, 10)                   # tokens of lookup
-ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one,
-HEAD = dict(cpu=0.12, cuda=0.25)  # and for each draft head that guesses: pessimistic guesses
-PRIORS = ((0, 1), (0.5, 2), (2, 2))  # lookup: right and wrong tokens, by match; pessimistic
+CHAINS = 1, 4, 10  # tokens of lookup
+ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one
+HEAD = 0.2       # and on a GPU for each draft head that guesses, and once for reading: a guess
+HEAD_BYTES = 18e6  # on a CPU a head takes as long as reading so much of the model's weights
+WORTH = 1.1      # heads that read in every step must be expected to gain this factor
+PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
 PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
 TRIAL = 64        # steps, after which an unused plan is tried for two, if it would be the best
@@ -39,28 +41,40 @@ def expected_tokens(tables, tree_size, temperature):
     return float(np.interp(temperature, *zip(*totals)))
 
 
-def guessed_cost(model, heads, plan, batch_size):
-    """Duration of a step, relative to a plain one of one sequence."""
-    depths = min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-    kind = "cuda" if model.device.type == "cuda" else "cpu"
-    return 1 + ROW[kind] * (batch_size * plan.tree_size - 1) + HEAD[kind] * depths
+def guessed_costs(model):
+    """(ROW, what HEAD is) of a model."""
+    if model.device.type == "cuda":
+        return ROW["cuda"], HEAD
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    return ROW["cpu"], HEAD_BYTES / weights
+
+
+def guessed_cost(costs, heads, plan, batch_size):
+    """Duration of a step, relative to a plain one of one sequence. costs: of `guessed_costs`."""
+    row, head = costs
+    depths = 1 + min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
+    return 1 + row * (batch_size * plan.tree_size - 1) + head * depths
 
 
 def draft_plans(model, heads, lookup, batch_size, temperature):
-    """At most five plans to select among: plain, the heads' best tree, lookup alone, and both."""
-    short, long = CHAINS
+    """At most five plans to select among: plain, the heads' best tree, lookup alone, and both. The
+    heads are left out where reading in every step would cost more than they are expected to gain:
+    on most CPUs, and in large sampled batches."""
     if not heads:
-        return (DraftPlan(), DraftPlan(0, long), DraftPlan(0, short)) if lookup else (DraftPlan(),)
+        return DraftPlan(), *(DraftPlan(0, n) for n in CHAINS if lookup)
     tables = heads.info.get("acceptance")
     trees = [DraftPlan(size - 1) for size in (TREE_SIZES if tables else (DEFAULT_TREE,))]
+    costs = guessed_costs(model)
     rate = lambda plan: (expected_tokens(tables, plan.tree_size, temperature)
-                         / guessed_cost(model, heads, plan, batch_size))
+                         / guessed_cost(costs, heads, plan, batch_size))
     best = max(trees, key=rate)
     if not lookup:
         return DraftPlan(), best
-    if rate(best) < rate(DraftPlan()):  # as in large sampled batches: reading alone would cost
+    if rate(best) < WORTH * rate(DraftPlan()):
         return draft_plans(model, None, True, batch_size, temperature)
-    return DraftPlan(), best, DraftPlan(0, long), *(best._replace(lookup_tokens=n) for n in CHAINS)
+    _, short, long = CHAINS
+    both = (best._replace(lookup_tokens=n) for n in (short, long))
+    return DraftPlan(), best, DraftPlan(0, long), *both
 
 
 class Text:
@@ -75,7 +89,7 @@ class Text:
         """Adds a step's tokens -> (match, how many of lookup's were right, 1 if one was wrong).
 
         Then finds what `kernels.ngram_lookup` copies from: `source` follows the last earlier place
-        of the newest tokens, 4 or fewer; `match`: 0 for none, 2 for 4, 1 for fewer."""
+        of the newest tokens, as many as `match`: 4 or fewer."""
         match, start = self.match, len(self.text)
         self.text += "".join([chr(token % 0x110000) for token in tokens])
         pairs = zip(self.text[start:], self.text[self.source:])
@@ -85,7 +99,7 @@ class Text:
         for n in range(min(4, end), 0, -1):
             at = self.text.rfind(self.text[end - n:], 0, end - 1)
             if at >= 0:
-                self.match = 1 + n // 4
+                self.match = n
                 self.source = at + n
                 break
         return match, right, int(right < len(tokens))
@@ -104,7 +118,7 @@ class AdaptivePolicy:
         self.heads_right = [4.0, 4.0]  # tokens of the heads that were right, that should have been
         self.lookup_right = list(map(list, PRIORS))
         self.texts = {}                # sequence -> its Text
-        self.cost = partial(guessed_cost, model, heads)
+        self.cost = partial(guessed_cost, guessed_costs(model), heads)
         self.unit = None               # seconds of a cost of 1: other work slows down all plans
         self.log_ratio = dict.fromkeys(self.plans, 0.0)  # of a plan's duration to its cost
         self.last_use = Counter()
