@@ -1460,26 +1460,36 @@ def best_tree(root, candidates, tree_size):
     return tree.unbind()
 
 
+def _child(tree, parent, token):
+    """The next node of a list of nodes (token, parent, depth, ancestors)."""
+    return token, parent, tree[parent][2] + 1, tree[parent][3] | 1 << len(tree)
+
+
+def _stack_trees(trees, size, device):
+    """Lists of nodes, padded to a size T -> their four columns, int64 [B, T]."""
+    columns = torch.zeros(4, len(trees), size, dtype=torch.int64)
+    for b, tree in enumerate(trees):
+        signed = [(*node, bits - 2**64 if bits >> 63 == 1 else bits) for *node, bits in tree]
+        columns[:, b, :len(tree)] = torch.tensor(signed).T
+    return columns.to(device).unbind()
+
+
 def best_tree_reference(root, candidates, tree_size):
-    K, n = candidates.joint.shape[1:]
-    joint, tokens, parents = (x.flatten(1) for x in candidates)  # (B, K * n)
-    joint = joint.clamp(min=FINITE_MIN.value).masked_fill_(parents < 0, -math.inf)
-    kept = joint.argsort(dim=1, descending=True, stable=True)[:, :tree_size - 1]
-    nodes = torch.arange(1, kept.shape[1] + 1, device=root.device)
-    parents = parents.gather(1, kept)
-    valid = parents >= 0
-    depths = (kept // n + 1) * valid
-    node_of = torch.zeros_like(tokens).scatter_(1, kept, nodes * valid)
-    parents = node_of.gather(1, ((depths - 2) * n + parents).clamp_(min=0)) * (depths > 1)
-    columns = tokens.gather(1, kept) * valid, parents, depths, valid.long() << nodes
-    padding = 1, tree_size - 1 - len(nodes)
-    tokens, parents, depths, bits = (F.pad(x, padding) for x in columns)  # (B, T)
-    tokens[:, 0] = root
-    bits[:, 0].fill_(1)
-    ancestors = bits
-    for _ in range(K):
-        ancestors = bits | ancestors.gather(1, parents)
-    return tokens, parents, depths, torch.where(bits != 0, ancestors, 0)
+    n = candidates.joint.shape[2]
+    trees = []
+    for root_token, *columns in zip(root.tolist(), *(x.flatten(1).tolist() for x in candidates)):
+        joint, tokens, parents = columns
+        rank = lambda i: -max(joint[i], FINITE_MIN.value)
+        proposed = [i for i, parent in enumerate(parents) if parent >= 0]  # by depth, then column
+        tree = [(root_token, 0, 0, 1)]
+        node_of = {}
+        for i in sorted(proposed, key=rank)[:tree_size - 1]:
+            depth = i // n
+            node_of[i] = len(tree)
+            parent = node_of[(depth - 1) * n + parents[i]] if depth else 0
+            tree.append(_child(tree, parent, tokens[i]))
+        trees.append(tree)
+    return _stack_trees(trees, tree_size, root.device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1613,24 +1623,20 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
 
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
     T, n = tokens.shape[1], chain.shape[1]
-    merged = []
-    for chain, *tree in zip(*(x.tolist() for x in (chain, tokens, parents, depths, ancestors))):
-        nodes = list(zip(*tree))
+    trees = []
+    for chain, *columns in zip(*(x.tolist() for x in (chain, tokens, parents, depths, ancestors))):
+        tree = list(zip(*columns))
         parent = 0
-        for depth, token in enumerate(chain, start=1):
+        for token in chain:
             if token < 0:
                 break
-            same = [i for i, (*node, bits) in enumerate(nodes)
-                    if bits and node == [token, parent, depth]]
+            new = _child(tree, parent, token)
+            same = [i for i, node in enumerate(tree) if node[:3] == new[:3] and node[3]]
+            parent = same[0] if same else len(tree)
             if not same:
-                i = len(nodes)
-                bit = 1 << i if i < 63 else -1 << 63  # int64
-                nodes.append((token, parent, depth, nodes[parent][3] | bit))
-                same = [i]
-            parent = same[0]
-        nodes += [(0, 0, 0, 0)] * (T + n - len(nodes))
-        merged.append(nodes)
-    return torch.tensor(merged, device=tokens.device).unbind(2)
+                tree.append(new)
+        trees.append(tree)
+    return _stack_trees(trees, T + n, tokens.device)
 
 
 # --------------------------------------------------------------------------------------------------

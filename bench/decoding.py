@@ -14,7 +14,7 @@ from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.cli import load_heads, load_model, read_file
-from tools.policy import AdaptivePolicy
+from tools.policy import AdaptivePolicy, draft_plans
 from training.data import load_tokens, prompts
 
 
@@ -118,10 +118,11 @@ def bench_decode(args):
 
 
 def plan_ways(model, heads, batch_size, temperature, stop):
-    """{name: a function of prompts and new tokens} for each plan of auto, plain decoding first, and
-    for auto."""
+    """{name: a function of prompts and new tokens} for each plan of auto, plain decoding first, for
+    those of the heads if auto leaves them out, and for auto."""
     auto = partial(AdaptivePolicy, model, heads, True, batch_size, temperature)
-    policies = {str(plan): partial(FixedPolicy, plan) for plan in auto().plans} | dict(auto=auto)
+    plans = *auto().plans, *draft_plans(model, heads, True, batch_size, temperature, worth=0)
+    policies = {str(plan): partial(FixedPolicy, plan) for plan in plans} | dict(auto=auto)
     return {name: partial(decode_once, model, heads=heads, make_policy=make_policy, stop=stop,
                           batch_size=batch_size, temperature=temperature)
             for name, make_policy in policies.items()}

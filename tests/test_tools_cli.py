@@ -24,7 +24,7 @@ from conftest import random_prompts, toy_model
 from generate import DraftPlan, Sampling, Sequence, generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from tools import cli, printer, timing
+from tools import cli, policy, printer, timing
 from tools.compare import first_difference
 from tools.flags import parse_generate
 
@@ -106,12 +106,13 @@ def test_stop_texts_end_what_is_printed(folder, capsys):
     assert printed.split("\n\ndrafted by")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
 
 
-def test_explain_says_what_was_chosen_and_why(chat_folder, capsys):
+def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
     """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
     flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
     record = json.loads((chat_folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
     (chat_folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
+    monkeypatch.setattr(policy, "HEAD_BYTES", 0.0)
     said = run(capsys, *flags)
     result = json.loads(run(capsys, *flags, "--json"))
     rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]

@@ -179,12 +179,16 @@ def test_ranks_select_alike_though_their_clocks_differ(large):
             policy.update(plans[0], [(sequence, new, [0])], seconds)
 
 
-def test_auto_gives_the_plain_text(checkpoint):
-    model = toy_model()
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_auto_gives_the_plain_text(large, has_heads):
+    heads = random_heads(large) if has_heads else None
+    if heads:
+        heads.info["acceptance"] = {"0": [[0.9, 0.0], [0.0, 0.8]]}
     prompts = random_prompts([5, 40, 9])
-    plain = generate(model, prompts, 40, tree_size=1)
-    auto = generate(model, prompts, 40, lookup=True)
+    plain = generate(large, prompts, 40, tree_size=1)
+    auto = generate(large, prompts, 40, heads, lookup=True)
     assert auto.tokens == plain.tokens and len(auto.plans) > 1
+    assert any(plan.head_nodes for plan in auto.plans) == has_heads
 
 
 @pytest.mark.parametrize("quicker, want", [(1.0, 1), (1.1, 1), (1.3, 2), (0.02, 1)])

@@ -166,6 +166,9 @@ class Session:
                      graph=not (args.no_graph or args.show_tree))
         engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
                          **flags | options, **self.sampling)
+        if (args.heads or args.draft) and self.heads and not engine.decoder.heads:
+            print("the heads are left out, as here they are expected to cost more than they gain "
+                  "(--tree-size N takes them)", file=sys.stderr)
         if args.threads:
             torch.set_num_threads(args.threads)
         elif "OMP_NUM_THREADS" not in os.environ:

@@ -42,11 +42,11 @@ def expected_tokens(tables, tree_size, temperature):
 
 
 def guessed_costs(model):
-    """(ROW, what HEAD is) of a model."""
+    """What a step takes for each further row, and for each head: `ROW` and `HEAD` of a model."""
     if model.device.type == "cuda":
         return ROW["cuda"], HEAD
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    return ROW["cpu"], HEAD_BYTES / weights
+    return ROW["cpu"], HEAD_BYTES / group_of(model).broadcast(weights)  # ranks hold unequal parts
 
 
 def guessed_cost(costs, heads, plan, batch_size):
@@ -56,10 +56,10 @@ def guessed_cost(costs, heads, plan, batch_size):
     return 1 + row * (batch_size * plan.tree_size - 1) + head * depths
 
 
-def draft_plans(model, heads, lookup, batch_size, temperature):
-    """At most five plans to select among: plain, the heads' best tree, lookup alone, and both. The
-    heads are left out where reading in every step would cost more than they are expected to gain:
-    on most CPUs, and in large sampled batches."""
+def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
+    """At most five plans to select among: plain, the heads' best tree, lookup alone, and both.
+    Heads that are not expected to be `worth` their reading in every step are left out, as on many
+    CPUs and in large sampled batches, if lookup drafts."""
     if not heads:
         return DraftPlan(), *(DraftPlan(0, n) for n in CHAINS if lookup)
     tables = heads.info.get("acceptance")
@@ -70,7 +70,7 @@ def draft_plans(model, heads, lookup, batch_size, temperature):
     best = max(trees, key=rate)
     if not lookup:
         return DraftPlan(), best
-    if rate(best) < WORTH * rate(DraftPlan()):
+    if rate(best) < worth * rate(DraftPlan()):
         return draft_plans(model, None, True, batch_size, temperature)
     _, short, long = CHAINS
     both = (best._replace(lookup_tokens=n) for n in (short, long))
