@@ -154,6 +154,7 @@ def bench(args):
     heads = read_json(results / "heads-smollm2-cpu.json")
     pictures = {"text": draw_text(run), "tree": draw_tree(run),
                 "tokens-per-step": draw_tokens_per_step(heads)}
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         path = Path(args.out) / f"{name}.svg"
         path.write_text(picture, encoding="utf-8")
