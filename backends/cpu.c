@@ -32,7 +32,9 @@
 #define MAX_HEAD 256         // D
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best
+#define UNIT (1 << 19)       // numbers of a weight that a thread multiplies at once, at most
 #define MIN_WORK 4096        // numbers below which a function stays on one thread
+#define FETCH 2048           // bytes ahead of those in use that are asked of the memory
 #define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors as arguments: all such functions are inlined
@@ -242,6 +244,11 @@ static void *scratch(int which, size_t size) {
 // -------------------------------------------------------------------------------------------------
 // Vectors of 16 lanes
 
+INLINE void fetch(const char *from, int bytes) {
+    for (int i = 0; i < bytes; i += 64)
+        __builtin_prefetch(from + i);
+}
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
@@ -411,6 +418,7 @@ INLINE void quantized_tile(const Product *p, const Group *x, int block, int n, i
         vi sums[TILE];
         for (int i = 0; i < n; i++)
             sums[i] = (int4 ? 0 : x[i].offset) - (vi){0};
+        fetch(values + FETCH, size);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             vi w4 = (vi)load(values + (int4 ? j / 2 : j) * 64);
@@ -437,6 +445,7 @@ INLINE void float_tile(const Product *p, const Group *x, int block, int n, int w
     vf odd[TILE] = {{0}};        // a second sum, so that a product need not wait for the last
     for (; words > 0; words -= 8, x += n)
         for (int j = 0; j < min(words, 8); j += 2, values += 128) {
+            fetch(values + FETCH, 128);
             vi w0 = (vi)load(values), w1 = (vi)load(values + 64);
             for (int i = 0; i < n; i++) {
                 vi x0 = x[i].words[j] - (vi){0}, x1 = x[i].words[j + 1] - (vi){0};
@@ -483,7 +492,8 @@ void product(const Linear *w, const float *x, int M, float *out, int threads) {
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
     p.blocks = (w->n + LANES - 1) / LANES;
-    p.per_unit = max(p.blocks / (8 * threads), 1);
+    int units = min(max((int64_t)w->n * w->k / UNIT, 2 * threads), 8 * threads);
+    p.per_unit = (p.blocks + units - 1) / units;
     parallel(prepare_row, &p, M, w->k, threads);
     parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
 }
@@ -625,14 +635,14 @@ static void attend_query(const Call *a, int m, int head, int start, const float 
 }
 
 // A row of keys and its row of values, as float32 [padded], the values SPLIT rows after the keys
-static void read_cache(const Call *a, int b, int head, int row, float *out) {
-    int D = a->block->head_size, padded = a->width - LANES;
-    for (int i = 0; i < 2; i++, out += SPLIT * padded) {
-        size_t at = cache_at(a, i, b, head, row);
+INLINE void read_cache(const Call *a, int b, int head, int row, float *out) {
+    int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
+    const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
+    for (int i = 0; i < 2; i++, out += SPLIT * padded, from += a->pass->value_stride * bytes) {
+        fetch(from + FETCH, D * bytes);
         for (int d = 0; d < padded; d += LANES)
-            store(out + d, a->pass->bfloat16
-                ? (vf)(load_halves((uint16_t *)a->pass->kv + at + d, D - d) << 16)
-                : load_n((float *)a->pass->kv + at + d, D - d));
+            store(out + d, bytes == 2 ? (vf)(load_halves((uint16_t *)from + d, D - d) << 16)
+                                      : load_n((float *)from + d, D - d));
     }
 }
 
