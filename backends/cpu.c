@@ -1,6 +1,7 @@
 // The CPU's kernels, beside the Triton ones of kernels.py; backends/cpu.py compiles this file once.
 //
 //     product       rows times a packed weight of 32, 16, 8 or 4 bits
+//     unpack_rows   rows of such a weight, of a table of embeddings
 //     add_norm      residual add + RMSNorm or LayerNorm
 //     rope_cache    norm and rotation of queries and keys, write of keys and values
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
@@ -496,6 +497,23 @@ void product(const Linear *w, const float *x, int M, float *out, int threads) {
     p.per_unit = (p.blocks + units - 1) / units;
     parallel(prepare_row, &p, M, w->k, threads);
     parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
+}
+
+// The rows of a weight of 8 or 4 bits: out [count, k]
+void unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
+    int padded = (w->k + GROUP - 1) / GROUP * GROUP, inputs = w->kind == INT4 ? 8 : 4;
+    for (int m = 0; m < count; m++, out += w->k)
+        for (int i = 0; i < w->k; i += GROUP) {
+            int64_t lane = rows[m] % LANES, first = rows[m] / LANES * padded + i;
+            float scale = load_scales(w, w->scales, first / w->group)[lane];
+            float minimum = w->minimums ? load_scales(w, w->minimums, first / w->group)[lane] : 0;
+            const uint8_t *values = (const uint8_t *)w->values + (first / inputs * LANES + lane) * 4;
+            for (int j = 0; j < min(w->k - i, GROUP); j++) {
+                int byte = values[j / inputs * 4 * LANES + j % 4];
+                int q = inputs == 4 ? byte - 128 : j % 8 < 4 ? byte & 15 : byte >> 4;
+                out[i + j] = q * scale + minimum;
+            }
+        }
 }
 
 // -------------------------------------------------------------------------------------------------

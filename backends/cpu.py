@@ -119,6 +119,7 @@ Pass = struct("Pass", (c_int32, "B T threads bfloat16"),
               (c_int64, "layer_stride value_stride batch_stride head_stride"))
 FUNCTIONS = {
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
+    "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
     "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int)}
@@ -199,18 +200,19 @@ class PackedWeight:
                           threads())
         return out
 
-    def unpacked_rows(self, index):
-        """values, scales and minimums of the rows int [n], each [n, ...] or None."""
-        block, lane = index // LANES, index % LANES
-        tensors = self.values, self.scales, self.minimums
-        return [x if x is None else x[block, :, lane].flatten(1) for x in tensors]
+    def unpack(self, index):
+        """The rows int64 [n] of quantised weights -> float32 [n, k]."""
+        out = torch.empty(len(index), self.linear.k, device="cpu")  # whatever the default is
+        library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr())
+        return out
 
     def rows(self, index):
         """The `PackedWeight` of the rows int [n], made once; without a bias, as an LM head has."""
         if self.chosen[0] is not index:
+            block, lane = index // LANES, index % LANES
             inner = self.values.shape[-1], 1, 1
-            tensors = [x if x is None else blocks(x, 1, n)
-                       for x, n in zip(self.unpacked_rows(index), inner)]
+            tensors = [x if x is None else blocks(x[block, :, lane].flatten(1), 1, n)
+                       for x, n in zip((self.values, self.scales, self.minimums), inner)]
             shape = len(index), self.linear.k
             self.chosen = index, PackedWeight(self.linear.kind, shape, *tensors)
         return self.chosen[1]

@@ -218,15 +218,7 @@ class CPULinear(nn.Module):
 
     def embedding(self, tokens):
         """The rows of token ids [...] -> float32 [..., C]."""
-        q, scales, minimums = self.packed.unpacked_rows(tokens.flatten())
-        if self.layout.kind == "int4":
-            q = q.view(len(q), -1, 4)
-            q = torch.cat((q & 15, q >> 4), dim=-1).flatten(1)
-        else:
-            q = q ^ 128
-        minimums = None if minimums is None else minimums.T
-        weight = Unpacked(q[:, :self.in_features], scales.T, None, self.layout.kind, minimums)
-        return weight.values().view(*tokens.shape, -1)
+        return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
 def pack_for_cpu(parts, bias):
