@@ -420,6 +420,11 @@ class GPT(nn.Module):
     def dtype(self):
         return self.norm.weight.dtype
 
+    def weight_bytes(self):
+        """Bytes of the weights, those included that a layer counts by itself."""
+        tensors = *self.parameters(), *self.buffers()
+        return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
+
     def free_memory(self):
         return free_memory(self.device)
 

@@ -33,7 +33,7 @@
 #define MAX_HEAD 256         // D
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best
-#define UNIT (1 << 19)       // numbers of a weight that a thread multiplies at once, at most
+#define UNIT (1 << 19)       // numbers of a weight in a unit, if that gives a thread 2 to 8 units
 #define MIN_WORK 4096        // numbers below which a function stays on one thread
 #define FETCH 2048           // bytes ahead of those in use that are asked of the memory
 #define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms

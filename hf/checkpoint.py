@@ -175,10 +175,9 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
         elif packed and runs_triton(torch.empty(0, device=device)):
             quantized.pack_layers(model, layouts)
     model = model.to(dtype)
-    on_cpu_layers = [x for x in model.modules() if isinstance(x, quantized.CPULinear)]
-    size = sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *on_cpu_layers))
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
-    check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
+    check_memory(f"{path}: its weights take", model.weight_bytes(), free_memory(device), device,
+                 advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
     model.hash, model.unrounded_hash = read_weights(
         model, matches, shapes, group, layouts, quantize)

@@ -38,8 +38,7 @@ def test_expected_tokens_of_a_table():
 def large(monkeypatch):
     """A model beside which heads are small."""
     model = toy_model()
-    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    monkeypatch.setattr(module, "HEAD_BYTES", 0.1 * weights)
+    monkeypatch.setattr(module, "HEAD_BYTES", 0.1 * model.weight_bytes())
     return model
 
 

@@ -18,9 +18,9 @@ from generate import DEFAULT_TREE, DraftPlan
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 CHAINS = 1, 4, 10  # tokens of lookup
 ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one
-HEAD = 0.2       # and on a GPU for each draft head that guesses, and once for reading: a guess
-HEAD_BYTES = 18e6  # on a CPU a head takes as long as reading so much of the model's weights
-WORTH = 1.1      # heads that read in every step must be expected to gain this factor
+HEAD = 0.2         # and for each draft head that guesses, and once where heads read: on a GPU;
+HEAD_BYTES = 18e6  # on a CPU the time of reading so many bytes of the model's weights
+WORTH = 1.1        # heads that read in every step must be expected to gain this factor
 PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
 PACE = 0.1        # share of a step's surprise by which its plan's duration is corrected
@@ -45,8 +45,8 @@ def guessed_costs(model):
     """What a step takes for each further row, and for each head: `ROW` and `HEAD` of a model."""
     if model.device.type == "cuda":
         return ROW["cuda"], HEAD
-    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    return ROW["cpu"], HEAD_BYTES / group_of(model).broadcast(weights)  # ranks hold unequal parts
+    weights = group_of(model).broadcast(model.weight_bytes())  # ranks hold unequal parts
+    return ROW["cpu"], HEAD_BYTES / weights
 
 
 def guessed_cost(costs, heads, plan, batch_size):
