@@ -1466,7 +1466,7 @@ def _child(tree, parent, token):
 
 
 def _stack_trees(trees, size, device):
-    """Lists of nodes, padded to a size T -> their four columns, int64 [B, T]."""
+    """Lists of nodes, padded to a size T -> their columns, int64 [B, T]; bit 63 is the sign."""
     columns = torch.zeros(4, len(trees), size, dtype=torch.int64)
     for b, tree in enumerate(trees):
         signed = [(*node, bits - 2**64 if bits >> 63 == 1 else bits) for *node, bits in tree]

@@ -147,7 +147,7 @@ def random_model(name, device, dtype):
     with torch.device("meta"):
         model = GPT(size_config(name)).to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
-                 sum(p.nbytes for p in model.parameters()), free_memory(device), device,
+                 model.weight_bytes(), free_memory(device), device,
                  "take another size or --dtype bfloat16")
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():

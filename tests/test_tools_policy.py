@@ -53,11 +53,11 @@ def test_at_most_five_plans(large, heads, lookup):
         assert plans[1].head_nodes and not plans[1].lookup_tokens
 
 
-@pytest.mark.parametrize("model, batch_size, temperature", [("large", 32, 1.0), ("toy", 1, 0.0)])
-def test_heads_that_are_not_worth_their_reading_are_left_out(request, model, batch_size, temperature):
+@pytest.mark.parametrize("model, batch, temperature", [("large", 32, 1.0), ("toy", 1, 0.0)])
+def test_heads_that_are_not_worth_their_reading_are_left_out(request, model, batch, temperature):
     """Bug: heads that read in every step and never draft, in large sampled batches or beside a small model on a CPU."""
-    plans = draft_plans(request.getfixturevalue(model), Heads(), True, batch_size, temperature)
-    assert all(plan.head_nodes == 0 for plan in plans)
+    model = request.getfixturevalue(model)
+    assert all(plan.head_nodes == 0 for plan in draft_plans(model, Heads(), True, batch, temperature))
 
 
 @pytest.mark.parametrize("tokens", [3, 20, 97])
@@ -180,12 +180,11 @@ def test_ranks_select_alike_though_their_clocks_differ(large):
 
 @pytest.mark.parametrize("has_heads", [False, True])
 def test_auto_gives_the_plain_text(large, has_heads):
-    heads = random_heads(large) if has_heads else None
-    if heads:
-        heads.info["acceptance"] = {"0": [[0.9, 0.0], [0.0, 0.8]]}
+    heads = random_heads(large)
+    heads.info["acceptance"] = {"0": [[0.9, 0.0], [0.0, 0.8]]}
     prompts = random_prompts([5, 40, 9])
     plain = generate(large, prompts, 40, tree_size=1)
-    auto = generate(large, prompts, 40, heads, lookup=True)
+    auto = generate(large, prompts, 40, heads if has_heads else None, lookup=True)
     assert auto.tokens == plain.tokens and len(auto.plans) > 1
     assert any(plan.head_nodes for plan in auto.plans) == has_heads
 

@@ -163,10 +163,11 @@ class Session:
         args = self.args
         flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
                      beams=args.beams, batch_size=args.batch_size,
-                     graph=not (args.no_graph or args.show_tree))
-        engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens,
-                         **flags | options, **self.sampling)
-        if (args.heads or args.draft) and self.heads and not engine.decoder.heads:
+                     graph=not (args.no_graph or args.show_tree)) | options
+        engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens, **flags,
+                         **self.sampling)
+        asked = (args.heads or args.draft) and flags["heads"] and flags["tree_size"] is None
+        if asked and not engine.decoder.heads:
             print("the heads are left out, as here they are expected to cost more than they gain "
                   "(--tree-size N takes them)", file=sys.stderr)
         if args.threads:

@@ -18,8 +18,8 @@ from generate import DEFAULT_TREE, DraftPlan
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 CHAINS = 1, 4, 10  # tokens of lookup
 ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one
-HEAD = 0.2         # and for each draft head that guesses, and once where heads read: on a GPU;
-HEAD_BYTES = 18e6  # on a CPU the time of reading so many bytes of the model's weights
+HEAD = 0.2         # and for each draft head that guesses, and once more: on a GPU; a guess
+HEAD_BYTES = 18e6  # on a CPU: the weights that are read in the time of a head's small operations
 WORTH = 1.1        # heads that read in every step must be expected to gain this factor
 PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
@@ -72,9 +72,8 @@ def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
         return DraftPlan(), best
     if rate(best) < worth * rate(DraftPlan()):
         return draft_plans(model, None, True, batch_size, temperature)
-    _, short, long = CHAINS
-    both = (best._replace(lookup_tokens=n) for n in (short, long))
-    return DraftPlan(), best, DraftPlan(0, long), *both
+    both = (best._replace(lookup_tokens=n) for n in CHAINS[1:])
+    return DraftPlan(), best, DraftPlan(0, CHAINS[-1]), *both
 
 
 class Text:
