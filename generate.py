@@ -623,6 +623,7 @@ class Output:
     sequences: list = field(default_factory=list)  # a `Sequence` for each prompt, in order
     steps: int = 0        # verify steps, summed over the sequences
     seconds: float = 0.0  # wall time, prefill included
+    prefill_seconds: float = 0.0  # of these, for the prompts and a first token, where measured
     step_lengths: Counter = field(default_factory=Counter)  # n -> how many steps emitted n tokens
     accepted: Counter = field(default_factory=Counter)  # "heads", "lookup" -> tokens it guessed
     plans: dict = field(default_factory=dict)           # DraftPlan -> [its steps, their tokens]

@@ -2,6 +2,7 @@
 sizes of published models. Loads no torch, so that the command line can name them."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", speed_up="{:.2f}x",
+FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}",
+             decoding_per_second="{:.1f}", speed_up="{:.2f}x",
              extra_tokens="{:.2f}", extra_over_first="{:.2f}", speed_up_over_first="{:.2f}x",
              over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x",
              identical="{:.0%}")  # of a column's cells
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
-LLAMA = dict(block_size=4096, rope_theta=500000.0, tied=False)
+LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
 QWEN = LLAMA | dict(tied=True, qkv_bias=True, family="qwen2")
 SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
@@ -24,6 +26,7 @@ SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
     "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), LLAMA),
     "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), LLAMA),
     "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
+    "tiny": ("a tiny model", (97, 2, 4, 2, 16, 64, 96), LLAMA),  # for `bench gpu --dry-run`
     "70b-layer": ("a layer of Llama 3 70B", (128256, 1, 64, 8, 128, 8192, 28672), LLAMA),
 }
 
@@ -65,8 +68,9 @@ def machine():
     import torch
 
     import kernels
-    commit = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, text=True,
-                            capture_output=True).stdout.strip()  # "" without git
+    commit = os.environ.get("CLOVER_COMMIT")  # for a copy without .git
+    commit = commit or subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, text=True,
+                                      capture_output=True).stdout.strip()
     xllamacpp = sys.modules.get("xllamacpp")
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []

@@ -1,8 +1,6 @@
 """Measures decoding, draft heads and kernels, each against others in the same run. Prints tables
 and, last, a JSON line with the numbers, the hardware and the versions. docs/cli.md has more."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from bench import ROOT, SIZES
@@ -10,16 +8,8 @@ from hf import is_gguf
 from tools import flags
 from training.flags import add_data_flag
 
-OPERATIONS = ["attention", "flex", "topk", "quantized"]
-RESULT = "--out {out}/{name}.json"
-STEPS = f"bench decode {RESULT} --batch-sizes 1 8 32 --tree-sizes 1 4 8 16 64 --random-weights"
-GPU_COMMANDS = {  # name: arguments of python -m
-    "tests": "pytest -m gpu --junitxml={out}/tests.xml",
-    "kernels": f"bench kernels --models 8b {RESULT}",
-    "steps-8b": f"{STEPS} 8b", "steps-7b": f"{STEPS} 7b", "steps-70b-layer": f"{STEPS} 70b-layer",
-    "decode": f"bench decode {RESULT} --batch-sizes 1 8 32 64",
-    "heads": f"bench heads {RESULT} --prompts 50 --temperatures 0 --batch-sizes 1 8 32",
-}
+GPU_PARTS = ("ceilings", "steps", "small-steps", "demo", "chats", "toy", "tests", "kernels",
+             "transformers", "flex", "sanitizer")
 
 
 def parse(argv=None):
@@ -28,9 +18,7 @@ def parse(argv=None):
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_heads_flags(add("heads", help="heads against each other, lookup and plain decoding"))
     add_decode_flags(add("decode", help="plain decoding, heads, lookup and auto"))
-    add_kernels_flags(add("kernels", help="kernels against the memory's bandwidth and torch"))
-    gpu = add("gpu", help="everything that only a GPU can tell")
-    gpu.add_argument("--out", required=True, metavar="DIR", help="for the results")
+    add_gpu_flags(add("gpu", help="everything that only a GPU can tell"))
     draw = add("draw", help="pictures of README.md and docs/, tables by kind of prompts")
     draw.add_argument("--out", default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
@@ -100,39 +88,23 @@ def add_decode_flags(parser):
     parser.add_argument("--random-weights", choices=SIZES, help="time steps of --tree-sizes nodes")
 
 
-def add_kernels_flags(parser):
-    add_shape_flags(parser, [1, 8, 32], [1, 8, 16, 64])
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=["8b", "70b"])
-    add_numbers(parser, "--prefixes", 0, 2**20, default=[512, 8192, 32768], help="cached tokens")
-
-
-def bench_gpu(args):
-    """`bench gpu`: runs each of GPU_COMMANDS that did not succeed before, which DIR/NAME.done
-    tells, in a process of its own. Output goes to DIR/NAME.log, the result to DIR/NAME.json."""
-    out = Path(args.out).absolute()
-    out.mkdir(exist_ok=True)
-    for name, command in GPU_COMMANDS.items():
-        done = out / f"{name}.done"
-        if not done.exists():
-            words = [word.format(name=name, out=out) for word in command.split()]
-            with open(out / f"{name}.log", "w") as log:
-                code = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=log,
-                                      stderr=log).returncode
-            print(f"{name}: {f'failed, see {log.name}' if code else 'done'}", flush=True)
-            if code == 0:
-                done.touch()
+def add_gpu_flags(parser):
+    parser.add_argument("--out", required=True, metavar="DIR", help="where results.jsonl grows")
+    parser.add_argument("--parts", nargs="+", choices=GPU_PARTS, default=GPU_PARTS)
+    parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "
+                        "chats of bench/prompts.jsonl by this model, with its heads")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
 
 
 def main(args):
     import torch
 
-    from bench import decoding, draw, finish, operations
+    from bench import decoding, draw, finish, gpu, operations
     from model import InputError
-    if args.command in ("kernels", "gpu") and not torch.cuda.is_available():
-        raise InputError(f"bench {args.command} needs a CUDA device")
+    if args.command == "gpu" and not (args.dry_run or torch.cuda.is_available()):
+        raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
     run = dict(heads=decoding.bench_heads, decode=decoding.bench_decode, draw=draw.bench,
-               kernels=operations.bench_kernels, gpu=bench_gpu)[args.command]
+               gpu=gpu.bench)[args.command]
     result = (operations.bench_steps if getattr(args, "random_weights", None) else run)(args)
     if result:
         finish(args, result)

@@ -68,6 +68,7 @@ def total(*outputs):
     return Output(sequences=sum((output.sequences for output in outputs), []),
                   steps=sum(output.steps for output in outputs),
                   seconds=sum(output.seconds for output in outputs),
+                  prefill_seconds=sum(output.prefill_seconds for output in outputs),
                   tree_size=outputs[0].tree_size)
 
 
@@ -78,22 +79,37 @@ def medians(outputs):
     for name, done in outputs.items():
         out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
+        decoding = out.seconds - out.prefill_seconds
+        later = out.emitted - len(out.sequences)  # than each one's first token
         rows[name] = dict(tree_size=out.tree_size,
                           tokens_per_step=out.tokens_per_step,
                           tokens_per_second=out.tokens_per_second,
+                          decoding_per_second=later / decoding if out.prefill_seconds else None,
                           speed_up=paired_ratio(done, plain),
                           identical=fmean(same) if out.tree_size else None)  # else not ours
     return rows
 
 
 def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options):
-    """The Output of an engine of its own, after a few tokens that compile and load everything, and
-    from which its policy does not learn. options: of `prepare`."""
+    """The Output of an engine of its own, warmed up, with a fresh policy; its prefill_seconds are
+    those of the same prompts with one new token each. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
     forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
-    engine.generate(texts[:engine.decoder.batch_size], min(8, new), on_step=forget)
+    warm_up(engine, texts)
+    first = engine.generate(texts, 1, on_step=forget)
     engine.policy = make_policy() or engine.policy
-    return engine.generate(texts, new, stop, forget)
+    output = engine.generate(texts, new, stop, forget)
+    output.prefill_seconds = first.seconds
+    return output
+
+
+def warm_up(engine, texts):
+    """Runs a prefill, and each plan twice: the first step compiles it, the second captures it."""
+    engine.generate(texts[:engine.decoder.batch_size], 1)
+    with engine.decoder.context():
+        for plan in 2 * engine.decoder.plans:
+            engine.decoder.launch(plan)()
+    engine.clear()
 
 
 def paired_ratio(done, others):

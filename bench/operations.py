@@ -1,6 +1,6 @@
-"""What is timed against the memory's bandwidth: by `python -m bench kernels` the kernels on a GPU,
-against what torch has for each, too; by `decode --random-weights SIZE` steps at the sizes of real
-models. A kernel's case is (bytes that must be moved, what makes inputs, our function, torch's)."""
+"""What is timed against the memory's bandwidth: kernels, for `python -m bench gpu`, against what
+torch has for each; and steps at the sizes of real models, for `decode --random-weights SIZE` too. A
+kernel's case is (bytes that must be moved, what makes inputs, our function, torch's)."""
 
 import math
 from functools import partial
@@ -11,11 +11,10 @@ import torch.nn.functional as F
 
 import kernels
 from backends import cpu
-from backends.quantized import INT8_ROWS, Layout, round_weight
 from bench import SIZES, Table, size_config
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
-from model import GPT, Block, check_memory, free_memory, pick_device
+from model import GPT, check_memory, free_memory, pick_device
 from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
 BYTES = 100e6  # of inputs that take turns: no cache holds one until its next turn
@@ -23,7 +22,7 @@ DRAFT_VOCABULARY = 8192  # of heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
 
-def attention_case(device, model, batch, prefix, T, make_other):
+def attention_case(device, model, make_other, batch, prefix, T):
     c = size_config(model)
     S = math.ceil((prefix + T) / 64) * 64
     size = 4 * batch * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
@@ -62,7 +61,7 @@ def flex(q, k, v, lengths, ancestors):
     """As sdpa, by FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
     B, T, *_ = q.shape
     S = int(lengths.max()) + T
     mask = create_block_mask(partial(visible, lengths, ancestors), B, None, T, S, device=q.device)
@@ -76,66 +75,63 @@ def topk(hidden, weight, k):
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
-def topk_case(device, model, k, M):
+def head_inputs(device, model, M):
+    """(bytes of the LM head and M hidden states, what makes them)"""
     c = size_config(model)
     C, V = c.n_embd, c.vocab_size
     make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
-    return 2 * C * (V + M), make, partial(kernels.project_topk, k=k), partial(topk, k=k)
+    return 2 * C * (V + M), make
 
 
-def quantized_case(device, model, layer, kind, M):
-    with torch.device("meta"):
-        N, C = Block(size_config(model)).get_submodule(layer).weight.shape
-    layout = INT8_ROWS if kind == "int8" else Layout("int4", 128, torch.bfloat16, True)
-
-    def make():
-        weight = random(N, C, device=device) / C ** 0.5
-        return random(M, C, device=device), weight, *round_weight(weight, layout).pack()
-    size = sum(x.nbytes for x in make()[2:5] if x is not None) + 2 * M * (C + N)
-    return (size, make, lambda x, _, *weight: kernels.linear_quantized(x, *weight),
-            lambda x, weight, *_: x @ weight.T)
+def topk_case(device, model, k, M):
+    return *head_inputs(device, model, M), partial(kernels.project_topk, k=k), partial(topk, k=k)
 
 
-def call_us(function, inputs):
-    """Microseconds of a call. All are replayed in one CUDA graph, without launch gaps."""
-    device = torch.device("cuda")
+def sample(hidden, weight, temperature):
+    logits = (hidden @ weight.T).float()
+    if temperature == 0:
+        return logits.argmax(-1)
+    return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+
+def sample_case(device, model, temperature, M):
+    sequence = torch.arange(M, device=device)
+    ours = partial(kernels.project_sample, temperature=temperature, seed=0, sequence=sequence,
+                   position=sequence)
+    return *head_inputs(device, model, M), ours, partial(sample, temperature=temperature)
+
+
+def commit_case(device, model, batch, P=5):
+    """A path of which every row but the root's moves, against torch's indexing."""
+    c = size_config(model)
+    shape = c.n_layer, 2, batch, c.n_kv_head, 64, c.head_size
+    lengths = torch.full((batch,), 20, device=device, dtype=torch.int32)
+    path = (2 * torch.arange(P, device=device)).repeat(batch, 1)
+    b = torch.arange(batch, device=device)[:, None]
+    source, target = (lengths[:, None] + x for x in (path, path // 2))
+
+    def move(kv, *_):
+        kv[:, :, b, :, target] = kv[:, :, b, :, source]
+    make = lambda: (random(shape, device=device), lengths, path, torch.full_like(lengths, P))
+    moved = batch * (P - 1) * 2 * c.n_layer * c.n_kv_head * c.head_size
+    return 2 * 2 * moved, make, kernels.commit_path, move
+
+
+def call_us(function, inputs, device):
+    """Microseconds of a call. On CUDA all are replayed in one graph, without launch gaps."""
     body = lambda: [function(*x) for x in inputs]
+    return 1e6 * seconds(in_graph(body, device), device) / len(inputs)
+
+
+def in_graph(body, device):
+    """A function that runs body(); on CUDA it replays a graph of it."""
     body()  # compiles
-    return 1e6 * seconds(capture(body, device), device) / len(inputs)
+    return capture(body, device) if device.type == "cuda" else body
 
 
-def measure(name, args, device, bandwidth):
-    """Times an operation at all shapes, printed -> the rows."""
-    attention = dict(batch=args.batch_sizes, prefix=args.prefixes, T=args.tree_sizes)
-    layers = "attn.qkv", "attn.proj", "mlp.up", "mlp.down"
-    rows = 1, 8, 16, 64
-    case, shapes = dict(
-        attention=(partial(attention_case, make_other=sdpa), attention),
-        flex=(partial(attention_case, make_other=flex), attention),
-        topk=(topk_case, dict(k=(8, 32), M=rows)),
-        quantized=(quantized_case, dict(layer=layers, kind=("int4", "int8"), M=rows)))[name]
-    print(f"\n{name}")
-    table = Table()
-    for shape in product(args.models, *shapes.values()):
-        label = dict(zip(("model", *shapes), shape))
-        try:
-            size, make, ours, other = case(device, **label)
-            inputs = [make() for _ in range(min(max(2, math.ceil(BYTES / size)), 64))]
-            us = call_us(ours, inputs)
-            torch_us = call_us(other, inputs)
-        except Exception as error:  # out of memory, or what a compiler raises
-            print(f"{label}: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        table.add(label | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us, torch_us=torch_us,
-                               speed_up=torch_us / us))
-    return table
-
-
-def bench_kernels(args):
-    """`bench kernels`: prints the tables -> the result."""
-    bandwidth = copy_bandwidth(torch.device("cuda"))
-    tables = {name: measure(name, args, "cuda", bandwidth) for name in args.operations}
-    return dict(copy_gb_per_s=bandwidth / 1e9) | tables
+def copies_for(size):
+    """How many inputs of this many bytes take turns."""
+    return min(max(2, math.ceil(BYTES / size)), 64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,26 +154,34 @@ def random_model(name, device, dtype):
     return model, heads
 
 
+def step_rows(model, heads, shapes, bandwidth):
+    """A row for each (batch size, tree size, prefix, sampling): the time of a step and of its
+    stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
+    c = model.config
+    per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= 0 if c.tied else model.embed.weight.nbytes
+    for B, T, prefix, sampling in shapes:
+        decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), prefix,
+                                 batch_size=B, sampling=sampling)
+        ms = 1e3 * step_time(decoder)
+        floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
+        row = dict(batch_size=B, tree_size=T, prefix=prefix, step_ms=ms, floor_ms=floor,
+                   share=floor / ms)
+        yield row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()}
+
+
 def bench_steps(args):
-    """`bench decode --random-weights`: prints the time of a step of each shape -> the result. It
-    must read the weights, the embedding table only where that is the LM head, and the cache."""
+    """`bench decode --random-weights`: prints the time of a step of each shape -> the result."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
     print(f"{SIZES[args.random_weights][0]} with random weights; {PREFIX} tokens in each cache")
-    c = model.config
-    cache = PREFIX * 2 * c.n_layer * c.n_kv_head * c.head_size * dtype.itemsize
-    weights = sum(p.nbytes for p in model.parameters())
-    weights -= 0 if c.tied else model.embed.weight.nbytes
+    shapes = product(args.batch_sizes, args.tree_sizes, [PREFIX], [Sampling(args.temperature)])
     table = Table()
-    for B, T in product(args.batch_sizes, args.tree_sizes):
-        decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), batch_size=B,
-                                 sampling=Sampling(args.temperature))
-        ms = 1e3 * step_time(decoder)
-        floor = 1e3 * (weights + B * cache) / bandwidth
-        row = dict(batch_size=B, tree_size=T, step_ms=ms, floor_ms=floor, share=floor / ms)
-        table.add(row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()})
+    for row in step_rows(model, heads, shapes, bandwidth):
+        table.add(row)
     return dict(model=args.random_weights, heads="clover", device=str(device), dtype=str(dtype),
-                prefix=PREFIX, draft_vocabulary=heads.config.vocabulary,
-                copy_gb_per_s=bandwidth / 1e9, steps=table)
+                draft_vocabulary=heads.config.vocabulary, copy_gb_per_s=bandwidth / 1e9,
+                steps=table)

@@ -41,10 +41,10 @@ def copy_bandwidth(device):
 
 
 @torch.inference_mode()
-def timing_decoder(model, heads, plan, capacity=PREFIX + 1, **options):
-    """A `Decoder` of one plan that can step forever: its slots are idle, with PREFIX tokens in the
-    cache, or `capacity` where that is less. options: the Decoder's."""
-    capacity = min(capacity, PREFIX + 1, model.config.block_size)
+def timing_decoder(model, heads, plan, prefix=PREFIX, **options):
+    """A `Decoder` of one plan that can step forever: its slots are idle, with `prefix` tokens in
+    the cache, or as many as the model's context has room for. options: the Decoder's."""
+    capacity = min(prefix + 1, model.config.block_size)
     decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
     if decoder.pool is not None:

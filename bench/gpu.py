@@ -1,0 +1,384 @@
+"""`python -m bench gpu --out DIR`: everything that only a GPU can tell, in under eight minutes.
+
+PARTS run one after another, the most important first. Each yields rows; a row is printed and
+appended to DIR/results.jsonl as soon as it is measured, so a run that is cut off loses only what it
+had not reached. A part ends when its budget is spent, and an error ends only its own part.
+--dry-run takes tiny sizes, also on a CPU: a test walks through all parts that way."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from bench import ROOT, machine, size_config
+from bench.decoding import decode_in_turns, decode_once, load, medians
+from bench.operations import (
+    attention_case,
+    call_us,
+    commit_case,
+    copies_for,
+    flex,
+    in_graph,
+    random_model,
+    sample_case,
+    sdpa,
+    step_rows,
+    topk_case,
+)
+from clover import CloverHeads, preset
+from generate import DraftPlan, FixedPolicy, Sampling, generate
+from kernels import add_norm
+from model import GPT, GPTConfig, InputError
+from tools.flags import DEMO
+from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
+
+TESTS = ("test_kernels", "test_kernels_fused", "test_model", "test_generate", "test_tools_policy",
+         "test_train_heads")
+ALONE = "memory_of_a_graph"  # a test that counts free memory
+TOP_P = Sampling(temperature=0.8, top_p=0.9)
+
+
+class Sizes(NamedTuple):
+    """What the parts measure: names in bench.SIZES, and shapes."""
+    large: str
+    small: str
+    batch_sizes: tuple
+    tree_sizes: tuple
+    prefixes: tuple     # tokens in the cache
+    rows: tuple         # M of the LM head's kernels
+    new_tokens: int
+    nodes: int          # launches in the graph that prices one
+    tests: tuple
+
+
+FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512), 128, 300,
+             TESTS)
+TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), 8, 3, ("test_model",))
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts: generators of rows. run: device, dtype, sizes, out, model (of --model) as attributes.
+
+def ceilings(run):
+    """What the hardware gives: a large copy, a large product, a launch in a graph, and the products
+    of a model's step alone, which no step can beat."""
+    yield dict(copy_gb_per_s=copy_bandwidth(run.device) / 1e9)
+    n = 8192 if run.sizes is FULL else 64
+    a, b = torch.randn(2, n, n, device=run.device, dtype=run.dtype)
+    yield dict(matmul_tflop_per_s=2 * n**3 / seconds(lambda: a @ b, run.device) / 1e12)
+    model, _ = run.random_model(run.sizes.large)
+    x = torch.randn(1, model.config.n_embd, device=run.device, dtype=run.dtype)
+    weight = torch.ones_like(x[0])
+    launches = lambda: [add_norm(x, None, weight) for _ in range(run.sizes.nodes)]
+    yield dict(launch_us=1e6 * seconds(in_graph(launches, run.device), run.device) / run.sizes.nodes)
+    for M in (1, 16, 32, 512) if run.sizes is FULL else (1, 2):
+        inputs = {size: torch.randn(M, size, device=run.device, dtype=run.dtype)
+                  for size in {layer.in_features for layer in linear_layers(model)}}
+        products = lambda: [layer(inputs[layer.in_features]) for layer in linear_layers(model)]
+        ms = 1e3 * seconds(in_graph(products, run.device), run.device)
+        moved = sum(layer.weight.nbytes for layer in linear_layers(model))
+        yield dict(model=run.sizes.large, M=M, products_ms=ms, gb_per_s=moved / ms / 1e6)
+
+
+def linear_layers(model):
+    return [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+
+
+def steps(run, name, prefixes):
+    """Steps of a model's sizes, by stage. over_plain: how many tokens a step must emit to pay."""
+    model, heads = run.random_model(name)
+    shapes = [(B, T, prefix, Sampling()) for prefix in prefixes for T in run.sizes.tree_sizes
+              for B in run.sizes.batch_sizes]
+    T = run.sizes.tree_sizes[1]
+    shapes += [(B, T, prefixes[0], sampling) for sampling in (Sampling(0.8), TOP_P)
+               for B in run.sizes.batch_sizes]
+    plain = {}
+    for row in step_rows(model, heads, shapes, copy_bandwidth(run.device)):
+        shape = row["batch_size"], row["prefix"]
+        plain.setdefault(shape, row["step_ms"])
+        yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[shape])
+
+
+def large_steps(run):
+    return steps(run, run.sizes.large, run.sizes.prefixes)
+
+
+def small_steps(run):
+    return steps(run, run.sizes.small, run.sizes.prefixes[:1])
+
+
+def demo(run):
+    """demo/ decoded, in bfloat16 and float32."""
+    for dtype in ("bfloat16", "float32"):
+        yield from decoded(run, dict(model=str(DEMO), dtype=dtype, chats=None), DEMO / "clover")
+
+
+def chats(run):
+    """The chats of bench/prompts.jsonl, by the model of --model."""
+    if run.model is None:
+        raise Skipped("no --model was given")
+    from hf import default_heads
+    file = str(ROOT / "bench" / "prompts.jsonl")
+    yield from decoded(run, dict(model=run.model, dtype=None, chats=file), default_heads(run.model))
+
+
+def decoded(run, flags, heads_path):
+    """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
+    args = SimpleNamespace(
+        **flags, device=str(run.device), quantize=None, heads_of_original=False, data=None,
+        prompts=max(run.sizes.batch_sizes), prompt_length=64, batch_sizes=run.sizes.batch_sizes,
+        max_new_tokens=run.sizes.new_tokens, runs=1)
+    model, heads, groups, stop = load(args, [heads_path] if heads_path else [])
+    heads = next(iter(heads.values()), None)
+    groups = {None: sum(groups.values(), [])}  # all kinds as one
+    plans = [DraftPlan(), DraftPlan(0, 7)]
+    plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
+    for B in args.batch_sizes:
+        ways = {str(plan): partial(decode_once, model, heads=heads, batch_size=B, stop=stop,
+                                   make_policy=partial(FixedPolicy, plan)) for plan in plans}
+        (_, outputs), = decode_in_turns(ways, groups, args)
+        for plan, (name, row) in zip(plans, medians(outputs).items()):
+            out, = outputs[name]
+            steps = (out.steps - len(out.sequences)) / B  # after the first of each sequence
+            engine = (out.seconds - out.prefill_seconds) / max(steps, 1)
+            used = heads if plan.head_nodes else None
+            graph = step_time(timing_decoder(model, used, plan, batch_size=B))
+            yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
+                       batch_size=B) | row | dict(engine_ms=1e3 * engine, graph_ms=1e3 * graph)
+
+
+def toy(run):
+    """Random weights, decoded eagerly by every drafter and way to sample: all kernels of a step."""
+    config = GPTConfig(vocab_size=300, block_size=256, n_layer=2, n_head=4, n_kv_head=2,
+                       head_size=32, n_embd=128)
+    model = GPT(config).init_weights().requires_grad_(False).eval().to(run.device)
+    prompts = [[1, 2, 3] * 4, [7] * 5]
+    for name in ("medusa", "hydra", "clover", "clover2"):
+        with torch.device(run.device):
+            heads = CloverHeads(preset(name), model).requires_grad_(False).eval()
+        for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, 50, 0.9, 0.01)):
+            options = dict(sampling=[sampling] * 2, graph=False)
+            plain = generate(model, prompts, 8, **options).tokens
+            tree = generate(model, prompts, 8, heads, lookup=True, tree_size=9, **options).tokens
+            yield dict(heads=name, sampling=str(sampling), identical=tree == plain)
+
+
+def tests(run):
+    """The tests that need a GPU. Those that take much memory run alone, at the end."""
+    marks = "gpu" if run.sizes is FULL else "not gpu"
+    files = [f"tests/{name}.py" for name in run.sizes.tests]
+    workers = ["-n", "12"] if run.sizes is FULL else []
+    yield run_pytest(run, [*workers, "-m", marks, "-k", f"not ({ALONE})", *files])
+    yield run_pytest(run, ["-m", marks, "-k", ALONE, *files])
+
+
+def run_pytest(run, flags):
+    """The counts of one run of pytest, and its failures; its output is added to DIR/tests.log."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-p",
+               "no:cacheprovider", *flags]
+    output, timed_out = run_process(command, 100)
+    with open(run.out / "tests.log", "a") as log:
+        log.write(output)
+    counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
+              for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
+    failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
+    return counts | dict(timed_out=timed_out, failures=[line[:300] for line in failures[:20]])
+
+
+def run_process(command, limit):
+    """(what a command printed, whether it was ended after `limit` seconds)"""
+    with tempfile.TemporaryFile("w+") as file:
+        try:
+            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=limit)
+            timed_out = False
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        file.seek(0)
+        return file.read(), timed_out
+
+
+def kernels(run):
+    """Kernels beside their bounds and the same work by torch."""
+    bandwidth = copy_bandwidth(run.device)
+    for shape in attention_shapes(run):
+        yield timed(run, bandwidth, "tree_attention", attention_case, sdpa, **shape)
+    for M in run.sizes.rows:
+        yield timed(run, bandwidth, "project_topk", topk_case, M=M, k=8)
+        for temperature in (0.0, 0.8):
+            yield timed(run, bandwidth, "project_sample", sample_case, M=M, temperature=temperature)
+    for B in run.sizes.batch_sizes:
+        yield timed(run, bandwidth, "commit_path", commit_case, batch=B)
+
+
+def flex_attention(run):
+    """Three shapes of FlexAttention, which takes long to compile."""
+    bandwidth = copy_bandwidth(run.device)
+    for shape in list(attention_shapes(run))[:3]:
+        yield timed(run, bandwidth, "flex_attention", attention_case, flex, **shape)
+
+
+def attention_shapes(run):
+    return (dict(batch=B, prefix=prefix, T=T) for prefix in run.sizes.prefixes[::-1]
+            for T in run.sizes.tree_sizes[:4] for B in run.sizes.batch_sizes)
+
+
+def timed(run, bandwidth, name, case, *others, **shape):
+    """The row of one kernel at one shape."""
+    size, make, ours, other = case(run.device, run.sizes.large, *others, **shape)
+    inputs = [make() for _ in range(copies_for(size) if run.sizes is FULL else 1)]
+    us = call_us(ours, inputs, run.device)
+    torch_us = call_us(other, inputs, run.device)
+    return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
+                                            torch_us=torch_us, speed_up=torch_us / us)
+
+
+@torch.inference_mode()
+def transformers(run):
+    """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    except ImportError:
+        raise Skipped("transformers is not installed") from None
+    run.forget_models()
+    c = size_config(run.sizes.large)
+    config = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, head_dim=c.head_size,
+        num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size, dtype=run.dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(run.dtype)
+    rotary = type(model.model.rotary_emb)(config).to(run.device)  # has values of its own
+    model = model.to_empty(device=run.device).eval()
+    model.model.rotary_emb = rotary
+    for p in model.parameters():
+        p.normal_(0, 0.02)
+    prefix = run.sizes.prefixes[0]
+    for B in run.sizes.batch_sizes:
+        cache = StaticCache(config=config, max_cache_len=prefix + 1)
+        tokens = torch.zeros(B, 1, dtype=torch.int64, device=run.device)
+        model(tokens, past_key_values=cache)  # allocates
+        lengths = torch.zeros(c.n_layer, dtype=torch.int64, device=run.device)
+        for layer, length in zip(cache.layers, lengths):
+            layer.cumulative_length = length
+
+        def step():
+            lengths.fill_(prefix)  # each layer has added the token
+            return model(tokens, past_key_values=cache).logits.argmax(-1)
+        row = dict(model=run.sizes.large, batch_size=B, prefix=prefix)
+        yield row | dict(eager_ms=1e3 * seconds(step, run.device))
+        yield row | dict(graph_ms=1e3 * seconds(in_graph(step, run.device), run.device))
+
+
+def sanitizer(run):
+    """compute-sanitizer on `toy`: accesses out of bounds, then races in shared memory."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise Skipped("compute-sanitizer, of the CUDA toolkit, is not installed")
+    for tool in ("memcheck", "racecheck"):
+        with tempfile.TemporaryDirectory() as folder:
+            output, timed_out = run_process(
+                [program, "--tool", tool, sys.executable, "-m", "bench", "gpu", "--out", folder,
+                 "--parts", "toy"], 120)
+        with open(run.out / "sanitizer.log", "a") as log:
+            log.write(output)
+        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
+        yield dict(tool=tool, summary=summary[-1:], rows=output.count('"identical": true'),
+                   timed_out=timed_out)
+
+
+PARTS = {  # name: (function, seconds)
+    "ceilings": (ceilings, 30), "steps": (large_steps, 110), "small-steps": (small_steps, 40),
+    "demo": (demo, 60), "chats": (chats, 60), "toy": (toy, 15), "tests": (tests, 100),
+    "kernels": (kernels, 80), "transformers": (transformers, 40), "flex": (flex_attention, 60),
+    "sanitizer": (sanitizer, 100)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+
+class Skipped(Exception):
+    """A part that cannot run here; the message says why."""
+
+
+class Run:
+    """What the parts share."""
+
+    def __init__(self, args):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.sizes = TINY if args.dry_run else FULL
+        self.dtype = torch.bfloat16
+        self.model = args.model
+        self.out = Path(args.out)
+        self.models = {}
+
+    def random_model(self, name):
+        """`random_model`, made once for the parts that follow one another."""
+        if name not in self.models:
+            self.forget_models()
+            self.models[name] = random_model(name, self.device, self.dtype)
+        return self.models[name]
+
+    def forget_models(self):
+        self.models.clear()
+        gc.collect()  # graphs and decoders are in cycles
+
+    def write(self, row):
+        short = lambda x: float(f"{x:.4g}") if isinstance(x, float) else x
+        line = json.dumps({key: short(value) for key, value in row.items()})
+        print(line, flush=True)
+        with open(self.out / "results.jsonl", "a") as file:
+            file.write(line + "\n")
+
+
+def bench(args):
+    """`bench gpu`: runs args.parts. An error that leaves CUDA unusable starts a new process for the
+    parts that are left."""
+    run = Run(args)
+    run.out.mkdir(exist_ok=True)
+    run.write(dict(part="machine", dry_run=args.dry_run) | machine())
+    for i, name in enumerate(args.parts):
+        run_part(run, name)
+        if not is_usable(run.device):
+            model = ["--model", args.model] if args.model else []
+            rest = ["gpu", "--out", args.out, *model, "--parts", *args.parts[i + 1:]]
+            os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
+
+
+def run_part(run, name):
+    part, budget = PARTS[name]
+    started = time.perf_counter()
+    ended = "done"
+    rows = part(run)
+    try:
+        for row in rows:
+            run.write(dict(part=name) | row)
+            if time.perf_counter() - started > budget:
+                ended = "out of time"
+                break
+    except Skipped as reason:
+        ended = f"skipped: {reason}"
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"[:500]
+    rows.close()
+    run.write(dict(part=name, ended=ended, seconds=time.perf_counter() - started))
+
+
+def is_usable(device):
+    """Whether CUDA still works: after an illegal access every call fails."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
