@@ -91,6 +91,8 @@ def add_decode_flags(parser):
 def add_gpu_flags(parser):
     parser.add_argument("--out", required=True, metavar="DIR", help="where results.jsonl grows")
     parser.add_argument("--parts", nargs="+", choices=GPU_PARTS, default=GPU_PARTS)
+    flags.add_number(parser, "--seconds", 1, 86400, default=480, metavar="N",
+                     help="for all parts; each has its share")
     parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "
                         "chats of bench/prompts.jsonl by this model, with its heads")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")

@@ -27,8 +27,8 @@ from bench.operations import (
     attention_case,
     call_us,
     commit_case,
+    compiled_flex,
     copies_for,
-    flex,
     in_graph,
     random_model,
     sample_case,
@@ -39,7 +39,7 @@ from bench.operations import (
 from clover import CloverHeads, preset
 from generate import DraftPlan, FixedPolicy, Sampling, generate
 from kernels import add_norm
-from model import GPT, GPTConfig, InputError
+from model import GPT, GPTConfig
 from tools.flags import DEMO
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
@@ -62,8 +62,8 @@ class Sizes(NamedTuple):
     tests: tuple
 
 
-FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512), 128, 300,
-             TESTS)
+FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512), 128,
+             300, TESTS)
 TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), 8, 3, ("test_model",))
 
 
@@ -80,8 +80,9 @@ def ceilings(run):
     model, _ = run.random_model(run.sizes.large)
     x = torch.randn(1, model.config.n_embd, device=run.device, dtype=run.dtype)
     weight = torch.ones_like(x[0])
-    launches = lambda: [add_norm(x, None, weight) for _ in range(run.sizes.nodes)]
-    yield dict(launch_us=1e6 * seconds(in_graph(launches, run.device), run.device) / run.sizes.nodes)
+    norms = in_graph(lambda: [add_norm(x, None, weight) for _ in range(run.sizes.nodes)],
+                     run.device)
+    yield dict(launch_us=1e6 * seconds(norms, run.device) / run.sizes.nodes)
     for M in (1, 16, 32, 512) if run.sizes is FULL else (1, 2):
         inputs = {size: torch.randn(M, size, device=run.device, dtype=run.dtype)
                   for size in {layer.in_features for layer in linear_layers(model)}}
@@ -187,7 +188,7 @@ def run_pytest(run, flags):
     """The counts of one run of pytest, and its failures; its output is added to DIR/tests.log."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-p",
                "no:cacheprovider", *flags]
-    output, timed_out = run_process(command, 100)
+    output, timed_out = run_process(command, run.deadline)
     with open(run.out / "tests.log", "a") as log:
         log.write(output)
     counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
@@ -196,11 +197,12 @@ def run_pytest(run, flags):
     return counts | dict(timed_out=timed_out, failures=[line[:300] for line in failures[:20]])
 
 
-def run_process(command, limit):
-    """(what a command printed, whether it was ended after `limit` seconds)"""
+def run_process(command, deadline):
+    """(what a command printed, whether it was ended at the deadline)"""
     with tempfile.TemporaryFile("w+") as file:
         try:
-            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=limit)
+            left = max(deadline - time.perf_counter(), 1)
+            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=left)
             timed_out = False
         except subprocess.TimeoutExpired:
             timed_out = True
@@ -221,11 +223,11 @@ def kernels(run):
         yield timed(run, bandwidth, "commit_path", commit_case, batch=B)
 
 
-def flex_attention(run):
+def flex(run):
     """Three shapes of FlexAttention, which takes long to compile."""
     bandwidth = copy_bandwidth(run.device)
     for shape in list(attention_shapes(run))[:3]:
-        yield timed(run, bandwidth, "flex_attention", attention_case, flex, **shape)
+        yield timed(run, bandwidth, "flex_attention", attention_case, compiled_flex, **shape)
 
 
 def attention_shapes(run):
@@ -289,7 +291,7 @@ def sanitizer(run):
         with tempfile.TemporaryDirectory() as folder:
             output, timed_out = run_process(
                 [program, "--tool", tool, sys.executable, "-m", "bench", "gpu", "--out", folder,
-                 "--parts", "toy"], 120)
+                 "--parts", "toy"], run.deadline)
         with open(run.out / "sanitizer.log", "a") as log:
             log.write(output)
         summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
@@ -297,11 +299,11 @@ def sanitizer(run):
                    timed_out=timed_out)
 
 
-PARTS = {  # name: (function, seconds)
-    "ceilings": (ceilings, 30), "steps": (large_steps, 110), "small-steps": (small_steps, 40),
-    "demo": (demo, 60), "chats": (chats, 60), "toy": (toy, 15), "tests": (tests, 100),
-    "kernels": (kernels, 80), "transformers": (transformers, 40), "flex": (flex_attention, 60),
-    "sanitizer": (sanitizer, 100)}
+PARTS = {  # name: (function, its share of --seconds)
+    "ceilings": (ceilings, 0.06), "steps": (large_steps, 0.22), "small-steps": (small_steps, 0.07),
+    "demo": (demo, 0.11), "chats": (chats, 0.11), "toy": (toy, 0.04), "tests": (tests, 0.2),
+    "kernels": (kernels, 0.15), "transformers": (transformers, 0.08), "flex": (flex, 0.08),
+    "sanitizer": (sanitizer, 0.12)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,6 +322,7 @@ class Run:
         self.dtype = torch.bfloat16
         self.model = args.model
         self.out = Path(args.out)
+        self.deadline = None  # of the part that runs
         self.models = {}
 
     def random_model(self, name):
@@ -347,23 +350,24 @@ def bench(args):
     run = Run(args)
     run.out.mkdir(exist_ok=True)
     run.write(dict(part="machine", dry_run=args.dry_run) | machine())
-    for i, name in enumerate(args.parts):
-        run_part(run, name)
-        if not is_usable(run.device):
-            model = ["--model", args.model] if args.model else []
-            rest = ["gpu", "--out", args.out, *model, "--parts", *args.parts[i + 1:]]
-            os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
+    for i, name in enumerate(args.parts, 1):
+        run_part(run, name, args.seconds)
+        if not is_usable(run.device) and args.parts[i:]:
+            flags = ["--model", args.model] * bool(args.model) + ["--dry-run"] * args.dry_run
+            flags += ["--out", args.out, "--seconds", str(args.seconds), "--parts", *args.parts[i:]]
+            os.execv(sys.executable, [sys.executable, "-m", "bench", "gpu", *flags])
 
 
-def run_part(run, name):
-    part, budget = PARTS[name]
+def run_part(run, name, seconds):
+    part, share = PARTS[name]
     started = time.perf_counter()
+    run.deadline = started + share * seconds
     ended = "done"
     rows = part(run)
     try:
         for row in rows:
             run.write(dict(part=name) | row)
-            if time.perf_counter() - started > budget:
+            if time.perf_counter() > run.deadline:
                 ended = "out of time"
                 break
     except Skipped as reason:

@@ -57,7 +57,7 @@ def sdpa(q, k, v, lengths, ancestors):
     return attend
 
 
-def flex(q, k, v, lengths, ancestors):
+def compiled_flex(q, k, v, lengths, ancestors):
     """As sdpa, by FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes

@@ -16,7 +16,7 @@ import torch
 from bench import SIZES, decoding, llama_cpp, operations, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads
-from generate import DraftPlan, Engine, FixedPolicy, Output, generate
+from generate import Decoder, DraftPlan, Engine, FixedPolicy, Output, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
@@ -143,8 +143,9 @@ def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
 
 
 def spent(*seconds):
-    """What each run gives that emits 12 tokens in this many seconds."""
-    return [Output([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, tree_size=2) for s in seconds]
+    """What each run gives that emits 12 tokens in this many seconds, the first in a quarter of them."""
+    return [Output([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, prefill_seconds=s / 4, tree_size=2)
+            for s in seconds]
 
 
 def test_programs_take_turns_and_ratios_are_those_of_a_round():
@@ -160,7 +161,8 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
     (label, outputs), = decoding.decode_in_turns(ways, {None: [[1], [2]]}, args)
     assert order == [("plain", [[1], [2]], 12), ("other", [[1], [2]], 12)] * 3 and label == {}
     assert [out.seconds for out in outputs["other"]] == [4, 1, 2]
-    assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6, speed_up=2,
+    assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6,
+                                                      decoding_per_second=pytest.approx(11 / 1.5), speed_up=2,
                                                       identical=pytest.approx(2 / 3))
 
 
@@ -174,12 +176,16 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     def noted(engine, prompts, new, stop=(), on_step=None):
         steps_before.append((new, getattr(engine.policy, "steps", 0)))
         return generate(engine, prompts, new, stop, on_step)
+    launched, launch = [], Decoder.launch
+    monkeypatch.setattr(Decoder, "launch", lambda decoder, plan: launched.append(plan) or launch(decoder, plan))
     monkeypatch.setattr(Engine, "generate", noted)
     args = SimpleNamespace(max_new_tokens=40, runs=2)
     (_, outputs), = decoding.decode_in_turns(ways, {None: [[5, 9, 2], [7, 1]]}, args)
     assert outputs["auto"][0].tokens == outputs["auto"][1].tokens
     assert decoding.medians(outputs)["auto"]["identical"] == 1.0
-    assert steps_before == [(8, 0), (40, 0)] * 4
+    plans = AdaptivePolicy(toy, None, True, 2, 1.0).plans
+    assert all(launched.count(plan) >= 2 * 2 for plan in plans)  # compiled and captured before it is timed
+    assert steps_before == 2 * [(1, 0), (1, 0), (40, 0), (1, 0), (1, 1), (40, 0)]
 
 
 class FakeServer:
@@ -239,7 +245,7 @@ def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
     starts, next_prompts = [], Engine.next_prompts
     monkeypatch.setattr(Engine, "next_prompts", lambda engine: starts.append(next_prompts(engine)) or starts[-1])
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
-    assert [start for _, _, start in starts] == [0, 0, 0] and out.emitted == 8
+    assert [start for _, _, start in starts] == [0] * 5 and out.emitted == 8
 
 
 def test_decode_on_random_weights(run, monkeypatch):
@@ -252,7 +258,8 @@ def test_decode_on_random_weights(run, monkeypatch):
     model, heads = operations.random_model("7b", torch.device("cpu"), torch.float32)
     assert len(heads.vocabulary) == 97 and model.blocks[0].attn.qkv.weight.std() == pytest.approx(0.02, rel=0.1)
     floor = 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64 + 2 * PREFIX * 2 * 2 * 2 * 16)
-    assert result["steps"][0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and result["prefix"] == PREFIX
+    first = result["steps"][0]
+    assert first["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and first["prefix"] == PREFIX
     monkeypatch.setattr(operations, "free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="random weights of 7b in float32 take .* kB"):
         operations.random_model("7b", "cpu", torch.float32)
@@ -270,7 +277,7 @@ def test_real_sizes_are_those_of_the_models():
 @pytest.mark.parametrize("flags, message", [
     ("decode --tree-sizes 65", "--tree-sizes: expected"), ("decode --runs 0", "--runs: expected"),
     ("heads --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("kernel", "kernel"),
-    ("heads --heads a/clover b/clover/", "same name"), ("kernels --models 9b", "'9b'"),
+    ("heads --heads a/clover b/clover/", "same name"), ("gpu --out x --parts kernel", "'kernel'"),
     ("decode --random-weights 7b --quantize int8", "--quantize, .* go without --random-weights"),
     ("decode --llama-cpp --batch-sizes 1", "give one as --model"),
     ("decode --llama-cpp --model x.gguf", "and --batch-sizes 1"),

@@ -1,22 +1,26 @@
-"""bench kernels and gpu: torch's versions do the same work, the tables hold what was timed, all is run."""
+"""bench gpu: torch's versions do the same work, rows hold what was timed, every part runs."""
 
-import subprocess
+import json
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
-from bench import SIZES, operations
 from bench import __main__ as bench
+from bench import gpu, operations
 from model import InputError
 from test_kernels import as_int64, random_forest
+from tools import timing
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile",
+                                        "ignore:`past_key_values` is deprecated")
 
 
 @pytest.mark.parametrize("T", [1, 13, 64])
-@pytest.mark.parametrize("other", ["sdpa", "flex"])
+@pytest.mark.parametrize("other", ["sdpa", "compiled_flex"])
 def test_torch_computes_the_same_attention(monkeypatch, other, T):
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -35,65 +39,100 @@ def test_torch_computes_the_same_projections():
         assert torch.allclose(got, expected, atol=1e-5)
 
 
-def test_tables_hold_what_was_timed(monkeypatch):
-    """Bug: a row that belongs to other shapes, a wrong byte count, an error that ends the run."""
-    def call(function, inputs):
-        for x in inputs:
-            function(*x)
-        return 1000.0 * len(inputs)
-    monkeypatch.setattr(operations, "call_us", call)
-    monkeypatch.setattr(operations, "BYTES", 0)
-    monkeypatch.setitem(SIZES, "toy", ("a toy", (300, 3, 8, 2, 16, 128, 256), dict(tied=True)))
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    args = SimpleNamespace(models=["toy"], batch_sizes=[2], prefixes=[70], tree_sizes=[1, 5])
-    rows = {name: operations.measure(name, args, "cpu", 1e9) for name in bench.OPERATIONS}
-    size = lambda row: row["share_of_copy"] * 1e3 * row["us"]  # at 1e9 bytes per second
-    for name in ("attention", "flex"):
-        one, five = rows[name]
-        assert (one["T"], five["T"], five["prefix"], five["us"], five["torch_us"]) == (1, 5, 70, 2000, 2000)
-        assert size(five) == pytest.approx(2 * (2 * 2 * 2 * 75 * 16 + 2 * 2 * 5 * 8 * 16)) and five["speed_up"] == 1
-    assert [(row["k"], row["M"]) for row in rows["topk"]] == [(k, M) for k in (8, 32) for M in (1, 8, 16, 64)]
-    assert size(rows["topk"][0]) == pytest.approx(2 * 128 * 301) and len(rows["quantized"]) == 4 * 2 * 4
-    four, eight = (row for row in rows["quantized"] if (row["layer"], row["M"]) == ("mlp.down", 8))
-    assert (four["kind"], eight["kind"]) == ("int4", "int8")
-    assert size(four) == pytest.approx(128 * 128 + 128 * 2 * 3 + 2 * 8 * 384)  # a scale and a zero for each 128
-    assert size(eight) == pytest.approx(128 * 256 + 128 * 4 + 2 * 8 * 384)
+@torch.inference_mode()
+def test_torch_moves_the_same_rows():
+    """Bug: an easier move in the place of commit_path's, or bytes of rows that stay."""
+    size, make, ours, other = operations.commit_case("cpu", "tiny", batch=3)
+    assert size == 2 * 2 * 3 * 4 * 2 * 2 * 2 * 16
+    a, *rest = make()
+    b = a.clone()
+    ours(a, *rest)
+    other(b, *rest)
+    assert torch.equal(a, b) and not torch.equal(a[..., 21, :], a[..., 22, :])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_kernels_bench_on_a_gpu(capsys):
-    bench.main(bench.parse("kernels --models 8b --batch-sizes 2 --prefixes 512 --tree-sizes 8".split()))
-    assert '"share_of_copy"' in capsys.readouterr().out.strip().splitlines()[-1]
+def test_torch_samples_the_same_distribution():
+    """Bug: noise of another distribution, or none, beside which ours looks slow."""
+    hidden, weight = torch.randn(1, 16), torch.randn(5, 16) / 4
+    tokens = operations.sample(hidden.expand(20_000, 16), weight, 0.7)
+    share = torch.bincount(tokens, minlength=5) / len(tokens)
+    torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
+    assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # bench gpu
 
-@pytest.mark.parametrize("command", [["kernels"], ["gpu", "--out", "out"]])
-def test_without_a_gpu_one_line_says_so(command, monkeypatch):
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
+    """Bug: a part that raises, or measures nothing, found when a GPU is there; rows of other shapes or lost."""
+    for module in gpu, operations, timing:
+        monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setenv("CLOVER_COMMIT", "abc123")
+    bench.main(bench.parse(["gpu", "--dry-run", "--out", str(tmp_path)]))
+    rows = rows_of(tmp_path)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
+    ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
+    assert tuple(ends) == bench.GPU_PARTS == tuple(gpu.PARTS)
+    assert all(end in ("done", "out of time") or end.startswith("skipped: ") for end in ends.values()), ends
+    for part, end in ends.items():
+        found = [row for row in rows if row["part"] == part and "ended" not in row]
+        assert end.startswith("skipped") or found, part
+    select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
+    plain, *_, tree = [row for row in select("steps", "step_ms") if row["batch_size"] == 2]
+    assert (plain["tree_size"], plain["over_plain"], tree["tree_size"]) == (1, 1, 4)
+    assert {row["kernel"] for row in select("kernels", "us")} == {
+        "tree_attention", "project_topk", "project_sample", "commit_path"}
+    assert all(row["us"] == 1000 for row in select("kernels", "us"))
+    first = select("kernels", "T")[0]  # 1 sequence, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
+    assert first["share_of_copy"] == pytest.approx(
+        (4 * 16 * (2 * 17 + 4)) / (1e9 * select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"]) / 1e-3, rel=0.5)
+    assert all(row["identical"] for row in select("toy", "identical")) and len(select("toy", "heads")) == 12
+    assert {row["drafter"] for row in select("demo", "drafter")} > {"plain", "lookup 7", "heads 7"}
+    assert all(row["engine_ms"] > 0 for row in select("demo", "drafter"))
+    assert select("tests", "passed")[0]["passed"] > 20 and not select("tests", "passed")[0]["failed"]
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "tests.log"]
+
+
+def parts_of(monkeypatch, tmp_path, *parts, **functions):
+    monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
+    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=parts or tuple(functions), model=None, dry_run=True,
+                              seconds=5))
+    return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
+
+
+def test_an_error_ends_only_its_part_and_a_budget_too(monkeypatch, tmp_path):
+    """Bug: a part that takes the others with it, rows that are written only at the end, a part without an end."""
+    def fails(run):
+        yield dict(row=1)
+        raise ValueError("a reason")
+
+    def endless(run):
+        while True:
+            yield dict(row=2)
+    clock = iter(range(100))
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(clock))
+    assert parts_of(monkeypatch, tmp_path, fails=fails, endless=endless) == [
+        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 6, dict(ended="out of time")]
+
+
+def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_path):
+    """Bug: every part after an illegal access fails with the first one's error."""
+    started = []
+    monkeypatch.setattr(gpu, "is_usable", lambda device: False)
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
+    part = lambda run: (row for row in ())
+    parts_of(monkeypatch, tmp_path, first=part, second=part, third=part)
+    assert started == [[sys.executable, "-m", "bench", "gpu", "--dry-run", "--out", str(tmp_path / "new"), "--seconds",
+                        "5", "--parts", *rest] for rest in (("second", "third"), ("third",))]
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch):
     """Bug: a traceback, or numbers of a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="needs a CUDA device"):
-        bench.main(bench.parse(command))
-
-
-def test_everything_that_runs_on_a_gpu_is_a_command(monkeypatch, tmp_path):
-    """Bug: a flag that does not exist, found when a GPU is there; a folder with a space in its name."""
-    ran = []
-    monkeypatch.setattr(subprocess, "run", lambda argv, **options: ran.append(argv) or SimpleNamespace(returncode=0))
-    bench.bench_gpu(SimpleNamespace(out=tmp_path / "a folder"))
-    for name, (_, _, module, *flags) in zip(bench.GPU_COMMANDS, ran, strict=True):
-        assert module == "pytest" or bench.parse(flags).out == str(tmp_path / "a folder" / f"{name}.json")
-
-
-def test_a_failure_leaves_the_others_and_what_succeeded_is_not_run_again(monkeypatch, tmp_path, capsys):
-    """Bug: a command that takes the others with it, a failure that is not told, one that is measured twice."""
-    out = tmp_path / "out"
-    monkeypatch.setattr(bench, "GPU_COMMANDS", dict(fails="no_such_module", works="platform"))
-    bench.bench_gpu(SimpleNamespace(out=str(out)))
-    assert capsys.readouterr().out == f"fails: failed, see {out}/fails.log\nworks: done\n"
-    assert "no_such_module" in (out / "fails.log").read_text() and (out / "works.log").read_text()
-    monkeypatch.setattr(bench, "GPU_COMMANDS", dict(fails="platform", works="no_such_module"))
-    bench.bench_gpu(SimpleNamespace(out=str(out)))
-    assert capsys.readouterr().out == "fails: done\n"
+    with pytest.raises(InputError, match="needs a CUDA device; --dry-run"):
+        bench.main(bench.parse(["gpu", "--out", "out"]))
