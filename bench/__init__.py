@@ -25,6 +25,7 @@ SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
     "0.5b": ("Qwen2.5 0.5B", (151936, 24, 14, 2, 64, 896, 4864), QWEN),
     "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), LLAMA),
     "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), LLAMA),
+    "32b": ("Qwen2.5 32B", (152064, 64, 40, 8, 128, 5120, 27648), QWEN | dict(tied=False)),
     "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
     "tiny": ("a tiny model", (97, 2, 4, 2, 16, 64, 96), LLAMA),  # for `bench gpu --dry-run`
     "70b-layer": ("a layer of Llama 3 70B", (128256, 1, 64, 8, 128, 8192, 28672), LLAMA),

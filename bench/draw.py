@@ -3,10 +3,11 @@ tables of results by kind of prompts.
 A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
 readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
+from math import log2
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from bench import ROOT, Table, cell
+from bench import ROOT, Table, cell, roofline
 from model import read_json
 
 WIDTH = 760
@@ -134,6 +135,27 @@ def draw_tokens_per_step(result):
     return svg(title, height, shapes)
 
 
+def draw_figure2():
+    """Lines over the batch size, both axes logarithmic; a square where a plan stops paying."""
+    predicted = roofline.predict(*roofline.NOMINAL)
+    spot = lambda B, value: (60 + 46 * log2(B), 360 - 38 * log2(value / 40))
+    title = "Predicted, not measured: tokens per second of all sequences, by what is drafted"
+    shapes = [text(0, 20, title), text(180, 410, "B: sequences decoded together")]
+    shapes += [text(spot(2 ** i, 1)[0] - 4, 388, 2 ** i) for i in range(10)]
+    shapes += [text(0, spot(1, n)[1] + 4, f"{n:,}") for n in (100, 1000, 10000)]
+    colours = {"chain of 5 at 0.4": AMBER, "tree of 16": BLUE, "tree of 4": GREEN, "plain": GREY}
+    for name, colour in colours.items():
+        _, rates, last = predicted[name]
+        points = [spot(B, rates[B - 1]) for B in sorted({round(2 ** (n / 4)) for n in range(37)})]
+        if last:
+            x, y = spot(last, predicted["plain"][1][last - 1])
+            shapes.append(box(x - 4, y - 4, 8, 8, colour))
+            name += f": pays up to B = {last}"
+        shapes += [line(points, colour, 2), text(484, points[-1][1] + 4, name, colour)]
+    return svg(title, 444, [*shapes, text(0, 438, "A model of 32 B parameters in bfloat16; nominal "
+                                          "figures of an H100: 3.35 TB/s, 989 TFLOP/s")])
+
+
 def print_kinds(rows):
     """A table for each measure of a result of --chats, a column for each kind of prompts."""
     for measure in [name for name in MEASURES if name in rows[0]]:
@@ -148,17 +170,18 @@ def print_kinds(rows):
 
 
 def bench(args):
-    """Writes the pictures into args.out, and prints tables by kind."""
+    """Writes the pictures into args.out, and prints the prediction and tables by kind."""
     run = read_json(ROOT / "docs" / "img" / "run.json")  # by generate.py --json --show-tree
     results = ROOT / "bench" / "results"
     heads = read_json(results / "heads-smollm2-cpu.json")
     pictures = {"text": draw_text(run), "tree": draw_tree(run),
-                "tokens-per-step": draw_tokens_per_step(heads)}
+                "tokens-per-step": draw_tokens_per_step(heads), "figure2": draw_figure2()}
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         path = Path(args.out) / f"{name}.svg"
         path.write_text(picture, encoding="utf-8")
         print(path)
+    roofline.print_table(*roofline.NOMINAL)
     for path in sorted(results.glob("*.json")):
         result = read_json(path)
         if result.get("chats"):

@@ -266,7 +266,7 @@ def test_decode_on_random_weights(run, monkeypatch):
 
 
 def test_real_sizes_are_those_of_the_models():
-    for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "7b": 6.74, "8b": 8.03,
+    for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "7b": 6.74, "8b": 8.03, "32b": 32.76,
                            "70b": 70.55, "70b-layer": 2.96}.items():
         with torch.device("meta"):
             model = GPT(size_config(name))

@@ -1,10 +1,17 @@
 """bench/draw.py: the pictures say what the results say, and survive any token."""
 
+import math
+import re
 from argparse import Namespace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench import draw
+import pytest
+import torch
+
+from bench import draw, roofline, size_config
+from clover import PRESETS, Head
+from model import GPT, Block
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = ["<b>&\"'", "\x1b[31m", "\0\x07\x7f", "\ud800", "\u202egnirts", "\ufffe", "]]>", "\u4e2d\U0001f600"]
@@ -63,3 +70,58 @@ def test_tables_by_kind_have_a_row_for_each_drafter(capsys):
                                       "| --- | --- | --- | --- |", "| medusa | 5 | 5.12 | 5.25 |",
                                       "| clover | 5 | 5.12 | 5.25 |", "| clover | 9 | 9.12 | 9.25 |"]
     assert second.splitlines()[-1] == "| clover | 9 | 9.12x | 9.25x |"
+
+
+def test_a_predicted_step_is_the_sum_that_is_written_down():
+    """Bug: weights, heads, beams or caches counted wrongly. Here by the modules themselves, norms and biases too."""
+    config, (B, T, K, W) = size_config("32b"), (3, 16, 4, 4)
+    with torch.device("meta"):
+        modules = GPT(config), Block(config), Head(PRESETS["clover"], config)
+    model, block, head = (sum(p.numel() for p in module.parameters()) for module in modules)
+    weights, head = model - 152064 * 5120, head + 9216 * 5120  # without the embedding table, with the draft vocabulary
+    seconds = lambda name, *ceilings: (lambda tokens, rates, _: B * tokens / rates[B - 1])(
+        *roofline.predict(*ceilings, prefix=100)[name])
+    cache = B * 2 * 8 * 128 * 100  # numbers of a layer
+    plain, tree = (seconds(name, 1, math.inf) for name in ("plain", "tree of 16"))
+    assert plain == pytest.approx(2 * (weights + 64 * cache), rel=1e-3)
+    assert tree - plain == pytest.approx(2 * (K * head + block + cache), rel=1e-3)
+    products = 2 * (B * T * weights + (B + (K - 1) * B * W) * head + B * (K + 1) * block)
+    attention = 4 * 65 * B * T * 40 * 128 * 100
+    assert seconds("tree of 16", math.inf, 1) == pytest.approx(products + attention, rel=1e-3)
+
+
+def test_the_prediction_has_the_shape_of_the_papers_figure():
+    """Figure 2 of arXiv 2405.00263. Bug: at batch size 1 a gain other than that in tokens per step, one that does not
+    fall when the arithmetic runs out, a batch size where the lines do not cross."""
+    predicted = roofline.predict(*roofline.NOMINAL)
+    bare, long = (roofline.predict(*roofline.NOMINAL, prefix=n) for n in (0, 1024))
+    slower = roofline.predict(3.0e12, 8.0e14)
+    _, plain, none = predicted.pop("plain")
+    assert none == 0 and predicted["chain of 5 at 0.4"][0] == pytest.approx(1.65984)
+    for name, (tokens, rates, last) in predicted.items():
+        T = 6 if "chain" in name else int(name.split()[-1])
+        gains = rates / plain
+        assert 0.95 * tokens < gains[0] < tokens and gains[-1] < 1
+        rows = bare[name][1][-1] / bare["plain"][1][-1] * T  # where nothing but the arithmetic of rows counts
+        assert 0.95 * tokens < rows < tokens
+        assert (gains[1:] < gains[:-1] + 1e-4).all()  # more sequences share the heads' weights
+        assert (rates[1:] > rates[:-1] * (1 - 1e-9)).all()
+        assert (gains[:last] > 1).all() and (gains[last:] <= 1).all() and slower[name][2] < last <= long[name][2]
+    crossings = [last for name, (_, _, last) in predicted.items() if "tree" in name]
+    assert crossings == sorted(crossings, reverse=True)
+
+
+def test_the_prediction_is_the_same_in_picture_table_and_text(capsys):
+    """Bug: a page that says other batch sizes than the function."""
+    page = (ROOT / "docs" / "results.md").read_text()
+    words = " ".join(page.split())
+    roofline.print_table(*roofline.NOMINAL)
+    title, table = capsys.readouterr().out.strip().split("\n\n")
+    assert title.endswith(" at 3.35 TB/s, 989 TFLOP/s") and table in page
+    shown = re.findall(r"(.*): pays up to B = (\d+)", "\n".join(colours(draw.draw_figure2())))
+    last = {name: last for name, (_, _, last) in roofline.predict(*roofline.NOMINAL).items()}
+    assert len(shown) == 3 and all(last[name] == int(B) for name, B in shown)
+    chain, *trees, most = (last for _, _, last in list(roofline.predict(3.0e12, 8.0e14).values())[1:])
+    assert f"are {chain} for the chain, and {', '.join(map(str, trees))} and {most} for the trees" in words
+    long = roofline.predict(*roofline.NOMINAL, prefix=4096)
+    assert all(long[f"tree of {T}"][2] == 1024 for T in (2, 4, 8)) and f"16 up to {long['tree of 16'][2]}." in words
