@@ -193,6 +193,8 @@ class Decoder:
         max_tree = max(plan.tree_size for plan in plans)
         self.buffers = new_slots(model, heads, batch_size, self.capacity, max_tree, P)
         self.buffers.set_sampling([self.sampling] * batch_size)
+        # made once and only viewed from here on, as the buffers are: captured graphs hold addresses
+        self.root_trees = root_tree(self.buffers.root)
         self.run_first(batch_size)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
@@ -347,9 +349,9 @@ class Decoder:
         self.slots.cache.lengths[slot].fill_(rows)
 
     def run_first(self, n):
-        """Steps run the first n slots alone from now on; all with a graph, which holds tensors."""
+        """Steps run the first n slots alone from now on; with a graph all, for it has addresses."""
         self.slots = self.buffers.view(0, n)
-        self.plain_tree = root_tree(self.slots.root)  # a view of the root: it stays up to date
+        self.plain_tree = Tree(*(x[:n] for x in self.root_trees))  # its tokens are the roots
 
 
 def chunk_tensors(sequences, start, end, device):
@@ -368,9 +370,10 @@ def chunk_tensors(sequences, start, end, device):
 
 
 def capture(body, device, pool=None):
-    """Records body(), which has run before, in a CUDA graph -> a function that replays it. Graphs
-    of one pool share memory: what one returns must be copied before another runs."""
-    with torch.cuda.device(device):
+    """Records body(), which has run before, in a CUDA graph -> a function that replays it. Tensors
+    from before that body() reads or writes must live as long as the graph. Graphs of one pool share
+    memory: what one returns must be copied, on the same stream, before another runs."""
+    with torch.inference_mode(), torch.cuda.device(device):
         # else this graph would use the workspace that cuBLAS took from an earlier graph's memory
         torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()

@@ -40,7 +40,8 @@ class Group:
         if self.size == 1:
             return x[None]
         gathered = x.new_empty(self.size * x.numel())
-        dist.all_gather_single(gathered, x.reshape(-1))
+        gather = getattr(dist, "all_gather_single", None)  # new in torch 2.13
+        (gather or dist.all_gather_into_tensor)(gathered, x.reshape(-1))
         return gathered.view(self.size, *x.shape)
 
     def all_reduce(self, tensor):

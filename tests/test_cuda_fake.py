@@ -4,6 +4,7 @@ no values. Triton's launches are recorded, capture is emulated, and attention ta
 Mixed devices, wrong dtypes and shapes raise as on a GPU; so does every read of a value, which on a GPU would wait."""
 
 import contextlib
+import gc
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -12,16 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 import model as models
 from backends.tensor_parallel import Group
 from clover import CloverHeads, preset
 from conftest import SHAPES
-from generate import Decoder, DraftPlan, Engine, Sampling
+from generate import Decoder, DraftPlan, Engine, Sampling, capture
 from model import GPT, GPTConfig
 from test_generate import InTurns
 from tools import timing
@@ -74,6 +77,8 @@ class Indexing(TorchFunctionMode):
     def copy(self, x, value, non_blocking=False):
         value.expand(x.shape)  # raises if it does not fit
         assert not (self.world.capturing and x.device != value.device), "a copy from the host while capturing"
+        if self.world.capturing:
+            self.world.capturing.use("copy_", x, value)
         return x
 
     def view(self, x, index):
@@ -99,19 +104,46 @@ class Indexing(TorchFunctionMode):
 
 
 class Capture(TorchDispatchMode):
-    """What a graph must not hold: memory of the host's, which a replay would read when it is gone."""
+    """What a graph must not hold: memory of the host's, which a replay would read when it is gone. What it does hold:
+    `used`, memory from before that it reads or writes, and `made`, its own; {address: (weak reference, operation)}."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.made = {}, {}
+
+    def use(self, name, *values):
+        for storage in storages(values):
+            if storage._cdata not in self.made:
+                self.used[storage._cdata] = StorageWeakRef(storage), name
+
+    def live(self):
+        """What a replay needs, at the end of the capture: what it used, and what outlives the body, its result."""
+        return [*self.used.values(), *(held for held in self.made.values() if not held[0].expired())]
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **kwargs or {})
-        sources = [x.device.type for x in args if isinstance(x, torch.Tensor)]
         name = operation.overloadpacket.__name__
+        self.use(name, args, kwargs)
+        result = operation(*args, **kwargs or {})
+        for storage in storages(result):
+            if storage._cdata not in self.used:
+                self.made[storage._cdata] = StorageWeakRef(storage), name
+        sources = [x.device.type for x in args if isinstance(x, torch.Tensor)]
         if name in ("lift_fresh", "_to_copy", "copy_") and {"cpu", "cuda"} <= {*sources, result.device.type}:
             raise RuntimeError(f"{name} from the host while capturing")
         return result
 
 
+def tensors(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def storages(values):
+    return [x.untyped_storage() for x in tensors(values)]
+
+
 class FakeGraph:
-    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that what Python held is the same."""
+    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that all memory it needs is still there,
+    and that the decoders' tensors are where they were."""
 
     def __init__(self, world):
         self.world = world
@@ -120,15 +152,19 @@ class FakeGraph:
     @contextlib.contextmanager
     def capture(self):
         assert not self.world.capturing and self.world.workspaces_cleared, "a workspace of another graph"
-        self.world.capturing, self.world.workspaces_cleared = True, False
-        self.held = self.world.held()
-        with Capture():
+        assert torch.is_inference_mode_enabled(), "a capture outside of inference mode"
+        self.world.workspaces_cleared = False
+        self.places = self.world.places()
+        with Capture() as self.world.capturing:
             yield
-        self.world.capturing = False
+        self.needs = self.world.capturing.live()
+        self.world.capturing = None
         self.world.graphs.append(self)
 
     def replay(self):
-        assert self.held == self.world.held(), "a graph replays tensors that the decoder no longer has"
+        gone = [name for memory, name in self.needs if memory.expired()]
+        assert not gone, f"a graph replays {gone} on memory that is gone"
+        assert self.places == self.world.places()[:len(self.places)], "a graph replays where the decoder's tensors were"
         self.replays += 1
 
 
@@ -136,14 +172,17 @@ class World:
     """What the fake GPU has been told."""
 
     def __init__(self):
-        self.capturing = self.workspaces_cleared = False
+        self.capturing = None  # a `Capture`
+        self.workspaces_cleared = False
         self.graphs = []
         self.launches = []
         self.decoders = []
 
-    def held(self):
-        parts = lambda decoder: (vars(decoder.slots), vars(decoder.slots.cache), dict(tree=decoder.plain_tree))
-        return [id(value) for decoder in self.decoders for part in parts(decoder) for value in part.values()]
+    def places(self):
+        """Where the tensors of a step's state are, of each decoder."""
+        place = lambda x: (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
+        parts = lambda slots: (vars(slots), vars(slots.cache), vars(slots.heads_cache))
+        return [list(map(place, tensors((parts(decoder.slots), decoder.plain_tree)))) for decoder in self.decoders]
 
     def clear_workspaces(self):
         self.workspaces_cleared = True
@@ -189,6 +228,8 @@ def world():
     def launch(kernel, *args, grid, warmup, **named):
         assert all(x.is_cuda for x in args if isinstance(x, torch.Tensor)), kernel.__name__
         world.launches.append(kernel.__name__)
+        if world.capturing:
+            world.capturing.use(kernel.__name__, args, named)
 
     made = Decoder.__init__
 
@@ -242,10 +283,12 @@ def start(request):
     return make
 
 
+PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
+
+
 def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
     engine = Engine(model, heads, policy=InTurns(*plans), batch_size=3, capacity=700, sampling=sampling, graph=graph)
-    prompts = [[1, 2, 3], [4], list(range(40)) * 15, [5, 6], [7] * 30]
-    output = engine.generate(prompts, 9)
+    output = engine.generate(PROMPTS, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
     return engine
 
@@ -308,6 +351,56 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     assert len(world.graphs) == 4 + 4 + 3 * 5
 
 
+def cancel_all(engine):
+    sequences = [engine.add(prompt, 9) for prompt in PROMPTS]
+    engine.step()
+    assert engine.running and engine.prefilling and engine.waiting
+    for sequence in sequences:
+        engine.cancel(sequence)
+
+
+def fail(engine, name, error=RuntimeError):
+    """An error in a method of the Decoder, of which the engine is not told."""
+    with patch.object(Decoder, name, side_effect=error), pytest.raises(error):
+        for prompt in PROMPTS:
+            engine.add(prompt, 9)
+        while engine.busy:
+            engine.step()
+
+
+def interrupt(engine):
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS, 9, on_step=lambda *_: 1 / 0)
+
+
+CHANGES = {"cleared": Engine.clear, "cancelled": cancel_all, "interrupted": interrupt,
+           "an error in a step": lambda engine: fail(engine, "launch"),
+           "an error in a prompt, then cleared": lambda engine: (fail(engine, "prefill"), engine.clear()),
+           "another batch": lambda engine: engine.generate([[8], [9] * 600], 20),
+           "one text": lambda engine: engine.generate([[8]], 20)}
+
+
+@needs_triton
+@pytest.mark.parametrize("change", CHANGES)
+def test_captured_graphs_stay_valid(change, start):
+    """Bug: a graph that reads memory which is freed when the engine is cleared, as that of the plain tree."""
+    world, model, heads = start()
+    engine = decode(model, heads)
+    CHANGES[change](engine)
+    gc.collect()
+    before = [graph.replays for graph in world.graphs]
+    engine.generate(PROMPTS, 40)
+    assert all(graph.replays > n for graph, n in zip(world.graphs, before)) and len(world.graphs) == len(MIXED)
+
+
+@needs_triton
+def test_a_capture_is_in_inference_mode(world):
+    """Bug: a capture that fails outside of it, while a graph from inside is alive (pytorch #166792)."""
+    x = torch.ones(3, device="cuda")
+    world.clear_workspaces()
+    assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
+
+
 @needs_triton
 def test_attention_of_whole_sequences_is_not_cudnns(start, monkeypatch):
     """Bug: training takes cuDNN's attention, whose gradient with a mask may be NaN."""
@@ -355,12 +448,18 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start):
 # ---------------------------------------------------------------------------------------------------------------------
 # Planted defects: the fake GPU has to see them
 
+def move(decoder, accepted, old=[]):
+    old.append(decoder.slots.root)  # still there, but no longer what the host writes to
+    decoder.slots.root = decoder.slots.root.clone()
+
+
 PLANTED = {
     "_local_scalar_dense": lambda decoder, accepted: accepted.count.sum().item(),
     "host's data while capturing": lambda decoder, accepted: accepted.count.add_(torch.tensor([1] * 3, device="cuda")),
     "nonzero|not linked": lambda decoder, accepted: accepted.count.nonzero(),
     "a number from the host": lambda decoder, accepted: decoder.slots.active.__setitem__(0, 1),
-    "no longer has": lambda decoder, accepted: setattr(decoder.slots, "root", decoder.slots.root.clone())}
+    "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "root", decoder.slots.root.clone()),
+    "tensors were": move}
 
 
 @needs_triton

@@ -6,13 +6,10 @@ import math
 import random
 import struct
 
-import gguf
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from gguf import GGMLQuantizationType as Type
-from gguf import TokenType
 
 import test_hf_tokenizer as tk
 from backends import cpu
@@ -24,6 +21,10 @@ from hf.tokenizer import PIECE_IS_TOKEN, SPLITS, encode_prompt, load_encoding
 from model import GPT, InputError
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_folder, parse_generate
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
+Type = gguf.GGMLQuantizationType
+TokenType = gguf.TokenType
 
 LINEAR = dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
               sliding_attention=dict(rope_type="default", rope_theta=10000.0))
