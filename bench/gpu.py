@@ -22,20 +22,8 @@ from typing import NamedTuple
 import torch
 
 from bench import ROOT, machine, size_config
+from bench import operations as ops
 from bench.decoding import decode_in_turns, decode_once, load, medians
-from bench.operations import (
-    attention_case,
-    call_us,
-    commit_case,
-    compiled_flex,
-    copies_for,
-    in_graph,
-    random_model,
-    sample_case,
-    sdpa,
-    step_rows,
-    topk_case,
-)
 from clover import CloverHeads, preset
 from generate import DraftPlan, FixedPolicy, Sampling, generate
 from kernels import add_norm
@@ -43,28 +31,30 @@ from model import GPT, GPTConfig
 from tools.flags import DEMO
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
-TESTS = ("test_kernels", "test_kernels_fused", "test_model", "test_generate", "test_tools_policy",
-         "test_train_heads")
-ALONE = "memory_of_a_graph"  # a test that counts free memory
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
 
 
 class Sizes(NamedTuple):
-    """What the parts measure: names in bench.SIZES, and shapes."""
+    """What the parts measure: models of bench.SIZES, and shapes."""
     large: str
     small: str
     batch_sizes: tuple
     tree_sizes: tuple
-    prefixes: tuple     # tokens in the cache
-    rows: tuple         # M of the LM head's kernels
+    prefixes: tuple      # tokens in the cache
+    rows: tuple          # M of the LM head's kernels
+    product_rows: tuple  # M of a model's products
+    matmul: int          # rows and columns of a large product
+    launches: int        # in the graph that prices one
     new_tokens: int
-    nodes: int          # launches in the graph that prices one
-    tests: tuple
+    tests: list          # pytest's arguments
 
 
-FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512), 128,
-             300, TESTS)
-TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), 8, 3, ("test_model",))
+GPU_TESTS = [f"tests/test_{name}.py" for name in ("kernels", "kernels_fused", "model", "generate",
+                                                  "tools_policy", "train_heads")]
+FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512),
+             (1, 16, 32, 512), 8192, 300, 128, ["-m", "gpu", *GPU_TESTS])
+TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), (1, 2), 64, 3, 8,
+             ["-m", "not gpu", "tests/test_model.py"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -73,27 +63,23 @@ TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), 8, 3, ("test_model",
 def ceilings(run):
     """What the hardware gives: a large copy, a large product, a launch in a graph, and the products
     of a model's step alone, which no step can beat."""
+    random = partial(torch.randn, device=run.device, dtype=run.dtype)
+    time_graph = lambda body: seconds(ops.in_graph(body, run.device), run.device)
     yield dict(copy_gb_per_s=copy_bandwidth(run.device) / 1e9)
-    n = 8192 if run.sizes is FULL else 64
-    a, b = torch.randn(2, n, n, device=run.device, dtype=run.dtype)
-    yield dict(matmul_tflop_per_s=2 * n**3 / seconds(lambda: a @ b, run.device) / 1e12)
+    n = run.sizes.matmul
+    a, b = random(2, n, n)
+    yield dict(matmul_tflop_per_s=2 * n**3 / time_graph(lambda: a @ b) / 1e12)
+    x, weight = random(1, 4096), random(4096)
+    n = run.sizes.launches
+    norms = lambda: [add_norm(x, None, weight) for _ in range(n)]
+    yield dict(launch_us=1e6 * time_graph(norms) / n)
     model, _ = run.random_model(run.sizes.large)
-    x = torch.randn(1, model.config.n_embd, device=run.device, dtype=run.dtype)
-    weight = torch.ones_like(x[0])
-    norms = in_graph(lambda: [add_norm(x, None, weight) for _ in range(run.sizes.nodes)],
-                     run.device)
-    yield dict(launch_us=1e6 * seconds(norms, run.device) / run.sizes.nodes)
-    for M in (1, 16, 32, 512) if run.sizes is FULL else (1, 2):
-        inputs = {size: torch.randn(M, size, device=run.device, dtype=run.dtype)
-                  for size in {layer.in_features for layer in linear_layers(model)}}
-        products = lambda: [layer(inputs[layer.in_features]) for layer in linear_layers(model)]
-        ms = 1e3 * seconds(in_graph(products, run.device), run.device)
-        moved = sum(layer.weight.nbytes for layer in linear_layers(model))
-        yield dict(model=run.sizes.large, M=M, products_ms=ms, gb_per_s=moved / ms / 1e6)
-
-
-def linear_layers(model):
-    return [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    moved = sum(layer.weight.nbytes for layer in layers)
+    for M in run.sizes.product_rows:
+        inputs = {size: random(M, size) for size in {layer.in_features for layer in layers}}
+        time = time_graph(lambda: [layer(inputs[layer.in_features]) for layer in layers])
+        yield dict(model=run.sizes.large, M=M, products_ms=1e3 * time, gb_per_s=moved / time / 1e9)
 
 
 def steps(run, name, prefixes):
@@ -105,7 +91,7 @@ def steps(run, name, prefixes):
     shapes += [(B, T, prefixes[0], sampling) for sampling in (Sampling(0.8), TOP_P)
                for B in run.sizes.batch_sizes]
     plain = {}
-    for row in step_rows(model, heads, shapes, copy_bandwidth(run.device)):
+    for row in ops.step_rows(model, heads, shapes, copy_bandwidth(run.device)):
         shape = row["batch_size"], row["prefix"]
         plain.setdefault(shape, row["step_ms"])
         yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[shape])
@@ -176,25 +162,18 @@ def toy(run):
 
 
 def tests(run):
-    """The tests that need a GPU. Those that take much memory run alone, at the end."""
-    marks = "gpu" if run.sizes is FULL else "not gpu"
-    files = [f"tests/{name}.py" for name in run.sizes.tests]
+    """The tests that need a GPU; the one that counts free memory runs alone."""
     workers = ["-n", "12"] if run.sizes is FULL else []
-    yield run_pytest(run, [*workers, "-m", marks, "-k", f"not ({ALONE})", *files])
-    yield run_pytest(run, ["-m", marks, "-k", ALONE, *files])
-
-
-def run_pytest(run, flags):
-    """The counts of one run of pytest, and its failures; its output is added to DIR/tests.log."""
-    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", "-p",
-               "no:cacheprovider", *flags]
-    output, timed_out = run_process(command, run.deadline)
-    with open(run.out / "tests.log", "a") as log:
-        log.write(output)
-    counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
-              for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
-    failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
-    return counts | dict(timed_out=timed_out, failures=[line[:300] for line in failures[:20]])
+    for flags in ([*workers, "-k", "not memory_of_a_graph"], ["-k", "memory_of_a_graph"]):
+        output, timed_out = run_process(
+            [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", *flags, *run.sizes.tests],
+            run.deadline)
+        with open(run.out / "tests.log", "a") as log:
+            log.write(output)
+        counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
+                  for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
+        failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
+        yield counts | dict(timed_out=timed_out, failures=[x[:300] for x in failures[:20]])
 
 
 def run_process(command, deadline):
@@ -214,20 +193,21 @@ def kernels(run):
     """Kernels beside their bounds and the same work by torch."""
     bandwidth = copy_bandwidth(run.device)
     for shape in attention_shapes(run):
-        yield timed(run, bandwidth, "tree_attention", attention_case, sdpa, **shape)
+        yield timed(run, bandwidth, "tree_attention", ops.attention_case, ops.sdpa, **shape)
     for M in run.sizes.rows:
-        yield timed(run, bandwidth, "project_topk", topk_case, M=M, k=8)
-        for temperature in (0.0, 0.8):
-            yield timed(run, bandwidth, "project_sample", sample_case, M=M, temperature=temperature)
+        yield timed(run, bandwidth, "project_topk", ops.topk_case, M=M, k=8)
+        for t in (0.0, 0.8):
+            yield timed(run, bandwidth, "project_sample", ops.sample_case, M=M, temperature=t)
     for B in run.sizes.batch_sizes:
-        yield timed(run, bandwidth, "commit_path", commit_case, batch=B)
+        yield timed(run, bandwidth, "commit_path", ops.commit_case, batch=B)
 
 
 def flex(run):
     """Three shapes of FlexAttention, which takes long to compile."""
     bandwidth = copy_bandwidth(run.device)
     for shape in list(attention_shapes(run))[:3]:
-        yield timed(run, bandwidth, "flex_attention", attention_case, compiled_flex, **shape)
+        yield timed(run, bandwidth, "flex_attention", ops.attention_case, ops.compiled_flex,
+                    **shape)
 
 
 def attention_shapes(run):
@@ -238,9 +218,9 @@ def attention_shapes(run):
 def timed(run, bandwidth, name, case, *others, **shape):
     """The row of one kernel at one shape."""
     size, make, ours, other = case(run.device, run.sizes.large, *others, **shape)
-    inputs = [make() for _ in range(copies_for(size) if run.sizes is FULL else 1)]
-    us = call_us(ours, inputs, run.device)
-    torch_us = call_us(other, inputs, run.device)
+    inputs = [make() for _ in range(ops.copies_for(size) if run.sizes is FULL else 1)]
+    us = ops.call_us(ours, inputs, run.device)
+    torch_us = ops.call_us(other, inputs, run.device)
     return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
                                             torch_us=torch_us, speed_up=torch_us / us)
 
@@ -248,10 +228,7 @@ def timed(run, bandwidth, name, case, *others, **shape):
 @torch.inference_mode()
 def transformers(run):
     """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-    except ImportError:
-        raise Skipped("transformers is not installed") from None
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
     run.forget_models()
     c = size_config(run.sizes.large)
     config = LlamaConfig(
@@ -279,7 +256,7 @@ def transformers(run):
             return model(tokens, past_key_values=cache).logits.argmax(-1)
         row = dict(model=run.sizes.large, batch_size=B, prefix=prefix)
         yield row | dict(eager_ms=1e3 * seconds(step, run.device))
-        yield row | dict(graph_ms=1e3 * seconds(in_graph(step, run.device), run.device))
+        yield row | dict(graph_ms=1e3 * seconds(ops.in_graph(step, run.device), run.device))
 
 
 def sanitizer(run):
@@ -326,10 +303,10 @@ class Run:
         self.models = {}
 
     def random_model(self, name):
-        """`random_model`, made once for the parts that follow one another."""
+        """`operations.random_model`, made once for the parts that follow one another."""
         if name not in self.models:
             self.forget_models()
-            self.models[name] = random_model(name, self.device, self.dtype)
+            self.models[name] = ops.random_model(name, self.device, self.dtype)
         return self.models[name]
 
     def forget_models(self):
@@ -372,6 +349,8 @@ def run_part(run, name, seconds):
                 break
     except Skipped as reason:
         ended = f"skipped: {reason}"
+    except ModuleNotFoundError as error:
+        ended = f"skipped: pip install {error.name}"
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"[:500]
     rows.close()
