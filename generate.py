@@ -475,9 +475,7 @@ class Engine:
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
-        plan, results, seconds = self.retire()
-        self.policy.update(plan, results, seconds)
-        return [(*result, plan) for result in results]
+        return self.retire()
 
     def admit(self):
         """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
@@ -538,8 +536,8 @@ class Engine:
         decoder.run_first(n)
 
     def retire(self):
-        """Reads the oldest step in flight, and frees the slots of the texts that end with it ->
-        (its plan, [(sequence, new tokens, path)], its seconds)."""
+        """Reads the oldest step in flight, frees the slots of the texts that end with it, and tells
+        the policy -> [(sequence, new tokens, path, plan)]."""
         plan, sequences, wait = self.in_flight.popleft()
         accepted, seconds = wait()
         results = []
@@ -550,7 +548,8 @@ class Engine:
             results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
                 self.free(slot)
-        return plan, results, seconds
+        self.policy.update(plan, results, seconds)
+        return [(*result, plan) for result in results]
 
     def free(self, slot):
         """Gives a slot back, with the text that its caches hold."""

@@ -141,6 +141,7 @@ class InTurns(FixedPolicy):
 
     def __init__(self, *plans):
         self.plans, self.selected, self.told = plans, -1, Counter()
+        self.seconds = {plan: [] for plan in plans}
 
     def select(self):
         self.selected += 1
@@ -148,6 +149,7 @@ class InTurns(FixedPolicy):
 
     def update(self, plan, results, seconds=None):
         self.told[plan] += len(results)
+        self.seconds[plan].append(seconds)
 
 
 ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
@@ -210,22 +212,14 @@ def test_a_step_can_be_launched_outside_of_inference_mode(toy):
 
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
     """Bug: a duration with a prompt's in it, or with what the host does beside; of a plan's first steps."""
-    clock, told = [0.0], []
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-
-    def takes(owner, name, seconds):
-        call = getattr(owner, name)
-
-        def slower(*args, **named):
-            clock[0] += seconds
-            return call(*args, **named)
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[-1])
+    for owner, name, seconds in (GPT, "prefill", 100), (module.Sequence, "take", 10), (module.Decoder, "step", 1):
+        slower = lambda *args, call=getattr(owner, name), by=seconds: clock.append(clock[-1] + by) or call(*args)
         monkeypatch.setattr(owner, name, slower)
-    takes(GPT, "prefill", 100)
-    takes(module.Sequence, "take", 10)
-    takes(module.Decoder, "step", 1)
     policy = InTurns(DraftPlan())
-    policy.update = lambda plan, results, seconds: told.append(seconds)
     new_engine(toy, batch_size=2, capacity=150, policy=policy).generate(PROMPTS, 24)
+    told, = policy.seconds.values()
     assert told == [None, None] + [1] * (len(told) - 2) and len(told) > 90
 
 
