@@ -90,7 +90,7 @@ class FixedPolicy:
         return self.plans[0]
 
     def update(self, plan, results, seconds=None):
-        """Learns from a step's results [(sequence, tokens, path)] and its duration, if usual."""
+        """Learns from a step's results [(sequence, tokens, path)] and its seconds or None."""
 
 
 class Accepted(NamedTuple):
@@ -198,7 +198,8 @@ class Decoder:
         self.run_first(batch_size)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
-        self.graphs = {}  # (plan, way) -> a function that replays its step; None: not captured
+        self.runs = Counter()  # of each (plan, way)
+        self.graphs = {}  # (plan, way) -> a function that replays its step
         self.pool = None  # the memory of all graphs; None: there are none
         if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
@@ -282,32 +283,34 @@ class Decoder:
         """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
         graphs its first step in each way runs eagerly, which compiles it; then it is captured."""
         key = plan or self.plans[0], self.way
+        self.runs[key] += 1
         step = partial(self.step, key[0])
-        if self.pool is None:
+        if self.pool is None or self.runs[key] == 1:
             return step
         if key not in self.graphs:
-            self.graphs[key] = None
-            return step
-        if self.graphs[key] is None:
             self.graphs[key] = capture(step, self.model.device, self.pool)
         return self.graphs[key]
 
     @torch.inference_mode()
     def launch(self, plan):
-        """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
-        slots."""
+        """Starts one step -> a function that waits for it and returns ([(tokens, path)] of the
+        slots, seconds of this step alone; None for a plan's first two, which compile and capture
+        it)."""
         P = self.max_path(plan)
-        packed = self.body(plan)().to("cpu", non_blocking=True)  # from a GPU to pinned memory
-        copied = None
-        if self.model.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(self.model.device))
+        packed, wait_seconds = timed(self.body(plan), self.model.device)
+        is_steady = self.runs[plan, self.way] > 2
 
         def wait():
-            if copied:
-                copied.synchronize()
-            return [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
+            seconds = wait_seconds()
+            accepted = [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
+            return accepted, seconds if is_steady else None
         return wait
+
+    def warm_up(self):
+        """Compiles and captures every plan, while all slots are idle."""
+        for plan in 2 * self.plans:
+            with self.context():
+                self.launch(plan)()
 
     def prefill(self, slot, sequences, start):
         """Reads the next chunk of a prompt, from token `start`, into a slot -> where it ends; after
@@ -369,6 +372,26 @@ def chunk_tensors(sequences, start, end, device):
     return rows.split((end + 1 - start, 1, 1), dim=1)
 
 
+def timed(body, device):
+    """Starts body(), which returns a tensor -> (the tensor on the host, a function that waits for
+    it and returns the seconds that body() took on the device)."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        result = body()
+        seconds = time.perf_counter() - started
+        return result, lambda: seconds
+    stream = torch.cuda.current_stream(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    result = body().to("cpu", non_blocking=True)  # before another graph overwrites it
+    end.record(stream)
+
+    def wait():
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    return result, wait
+
+
 def capture(body, device, pool=None):
     """Records body(), which has run before, in a CUDA graph -> a function that replays it. Tensors
     from before that body() reads or writes must live as long as the graph. Graphs of one pool share
@@ -406,7 +429,6 @@ class Engine:
         self.policy = policy or FixedPolicy(DraftPlan())
         heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
         self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
-        self.launches = Counter()
         self.clear()
 
     @torch.inference_mode()
@@ -446,23 +468,17 @@ class Engine:
         a GPU the results are those of the step before: the host reads them while this one runs."""
         with self.decoder.context():
             self.resize()
-            usual = not self.admit()
-            started = time.perf_counter()
+            self.admit()
             if self.running:
                 plan = self.policy.select()
-                way = self.decoder.way = max(s.sampling.way for s in self.running.values())
-                self.launches[plan, way] += 1
-                usual &= self.launches[plan, way] > 2  # the first compile and capture
+                self.decoder.way = max(s.sampling.way for s in self.running.values())
                 self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
         if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
             return []
-        plan, results = self.retire()
-        self.policy.update(plan, results, time.perf_counter() - started if usual else None)
-        return [(*result, plan) for result in results]
+        return self.retire()
 
     def admit(self):
-        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps -> whether
-        there were any."""
+        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
         budget = PREFILL_CHUNK
         while budget > 0 and (self.prefilling or (self.waiting and self.kept)):
             slot, sequences, start = self.prefilling or self.next_prompts()
@@ -472,7 +488,6 @@ class Engine:
             if end == max(len(s.prompt) for s in sequences) - 1:
                 self.running |= dict(enumerate(sequences, slot))
                 self.prefilling = None
-        return budget < PREFILL_CHUNK
 
     def next_prompts(self):
         """(slot, sequences, where they start): the next prompt that waits, in the free slot with
@@ -521,10 +536,10 @@ class Engine:
         decoder.run_first(n)
 
     def retire(self):
-        """Reads the oldest step in flight, and frees the slots of the texts that end with it ->
-        (its plan, [(sequence, new tokens, path)])."""
+        """Reads the oldest step in flight, frees the slots of the texts that end with it, and tells
+        the policy -> [(sequence, new tokens, path, plan)]."""
         plan, sequences, wait = self.in_flight.popleft()
-        accepted = wait()
+        accepted, seconds = wait()
         results = []
         for slot, sequence in sequences.items():
             if sequence.ended:
@@ -533,7 +548,8 @@ class Engine:
             results.append((sequence, sequence.take(tokens), path))
             if sequence.ended:
                 self.free(slot)
-        return plan, results
+        self.policy.update(plan, results, seconds)
+        return [(*result, plan) for result in results]
 
     def free(self, slot):
         """Gives a slot back, with the text that its caches hold."""

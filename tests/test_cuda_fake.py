@@ -5,6 +5,7 @@ Mixed devices, wrong dtypes and shapes raise as on a GPU; so does every read of 
 
 import contextlib
 import gc
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -141,6 +142,23 @@ def storages(values):
     return [x.untyped_storage() for x in tensors(values)]
 
 
+class FakeEvent:
+    """Stands in for torch.cuda.Event: `at` is the milliseconds that the device had worked before it."""
+
+    def __init__(self, world, enable_timing=False):
+        self.world, self.timed, self.seen = world, enable_timing, False
+
+    def record(self, stream):
+        self.at = self.world.clock
+
+    def synchronize(self):
+        self.seen = True
+
+    def elapsed_time(self, end):
+        assert self.timed and end.timed and end.seen, "the host did not wait for what it times"
+        return end.at - self.at
+
+
 class FakeGraph:
     """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that all memory it needs is still there,
     and that the decoders' tensors are where they were."""
@@ -148,6 +166,7 @@ class FakeGraph:
     def __init__(self, world):
         self.world = world
         self.replays = 0
+        self.duration = 1 + len(world.graphs)  # milliseconds
 
     @contextlib.contextmanager
     def capture(self):
@@ -166,6 +185,7 @@ class FakeGraph:
         assert not gone, f"a graph replays {gone} on memory that is gone"
         assert self.places == self.world.places()[:len(self.places)], "a graph replays where the decoder's tensors were"
         self.replays += 1
+        self.world.clock += self.duration
 
 
 class World:
@@ -176,6 +196,7 @@ class World:
         self.workspaces_cleared = False
         self.graphs = []
         self.launches = []
+        self.clock = 0  # milliseconds: a launch takes 1000, a replay few
         self.decoders = []
 
     def places(self):
@@ -222,12 +243,13 @@ def world():
     graph = lambda graph, pool=None: graph.capture()
     cuda = dict(mem_get_info=lambda *_: (2**40, 2**40), empty_cache=lambda: None, synchronize=lambda *_: None,
                 device=lambda *_: contextlib.nullcontext(), device_of=lambda *_: contextlib.nullcontext(),
-                Event=MagicMock, current_stream=MagicMock(), graph_pool_handle=lambda: (0, 0),
-                CUDAGraph=lambda: FakeGraph(world), graph=graph)
+                Event=partial(FakeEvent, world), current_stream=MagicMock(), graph_pool_handle=lambda: (0, 0),
+                CUDAGraph=partial(FakeGraph, world), graph=graph)
 
     def launch(kernel, *args, grid, warmup, **named):
         assert all(x.is_cuda for x in args if isinstance(x, torch.Tensor)), kernel.__name__
         world.launches.append(kernel.__name__)
+        world.clock += 1000
         if world.capturing:
             world.capturing.use(kernel.__name__, args, named)
 
@@ -349,6 +371,20 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
         assert timing.step_time(decoder) > 0
         assert set(timing.stage_times(decoder)) == set(timing.STAGES)
     assert len(world.graphs) == 4 + 4 + 3 * 5
+
+
+@needs_triton
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
+    """Bug: the duration of a prompt, of another plan's step, of a compilation; what the host took beside."""
+    world, model, heads = start()
+    engine = Engine(model, heads, policy=InTurns(*MIXED), batch_size=3, capacity=700)
+    if warm:
+        engine.decoder.warm_up()
+    engine.generate(PROMPTS, 40)
+    for index, plan in enumerate(MIXED):
+        first, told = engine.policy.seconds[plan][:2], engine.policy.seconds[plan][2:]
+        assert first == [(1 + index) / 1e3 if warm else None] * 2 and told == [(1 + index) / 1e3] * len(told) != []
 
 
 def cancel_all(engine):

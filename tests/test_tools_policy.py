@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clover import CloverConfig
+from clover import CloverConfig, Head
 from conftest import random_prompts, toy_model
 from generate import DraftPlan, FixedPolicy, Sampling, Sequence, generate, prepare
 from kernels import ngram_lookup_reference
+from model import GPTConfig
 from test_clover import random_heads
 from tools import policy as module
 from tools.policy import AdaptivePolicy, Text, choose_threads, draft_plans, expected_tokens
@@ -58,6 +59,22 @@ def test_heads_that_are_not_worth_their_reading_are_left_out(request, model, bat
     """Bug: heads that read in every step and never draft, in large sampled batches or beside a small model on a CPU."""
     model = request.getfixturevalue(model)
     assert all(plan.head_nodes == 0 for plan in draft_plans(model, Heads(), True, batch, temperature))
+
+
+@pytest.mark.parametrize("vocabulary, low, high", [(0, 0.06, 0.08), (16_000, 0.015, 0.025)])
+def test_a_head_costs_what_it_reads_on_a_gpu(vocabulary, low, high):
+    """Bug: heads of an 8B model, 7% of a step each, that are left out as if each took a fifth."""
+    base = GPTConfig(vocab_size=128_256, n_layer=32, n_embd=4096, n_head=32)
+    with torch.device("meta"):
+        head = Head(CloverConfig(), base).bfloat16()
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, weight_bytes=lambda: 16e9)
+    heads = SimpleNamespace(config=CloverConfig(vocabulary=vocabulary), info=dict(acceptance=TABLES),
+                            draft_head=lambda i: head)
+    assert low < module.guessed_costs(model, heads)[1] < high
+    for batch in (1, 8, 32):
+        plans = draft_plans(model, heads, True, batch, 0.0, worth=0)
+        assert plans[1].head_nodes and {plan.tree_size for plan in plans} <= {1, 2, 4, 8, 16, 32, 64}
+    assert any(plan.head_nodes for plan in draft_plans(model, heads, True, 1, 0.0))
 
 
 @pytest.mark.parametrize("tokens", [3, 20, 97])

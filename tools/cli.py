@@ -177,6 +177,7 @@ class Session:
         if args.compare:  # what is compiled or loaded comes before what is timed
             engine.generate(prompts[:1], min(4, args.max_new_tokens))
             engine.clear()
+            engine.decoder.warm_up()
         return engine
 
 

@@ -5,7 +5,6 @@ steps correct it. How often lookup is right is counted in every step, for each l
 Seconds: guessed, and corrected by the steps; timing them in advance brought nothing."""
 
 import math
-import time
 from collections import Counter
 from functools import partial
 
@@ -13,13 +12,14 @@ import numpy as np
 import torch
 
 from backends.tensor_parallel import group_of
-from generate import DEFAULT_TREE, DraftPlan
+from generate import DEFAULT_TREE, DraftPlan, timed
 
-TREE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
-CHAINS = 1, 4, 10  # tokens of lookup
+TREE_SIZES = dict(cpu=(2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48), cuda=(2, 4, 8, 16, 32, 64))
+CHAINS = dict(cpu=(1, 4, 10), cuda=(1, 3, 15))  # tokens of lookup
 ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one
-HEAD = 0.2         # and for each draft head that guesses, and once more: on a GPU; a guess
 HEAD_BYTES = 18e6  # on a CPU: the weights that are read in the time of a head's small operations
+BANDWIDTH = 3e12   # of a GPU, in bytes per second: about that of a copy on an H100
+LAUNCHES = 12 * 2e-6  # seconds: those of a layer, or of a draft head, each in a CUDA graph
 WORTH = 1.1        # heads that read in every step must be expected to gain this factor
 PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
@@ -41,12 +41,16 @@ def expected_tokens(tables, tree_size, temperature):
     return float(np.interp(temperature, *zip(*totals)))
 
 
-def guessed_costs(model):
-    """What a step takes for each further row, and for each head: `ROW` and `HEAD` of a model."""
-    if model.device.type == "cuda":
-        return ROW["cuda"], HEAD
+def guessed_costs(model, heads):
+    """What a step takes for each further row, and for each draft head, relative to a plain one."""
     weights = group_of(model).broadcast(model.weight_bytes())  # ranks hold unequal parts
-    return ROW["cpu"], HEAD_BYTES / weights
+    if model.device.type != "cuda" or not heads:
+        return ROW[model.device.type], HEAD_BYTES / weights
+    c = model.config
+    head = sum(x.nbytes for x in heads.draft_head(0).parameters())
+    head += (heads.config.vocabulary or c.vocab_size) * c.n_embd * model.dtype.itemsize
+    seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCHES
+    return ROW["cuda"], seconds(head, 1) / seconds(weights, c.n_layer)
 
 
 def guessed_cost(costs, heads, plan, batch_size):
@@ -60,11 +64,13 @@ def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
     """At most five plans to select among: plain, the heads' best tree, lookup alone, and both.
     Heads that are not expected to be `worth` their reading in every step are left out, as on many
     CPUs and in large sampled batches, if lookup drafts."""
+    chains = CHAINS[model.device.type]
     if not heads:
-        return DraftPlan(), *(DraftPlan(0, n) for n in CHAINS if lookup)
+        return DraftPlan(), *(DraftPlan(0, n) for n in chains if lookup)
     tables = heads.info.get("acceptance")
-    trees = [DraftPlan(size - 1) for size in (TREE_SIZES if tables else (DEFAULT_TREE,))]
-    costs = guessed_costs(model)
+    sizes = TREE_SIZES[model.device.type] if tables else (DEFAULT_TREE,)
+    trees = [DraftPlan(size - 1) for size in sizes]
+    costs = guessed_costs(model, heads)
     rate = lambda plan: (expected_tokens(tables, plan.tree_size, temperature)
                          / guessed_cost(costs, heads, plan, batch_size))
     best = max(trees, key=rate)
@@ -72,8 +78,10 @@ def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
         return DraftPlan(), best
     if rate(best) < worth * rate(DraftPlan()):
         return draft_plans(model, None, True, batch_size, temperature)
-    both = (best._replace(lookup_tokens=n) for n in CHAINS[1:])
-    return DraftPlan(), best, DraftPlan(0, CHAINS[-1]), *both
+    both = [best._replace(lookup_tokens=n) for n in chains[1:]]
+    if model.device.type == "cuda":  # TREE_SIZES too: the chain takes the place of heads' nodes
+        both = [DraftPlan(max(best.tree_size, 2 * n + 2) - 1 - n, n) for n in chains[1:]]
+    return DraftPlan(), best, DraftPlan(0, chains[-1]), *both
 
 
 class Text:
@@ -117,7 +125,7 @@ class AdaptivePolicy:
         self.heads_right = [4.0, 4.0]  # tokens of the heads that were right, that should have been
         self.lookup_right = list(map(list, PRIORS))
         self.texts = {}                # sequence -> its Text
-        self.cost = partial(guessed_cost, guessed_costs(model), heads)
+        self.cost = partial(guessed_cost, guessed_costs(model, heads), heads)
         self.unit = None               # seconds of a cost of 1: other work slows down all plans
         self.log_ratio = dict.fromkeys(self.plans, 0.0)  # of a plan's duration to its cost
         self.last_use = Counter()
@@ -199,7 +207,5 @@ def choose_threads(decoder):
 
 
 def step_seconds(decoder):
-    started = time.perf_counter()
     with decoder.context():
-        decoder.step(DraftPlan())
-    return time.perf_counter() - started
+        return timed(partial(decoder.step, DraftPlan()), decoder.model.device)[1]()
