@@ -95,21 +95,14 @@ def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options)
     those of the same prompts with one new token each. options: of `prepare`."""
     engine = prepare(model, texts, new, policy=make_policy(), **options)
     forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
-    warm_up(engine, texts)
+    engine.generate(texts[:engine.decoder.batch_size], 1)
+    engine.clear()
+    engine.decoder.warm_up()
     first = engine.generate(texts, 1, on_step=forget)
     engine.policy = make_policy() or engine.policy
     output = engine.generate(texts, new, stop, forget)
     output.prefill_seconds = first.seconds
     return output
-
-
-def warm_up(engine, texts):
-    """Runs a prefill, and each plan twice: the first step compiles it, the second captures it."""
-    engine.generate(texts[:engine.decoder.batch_size], 1)
-    with engine.decoder.context():
-        for plan in 2 * engine.decoder.plans:
-            engine.decoder.launch(plan)()
-    engine.clear()
 
 
 def paired_ratio(done, others):
