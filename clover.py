@@ -230,11 +230,8 @@ class CloverHeads(nn.Module):
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""
         base = self.model
-        if base.config.tied:
-            rows = base.embed(tokens)
-        else:
-            rows = base.head.embedding(tokens).to(base.dtype)
-        return rows * self.embedding_scale
+        rows = base.embed if base.config.tied else base.head.embedding
+        return rows(tokens).to(base.dtype) * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
