@@ -175,7 +175,7 @@ def test_tree_attention_matches_float64(case, biased, device):
 SPLITS = {
     "one": (1, 1, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
     "many": (10**6, 11, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
-    "many-of-a-window": (10**6, 5, ([0, 255, 687], 13, 3, 1, 32, 700, BF16, None, 300), True),
+    "many-of-a-window": (10**6, 8, ([0, 255, 687], 13, 3, 1, 32, 700, BF16, None, 500), True),
     "more-than-fit-one-tile": (10**6, 22, ([600, 699], 1, 1, 1, 16, 700, FP32), False),
     "a-long-text-beside-short-ones": (4, 3, ([2040, *(7 * i % 40 for i in range(31))], 3, 1, 1, 16, 2100, FP32), False),
 }
