@@ -278,6 +278,16 @@ def test_splits_follow_the_work():
 
 
 @records
+@pytest.mark.parametrize("M", [1, 16, 64, 200])
+def test_tiles_of_the_vocabulary_are_shared_out_evenly(M):
+    """Bug: half of the multiprocessors have no tile of a draft vocabulary, or the last wave is a few programs."""
+    for V in (8192, 9000, 32000, 49152, 128256, 151936):
+        (_, (rows, programs), _, blocks), _ = launches_of("project_topk", M=M, V=V)
+        each = math.ceil(V / blocks["BLOCK_V"] / programs)  # tiles of most programs
+        assert rows * programs >= 120 and V > 0.95 * each * programs * blocks["BLOCK_V"]
+
+
+@records
 def test_no_batch_is_too_large_for_a_grid():
     """Bug: more than 65535 programs along a grid's second or third axis: CUDA refuses the launch."""
     large = dict(M=2**20, C=4096, V=128256)
@@ -369,6 +379,7 @@ def test_projections_survive_infinity_and_nan(device):
                    kernels.project_sample(hidden, weight, 0.0, 0, place, place),
                    kernels.project_sample(hidden, weight, 1.0, 0, place, place)):
         assert 0 <= tokens.min() and tokens.max() < 300
+        assert all(len(set(row)) == len(row) for row in tokens.view(4, -1).tolist())
     assert torch.equal(kernels.project_topk(hidden, weight, 3)[1][3], (hidden[3] @ weight.T).topk(3).indices)
 
 

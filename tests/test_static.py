@@ -59,7 +59,7 @@ def random_launches(generator):
         S=draw(100, 4096, 50000))
     aligned = draw(True, False)
     launches += launches_of(draw("project_sample", "project_topk"), draw(BF16, FP32), aligned=aligned,
-                            k=32, M=draw(1, 8, 17, 33, 64, 200), V=draw(32000, 151936))
+                            k=32, M=draw(1, 8, 17, 33, 64, 200), V=draw(8192, 32000, 151936))
     return launches + launches_of("linear_quantized", draw(BF16, FP32), capability=draw(8, 9), C=4096, N=4096,
                                   M=draw(1, 17, 33, 128), words=512, present="zeros", G=draw(32, 64, 128))
 
