@@ -109,7 +109,7 @@ class ResBlock(nn.Module):
         self.linear = zero_linear(config.n_embd, config.n_embd)
 
     def forward(self, z, e):
-        return z + F.silu(self.linear(z))
+        return F.silu(self.linear(z)), z
 
 
 class Projector(nn.Module):
@@ -122,7 +122,7 @@ class Projector(nn.Module):
             self.linear.weight.diagonal().fill_(1)
 
     def forward(self, z, e):
-        return self.linear(torch.cat((z, e), dim=-1))
+        return self.linear(torch.cat((z, e), dim=-1)), None
 
 
 MIXERS = {"attention": AttentionDecoder, "concat": Concat}
@@ -130,8 +130,8 @@ PROJECTORS = {"res": ResBlock, "linear": Projector}
 
 
 class Head(nn.Module):
-    """One draft head. It reads the token guessed before it, and gives the next state and what the
-    LM head reads."""
+    """One draft head. It reads the token guessed before it, and gives the next state and, as output
+    and residual (or None), the two parts of what the final norm reads."""
 
     def __init__(self, config, base):
         super().__init__()
@@ -141,7 +141,7 @@ class Head(nn.Module):
     def forward(self, state, e):
         if self.mix is not None:
             state = self.mix(state, e)
-        return state, self.project(state, e)
+        return state, *self.project(state, e)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,11 +230,8 @@ class CloverHeads(nn.Module):
     def embedding(self, tokens):
         """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""
         base = self.model
-        if base.config.tied:
-            rows = base.embed(tokens)
-        else:
-            rows = base.head.embedding(tokens).to(base.dtype)
-        return rows * self.embedding_scale
+        rows = base.embed if base.config.tied else base.head.embedding
+        return rows(tokens).to(base.dtype) * self.embedding_scale
 
     def new_cache(self, batch, capacity):
         """The augmenting block's own KV cache."""
@@ -266,8 +263,8 @@ class CloverHeads(nn.Module):
         state = self.augment(hidden, tokens[:, :T], documents=documents)
         outputs = []
         for i in range(self.config.n_draft):
-            state, out = self.draft_head(i)(state, self.embedding(tokens[:, i:i + T]))
-            outputs.append(out)
+            state, out, residual = self.draft_head(i)(state, self.embedding(tokens[:, i:i + T]))
+            outputs.append(out if residual is None else residual + out)
         return outputs
 
     @torch.no_grad()
@@ -290,9 +287,9 @@ class CloverHeads(nn.Module):
         guessed = root[:, None]  # (B, w)
         for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
             embedding = self.embedding(guessed) if self.reads_tokens else None
-            states, out = self.draft_head(depth)(states, embedding)
-            out = self.model.norm(out).flatten(0, 1)  # (B * w, C)
-            logprobs, tokens = self.model.head.topk(out, W, self.vocabulary)
+            states, *out = self.draft_head(depth)(states, embedding)
+            out, _ = self.model.norm.add_and_norm(*out)  # (B, w, C)
+            logprobs, tokens = self.model.head.topk(out.flatten(0, 1), W, self.vocabulary)
             select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
             guessed = candidates.tokens[:, depth, :W]
             if self.reads_tokens and depth < K - 1:

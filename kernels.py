@@ -46,6 +46,7 @@ INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == 
 LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
 NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than every token id and column of the logits
+NO_ENTRY = tl.constexpr(-2**63)  # less than every entry of `_pack_entries`
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
 # programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
 # of its k best, and a small second kernel merges the lists. The search of a tile takes up to k
-# rounds; drafting asks for 4 to 8.
+# rounds; drafting asks for 4 to 8. NaN counts as -inf.
 #
 # The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
 # (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
@@ -412,31 +413,38 @@ def per_row(x, rows):
 
 
 @triton.jit
-def _take_best(scores, tile_start, values, columns, BLOCK_V: tl.constexpr):
-    """Inserts the scores of a tile that beat the worst of their row's list (values, columns). Equal
-    ones stay out, since a tile's columns are higher; of equal worst entries the last is evicted."""
-    tile_offsets = tl.arange(0, BLOCK_V)[None, :]
-    best = tl.max(scores, 1)
-    worst = tl.min(values, 1)
-    while tl.max((best > worst).to(tl.int32), 0) > 0:
-        insert = (best > worst)[:, None]
-        column = tl.min(tl.where(scores == best[:, None], tile_offsets, BLOCK_V), 1)
-        evict = tl.max(tl.where(values == worst[:, None], columns, -NO_TOKEN), 1)
-        replaced = (columns == evict[:, None]) & insert
-        values = tl.where(replaced, best[:, None], values)
-        columns = tl.where(replaced, (tile_start + column)[:, None], columns)
-        scores = tl.where((tile_offsets == column[:, None]) & insert, float("-inf"), scores)
-        best = tl.max(scores, 1)
-        worst = tl.min(values, 1)
-    return values, columns
+def _order(x):
+    """int32 that order as these float32 numbers do."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _pack_entries(scores, columns):
+    """int64 that order as the scores do, of equal scores the lower column first."""
+    return (_order(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
+
+
+@triton.jit
+def _take_best(entries, best):
+    """Inserts the entries of a tile that beat the least of their row's list, the largest first."""
+    largest = tl.max(entries, 1)
+    if best.shape[1] == 1:
+        return tl.maximum(best, largest[:, None])
+    least = tl.min(best, 1)
+    while tl.max((largest > least).to(tl.int32), 0) > 0:
+        best = tl.where(best == least[:, None], tl.maximum(largest, least)[:, None], best)
+        largest = tl.max(tl.where(entries < largest[:, None], entries, NO_ENTRY), 1)
+        least = tl.min(best, 1)
+    return best
 
 
 @triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
 def _project_kernel(
     hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr,
-    position_ptr, values_ptr, columns_ptr, lse_ptr,
-    stride_hm, stride_hc, stride_wv, stride_wc, first_token, M, T, V, programs, k, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    position_ptr, entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc, first_token,
+    M, T, V, programs, k, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
     log-sum-exp. In one loop over (tile, channels) the next weights are loaded during a search."""
@@ -445,11 +453,10 @@ def _project_kernel(
     row_mask = m < M
     row = tl.minimum(m, M - 1)[:, None]
     hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    # Slots beyond k hold infinity, which no score beats. Negative columns mark empty slots.
-    empty = tl.where(slots < k, float("-inf"), float("inf"))
-    values = tl.zeros([BLOCK_M, BLOCK_K], tl.float32) + empty
-    columns = tl.zeros([BLOCK_M, BLOCK_K], tl.int32) - 1 - slots
+    slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+    # Empty slots differ, or one entry would fill them all. Those beyond k hold the largest int64.
+    empty = tl.where(slots < k, slots + NO_ENTRY, -1 - NO_ENTRY)
+    best = tl.zeros([BLOCK_M, BLOCK_K], tl.int64) + empty
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
@@ -485,7 +492,7 @@ def _project_kernel(
             scores = tl.trans(acc) if VOCABULARY_FIRST else acc
             if scales_ptr is not None:
                 scores *= tl.load(scales_ptr + token)[None, :]
-            scores = tl.where((column < V)[None, :], scores, float("-inf"))
+            scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 ids = (first_token + token).to(tl.uint32)
@@ -497,43 +504,41 @@ def _project_kernel(
                 row_sum *= tl.exp(row_max - new_max)
                 row_sum += tl.sum(tl.exp(scores - new_max[:, None]), 1)
                 row_max = new_max
-            values, columns = _take_best(scores, tile_start, values, columns, BLOCK_V)
+            best = _take_best(_pack_entries(scores, column[None, :]), best)
 
     lists = m * programs + program
-    entries = lists[:, None] * k + slots
-    tl.store(values_ptr + entries, values, mask=row_mask[:, None] & (slots < k))
-    tl.store(columns_ptr + entries, columns, mask=row_mask[:, None] & (slots < k))
+    tl.store(entries_ptr + lists[:, None] * k + slots, best, mask=row_mask[:, None] & (slots < k))
     if lse_ptr is not None:
         tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["V", "programs", "k"])
+@triton.jit(do_not_specialize=["programs", "k"])
 def _merge_lists_kernel(
-    values_ptr, columns_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, V, programs, k,
+    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, k,
     BLOCK_ENTRIES: tl.constexpr,
 ):
     """Program m: the k best of all lists of row m, of equals the lowest column."""
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, BLOCK_ENTRIES)
-    mask = entry < programs * k
+    index = tl.arange(0, BLOCK_ENTRIES)
     # [BLOCK_ENTRIES]
-    values = tl.load(values_ptr + row * programs * k + entry, mask=mask, other=float("-inf"))
-    columns = tl.load(columns_ptr + row * programs * k + entry, mask=mask, other=NO_TOKEN)
+    entries = tl.load(entries_ptr + row * programs * k + index, mask=index < programs * k,
+                      other=NO_ENTRY)
     if lse_ptr is not None:
         # [BLOCK_ENTRIES], one per program
-        lse = tl.load(lse_ptr + row * programs + entry, mask=entry < programs, other=float("-inf"))
+        lse = tl.load(lse_ptr + row * programs + index, mask=index < programs, other=float("-inf"))
         max_lse = tl.max(lse, 0)
         lse = max_lse + tl.log(tl.sum(tl.exp(lse - max_lse), 0))
     for slot in range(0, k):
-        value = tl.max(values, 0)
-        column = tl.min(tl.where(values == value, columns, NO_TOKEN), 0)
-        values = tl.where(columns == column, float("-inf"), values)
-        token = tl.minimum(tl.maximum(column, 0), V - 1)  # still a token where all logits are NaN
+        entry = tl.max(entries, 0)
+        entries = tl.where(entries == entry, NO_ENTRY, entries)
+        token = entry.to(tl.int32) ^ NO_TOKEN
         if vocab_ids_ptr is not None:
             token = tl.load(vocab_ids_ptr + token)
         tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
         if lse_ptr is not None:
-            tl.store(logprobs_ptr + row * k + slot, value - lse)
+            bits = (entry >> 32).to(tl.int32)
+            bits ^= (bits >> 31) & 0x7FFFFFFF  # as in `_order`, which this undoes
+            tl.store(logprobs_ptr + row * k + slot, bits.to(tl.float32, bitcast=True) - lse)
 
 
 def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_token=0,
@@ -543,22 +548,24 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
     vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
     T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
-    blocks = _project_blocks(M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None)
+    multiprocessors = _gpu(hidden.device).multi_processor_count
+    blocks = _project_blocks(
+        M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None,
+        few=V < 128 * multiprocessors, lean=1 < k <= 8 and scales is vocab_ids is None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    programs = max(1, 2 * _gpu(hidden.device).multi_processor_count // m_tiles)
-    programs = min(triton.cdiv(V, blocks["BLOCK_V"]), programs, 512)  # no more lists can be merged
-    values = hidden.new_empty((M, programs, k), dtype=torch.float32)
-    columns = hidden.new_empty((M, programs, k), dtype=torch.int32)
+    tiles = triton.cdiv(V, blocks["BLOCK_V"])
+    at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # no more lists can be merged
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # as many tiles each, or one less
+    entries = hidden.new_empty((M, programs, k), dtype=torch.int64)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    lse = None if logprobs is None else values.new_empty(M, programs)
+    lse = None if logprobs is None else logprobs.new_empty(M, programs)
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, scales, vocab_ids, *noise, values, columns, lse,
-            *_strides(hidden), *_strides(weight), first_token, M, T, V, programs, k,
-            C=C, BLOCK_K=BLOCK_K, **blocks)
+            hidden, weight, scales, vocab_ids, *noise, entries, lse, *_strides(hidden),
+            *_strides(weight), first_token, M, T, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
-            values, columns, lse, vocab_ids, logprobs, tokens, V, programs, k,
+            entries, lse, vocab_ids, logprobs, tokens, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
     return tokens
 
@@ -763,27 +770,30 @@ def _programs_at_once(blocks, itemsize, gpu):
 def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """The number of splits, from `fewest` on, for which a full cache takes the least time: waves *
     rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and min_split for its start. A
-    partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean."""
+    partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean. The
+    launch that combines them counts as 256 rows; tiles of over 64 query rows need it anyway."""
     def time(splits):
         waves = grid_rows * splits / at_once
-        return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split)
+        combine = 256 if splits > 1 and BLOCK_Q <= 64 else 0
+        return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split) + combine
     return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
 
-def _project_blocks(M, dtype, aligned, gathered):
-    """A tile of weights is 16 kB; gathered rows wait for their indices, so they get one stage more.
-    Above 64 rows arithmetic counts: twice as many rows meet a tile of half the weights."""
+def _project_blocks(M, dtype, aligned, gathered, few, lean):
+    """A tile of weights is 16 kB, or 8 kB where there would be few. Gathered rows wait for their
+    indices: one stage more. Above 64 rows arithmetic counts: twice as many rows meet a tile of half
+    the weights. Two programs of 8 warps fit a multiprocessor if lean, in 128 registers each."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
+    maxnreg = 255 if BLOCK_M < 64 else 128 if lean else None
     if rows > 64:
-        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3, maxnreg=None)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_V=128, BLOCK_C=64, num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + gathered,
-                maxnreg=255 if BLOCK_M < 64 else None)
+        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3, maxnreg=maxnreg)
+    return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if few else 128, BLOCK_C=64, num_warps=num_warps,
+                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * few + gathered, maxnreg=maxnreg)
 
 
 def _quantized_blocks(M, dtype, group, capability):
@@ -1729,13 +1739,6 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 # as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it on.
 
 MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
-
-
-@triton.jit
-def _order(x):
-    """int32 that order as these float32 numbers do."""
-    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit

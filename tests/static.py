@@ -225,6 +225,7 @@ def all_launches():
     M = [8, 32, 64, 128]
     found += sample(M=M) + sample(M=8, temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
     found += topk(M=M, k=32) + topk(M=8, k=1) + topk(M=8, k=8, C=4112)  # masked channels
+    found += topk(M=M, k=[8, 32], V=8192, n=8192, present=["", "vocab_ids"]) + sample(M=M, V=8192)  # few tiles
     for project in (sample, partial(topk, k=32)):
         found += project(M=M, dtype=FP32) + project(M=M, aligned=False)
     found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])  # how many lists to merge

@@ -32,8 +32,8 @@ def beam_search(heads, state, root, tree_size, beams):
         proposals = []
         for path, joint, z in front:
             token = torch.tensor(path[-1] if path else root)
-            z, out = heads.draft_head(depth)(z, heads.embedding(token))
-            logprobs = heads.model.lm_head(out).double().log_softmax(-1)
+            z, out, residual = heads.draft_head(depth)(z, heads.embedding(token))
+            logprobs = heads.model.lm_head(out if residual is None else residual + out).double().log_softmax(-1)
             for token in logprobs.topk(beams).indices.tolist():
                 proposals.append((path + (token,), joint + min(logprobs[token].item(), 0.0), z))
         found.update((path, joint) for path, joint, _ in proposals)
@@ -155,7 +155,8 @@ def test_decoding_states_equal_training_states(toy, name):
     torch.testing.assert_close(torch.cat((first, then), 1), whole[:, :23], atol=1e-4, rtol=1e-4)
     state = then[:, -1]  # position 22; head i reads token 23 + i
     for i in range(K):
-        state, out = heads.draft_head(i)(state, heads.embedding(tokens[:, 23 + i]))
+        state, out, residual = heads.draft_head(i)(state, heads.embedding(tokens[:, 23 + i]))
+        out = out if residual is None else residual + out
         torch.testing.assert_close(out, outputs[i][:, 22], atol=1e-4, rtol=1e-4)
 
 

@@ -176,7 +176,7 @@ def test_tree_attention_matches_float64(case, biased, device):
 SPLITS = {
     "one": (1, 1, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
     "many": (10**6, 11, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
-    "many-of-a-window": (10**6, 5, ([0, 255, 687], 13, 3, 1, 32, 700, BF16, None, 300), True),
+    "many-of-a-window": (10**6, 8, ([0, 255, 687], 13, 3, 1, 32, 700, BF16, None, 500), True),
     "more-than-fit-one-tile": (10**6, 22, ([600, 699], 1, 1, 1, 16, 700, FP32), False),
     "a-long-text-beside-short-ones": (4, 3, ([2040, *(7 * i % 40 for i in range(31))], 3, 1, 1, 16, 2100, FP32), False),
 }
@@ -279,6 +279,16 @@ def test_splits_follow_the_work():
 
 
 @records
+@pytest.mark.parametrize("M", [1, 16, 64, 200])
+def test_tiles_of_the_vocabulary_are_shared_out_evenly(M):
+    """Bug: half of the multiprocessors have no tile of a draft vocabulary, or the last wave is a few programs."""
+    for V in (8192, 9000, 32000, 49152, 128256, 151936):
+        (_, (rows, programs), _, blocks), _ = launches_of("project_topk", M=M, V=V)
+        each = math.ceil(V / blocks["BLOCK_V"] / programs)  # tiles of most programs
+        assert rows * programs >= 120 and V > 0.95 * each * programs * blocks["BLOCK_V"]
+
+
+@records
 def test_no_batch_is_too_large_for_a_grid():
     """Bug: more than 65535 programs along a grid's second or third axis: CUDA refuses the launch."""
     large = dict(M=2**20, C=4096, V=128256)
@@ -370,6 +380,7 @@ def test_projections_survive_infinity_and_nan(device):
                    kernels.project_sample(hidden, weight, 0.0, 0, place, place),
                    kernels.project_sample(hidden, weight, 1.0, 0, place, place)):
         assert 0 <= tokens.min() and tokens.max() < 300
+        assert all(len(set(row)) == len(row) for row in tokens.view(4, -1).tolist())
     assert torch.equal(kernels.project_topk(hidden, weight, 3)[1][3], (hidden[3] @ weight.T).topk(3).indices)
 
 
