@@ -771,10 +771,10 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """The number of splits, from `fewest` on, for which a full cache takes the least time: waves *
     rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and min_split for its start. A
     partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean. The
-    launch that combines them counts as 256 rows; tiles of over 64 query rows need it anyway."""
+    launch that combines them counts as 192 rows; tiles of over 64 query rows need it anyway."""
     def time(splits):
         waves = grid_rows * splits / at_once
-        combine = 256 if splits > 1 and BLOCK_Q <= 64 else 0
+        combine = 192 if splits > 1 and BLOCK_Q <= 64 else 0
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split) + combine
     return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 

@@ -151,7 +151,7 @@ def toy(run):
                        head_size=32, n_embd=128)
     model = GPT(config).init_weights().requires_grad_(False).eval().to(run.device)
     prompts = [[1, 2, 3] * 4, [7] * 5]
-    for name in ("medusa", "hydra", "clover", "clover2"):
+    for name in ("clover", "clover2", "hydra", "medusa"):
         with torch.device(run.device):
             heads = CloverHeads(preset(name), model).requires_grad_(False).eval()
         for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, 50, 0.9, 0.01)):
