@@ -550,8 +550,9 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
     V = len(weight if vocab_ids is None else vocab_ids)
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
-        M, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None,
-        few=V < 128 * multiprocessors, lean=1 < k <= 8 and scales is vocab_ids is None)
+        M, k, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None,
+        few=V < 128 * multiprocessors, lean=1 < k <= 8 and scales is vocab_ids is None,
+        noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # no more lists can be merged
@@ -779,21 +780,24 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
 
-def _project_blocks(M, dtype, aligned, gathered, few, lean):
+def _project_blocks(M, k, dtype, aligned, gathered, few, lean, noisy):
     """A tile of weights is 16 kB, or 8 kB where there would be few. Gathered rows wait for their
-    indices: one stage more. Above 64 rows arithmetic counts: twice as many rows meet a tile of half
-    the weights. Two programs of 8 warps fit a multiprocessor if lean, in 128 registers each."""
+    indices: one stage more. Above 64 rows arithmetic counts: a tile of 128 rows and 128 tokens; of
+    64 for noise, which takes registers, and for the one best of 128 rows (measured on an H100).
+    Two programs of 8 warps fit a multiprocessor if lean, in 128 registers each."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
-    maxnreg = 255 if BLOCK_M < 64 else 128 if lean else None
     if rows > 64:
-        return dict(BLOCK_M=128, BLOCK_V=64, BLOCK_C=64, num_warps=8, num_stages=3, maxnreg=maxnreg)
+        half = few or noisy or (k == 1 and rows == 128)
+        return dict(BLOCK_M=128, BLOCK_V=64 if half else 128, BLOCK_C=64, num_warps=8, num_stages=3,
+                    maxnreg=128 if half and lean else None)
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if few else 128, BLOCK_C=64, num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * few + gathered, maxnreg=maxnreg)
+                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * few + gathered,
+                maxnreg=255 if BLOCK_M < 64 else 128 if lean else None)
 
 
 def _quantized_blocks(M, dtype, group, capability):

@@ -222,8 +222,8 @@ def all_launches():
         found += attention(T=5, dtype=FP32, aligned=[True, False], **others) + attention(T=5, aligned=False, **others)
     found += attention(T=2, D=[16, 128, 256], S=[400, 65536])  # few splits to combine, and many
     found += attention(T=[2, 16], D=128, S=64, window=[0, 40])  # one split
-    M = [8, 32, 64, 128]
-    found += sample(M=M) + sample(M=8, temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
+    M = [8, 32, 64, 128, 512]
+    found += sample(M=M) + sample(M=[8, 512], temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
     found += topk(M=M, k=32) + topk(M=8, k=1) + topk(M=8, k=8, C=4112)  # masked channels
     found += topk(M=M, k=[8, 32], V=8192, n=8192, present=["", "vocab_ids"]) + sample(M=M, V=8192)  # few tiles
     for project in (sample, partial(topk, k=32)):
