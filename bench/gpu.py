@@ -29,6 +29,7 @@ from generate import DraftPlan, FixedPolicy, Sampling, generate
 from kernels import add_norm
 from model import GPT, GPTConfig
 from tools.flags import DEMO
+from tools.policy import AdaptivePolicy
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
@@ -132,17 +133,22 @@ def decoded(run, flags, heads_path):
     plans = [DraftPlan(), DraftPlan(0, 7)]
     plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
     for B in args.batch_sizes:
-        ways = {str(plan): partial(decode_once, model, heads=heads, batch_size=B, stop=stop,
-                                   make_policy=partial(FixedPolicy, plan)) for plan in plans}
+        policies = {str(plan): partial(FixedPolicy, plan) for plan in plans}
+        policies["auto"] = partial(AdaptivePolicy, model, heads, True, B, 0.0)
+        ways = {name: partial(decode_once, model, heads=heads, batch_size=B, stop=stop,
+                              make_policy=policy) for name, policy in policies.items()}
         (_, outputs), = decode_in_turns(ways, groups, args)
-        for plan, (name, row) in zip(plans, medians(outputs).items()):
-            out, = outputs[name]
+        rows = medians(outputs)
+        for plan in plans:
+            out, = outputs[str(plan)]
             steps = (out.steps - len(out.sequences)) / B  # after the first of each sequence
-            engine = (out.seconds - out.prefill_seconds) / max(steps, 1)
             used = heads if plan.head_nodes else None
-            graph = step_time(timing_decoder(model, used, plan, batch_size=B))
+            rows[str(plan)] |= dict(
+                engine_ms=1e3 * (out.seconds - out.prefill_seconds) / max(steps, 1),
+                graph_ms=1e3 * step_time(timing_decoder(model, used, plan, batch_size=B)))
+        for name, row in rows.items():
             yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
-                       batch_size=B) | row | dict(engine_ms=1e3 * engine, graph_ms=1e3 * graph)
+                       batch_size=B) | row
 
 
 def toy(run):

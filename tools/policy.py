@@ -16,10 +16,13 @@ from generate import DEFAULT_TREE, DraftPlan, timed
 
 TREE_SIZES = dict(cpu=(2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48), cuda=(2, 4, 8, 16, 32, 64))
 CHAINS = dict(cpu=(1, 4, 10), cuda=(1, 3, 15))  # tokens of lookup
-ROW = dict(cpu=0.13, cuda=0.004)  # what a step takes for each further row, relative to one
+ROW = dict(cpu=0.13, cuda=0.002)  # what a step takes for each further row, relative to one
 HEAD_BYTES = 18e6  # on a CPU: the weights that are read in the time of a head's small operations
-BANDWIDTH = 3e12   # of a GPU, in bytes per second: about that of a copy on an H100
-LAUNCHES = 12 * 2e-6  # seconds: those of a layer, or of a draft head, each in a CUDA graph
+# Of a GPU, as `bench gpu` measured them on an H100: bytes per second of a copy, FLOP per second of
+# a step of many rows, seconds of the launches of a layer, or of a draft head, in a CUDA graph
+BANDWIDTH = 3e12
+COMPUTE = 5.5e14
+LAUNCHES = 12 * 2e-6
 WORTH = 1.1        # heads that read in every step must be expected to gain this factor
 PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
@@ -42,22 +45,28 @@ def expected_tokens(tables, tree_size, temperature):
 
 
 def guessed_costs(model, heads):
-    """What a step takes for each further row, and for each draft head, relative to a plain one."""
+    """What a step takes for each further row, for each draft head, and for the arithmetic of a row,
+    relative to a plain one."""
     weights = group_of(model).broadcast(model.weight_bytes())  # ranks hold unequal parts
-    if model.device.type != "cuda" or not heads:
-        return ROW[model.device.type], HEAD_BYTES / weights
-    c = model.config
-    head = sum(x.nbytes for x in heads.draft_head(0).parameters())
-    head += (heads.config.vocabulary or c.vocab_size) * c.n_embd * model.dtype.itemsize
+    if model.device.type != "cuda":
+        return ROW["cpu"], HEAD_BYTES / weights, 0
     seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCHES
-    return ROW["cuda"], seconds(head, 1) / seconds(weights, c.n_layer)
+    plain = seconds(weights, model.config.n_layer)
+    arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
+    head = 0
+    if heads:
+        vocabulary = heads.config.vocabulary or model.config.vocab_size
+        head = sum(x.nbytes for x in heads.draft_head(0).parameters())
+        head += vocabulary * model.config.n_embd * model.dtype.itemsize
+    return ROW["cuda"], seconds(head, 1) / plain, arithmetic
 
 
 def guessed_cost(costs, heads, plan, batch_size):
     """Duration of a step, relative to a plain one of one sequence. costs: of `guessed_costs`."""
-    row, head = costs
+    row, head, arithmetic = costs
+    rows = batch_size * plan.tree_size
     depths = 1 + min(heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-    return 1 + row * (batch_size * plan.tree_size - 1) + head * depths
+    return max(1 + row * (rows - 1), arithmetic * rows) + head * depths
 
 
 def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
