@@ -19,10 +19,10 @@ STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
 RUN_FILE = "run.json"          # in --out: the flags that --resume takes over
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 SELF = "self"                  # of --data: texts that the model writes
-TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens",
-            "dtype")  # what heads.json says of the training
+TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens", "dtype",
+            "quantize")  # what heads.json says of the training
 # a resumed run cannot change these
-FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary", "quantize")
+FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary")
 SAVED = (*FIXED, "steps", "model", "data")
 
 
