@@ -328,7 +328,7 @@ class CloverHeads(nn.Module):
         config, record = read_record(path / "heads.json")
         theirs = record["base"]
         ours = model_hash(model)
-        if theirs["weights"] not in (ours, getattr(model, "unrounded_hash", ours)):
+        if theirs["weights"] != ours:
             raise InputError(f"{path}: these heads belong to another model (theirs "
                              f"{theirs['weights']}, this one {ours}); train heads for this one "
                              "with train_heads.py")

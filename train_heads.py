@@ -190,7 +190,8 @@ def prepare(args, group):
     args.key = group.on_first(prepare_text)
     run = Run(args, heads, encoding, group, home, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    file = home / f"states-{base}.npy"
+    rounded = f"-{args.quantize}" if args.quantize else ""  # which changes states, but not the hash
+    file = home / f"states-{base}{rounded}.npy"
     if file.exists() or args.steps * args.batch_size * args.block_size >= 2 * len(corpus.ids):
         states = data.store_states(file, heads.model, corpus, group, run.autocast, run.dtype)
         corpus = corpus._replace(states=states)
@@ -253,9 +254,9 @@ def evaluate(args, group, seconds=SECONDS, home=None):
     home: of the tokens, default as --data says."""
     model, encoding = load_model(args, group, packed=False)
     heads = CloverHeads.from_pretrained(args.out, model, encoding.hash)
-    own = heads.info["base"]["weights"] == model.hash  # else this would write its record anew
-    expect(own, f"{args.out}: these heads were trained on the model before it was rounded; measure "
-           "them without --quantize")
+    trained = heads.info.get("training", {}).get("quantize")
+    expect(args.quantize == trained, f"{args.out}: heads are measured with the --quantize of their "
+           f"training, here {trained or 'none'}; give the same")
     check_block_size(args, heads)
     heldout, measured_on = heldout_tokens(args, heads, encoding, home)
     results = measure(heads, heldout, args.batch_size, args.block_size, seconds, group.print)

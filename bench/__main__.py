@@ -35,8 +35,8 @@ def check_decoding_flags(parser, args):
         names = [Path(path).name for path in args.heads]
         if len({*names}) < len(names):
             parser.error("two of the heads folders have the same name; rename one")
-    elif args.random_weights and (args.quantize or args.heads_of_original or args.llama_cpp):
-        parser.error("--quantize, --heads-of-original and --llama-cpp go without --random-weights")
+    elif args.random_weights and (args.quantize or args.llama_cpp):
+        parser.error("--quantize and --llama-cpp go without --random-weights")
     elif args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
         parser.error("--llama-cpp decodes a GGUF file, one text at a time; give one as --model, "
                      "and --batch-sizes 1")
@@ -60,7 +60,6 @@ def add_decoding_flags(parser, runs, batch_sizes, tree_sizes):
     add_shape_flags(parser, batch_sizes, tree_sizes)
     flags.add_model_flags(parser)
     flags.add_quantize_flag(parser)
-    flags.add_original_heads_flag(parser)
     add_data_flag(parser)
     parser.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
                         "bench/prompts.jsonl; default: continue held-out texts of --data")

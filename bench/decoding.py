@@ -10,10 +10,11 @@ from statistics import fmean, median
 
 from bench import Table
 from bench.llama_cpp import NAME, llama_cpp_ways
+from clover import CloverHeads
 from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
-from tools.cli import load_heads, load_model, read_file
+from tools.cli import load_model, read_file
 from tools.policy import AdaptivePolicy, draft_plans
 from training.data import load_tokens, prompts
 
@@ -22,7 +23,7 @@ def load(args, folders):
     """The model of --model, {folder name: heads}, {kind: prompts}, and the tokens that end a text:
     none do where prompts are held-out texts, which have no kind. Sets --prompts to their number."""
     model, encoding = load_model(args)
-    heads = {Path(path).name: load_heads(path, model, encoding, args.heads_of_original)
+    heads = {Path(path).name: CloverHeads.from_pretrained(path, model, encoding.hash)
              for path in folders}
     if not args.chats:
         args.prompts = max(args.prompts or 16, *args.batch_sizes)

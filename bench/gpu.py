@@ -124,7 +124,7 @@ def chats(run):
 def decoded(run, flags, heads_path):
     """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
     args = SimpleNamespace(
-        **flags, device=str(run.device), quantize=None, heads_of_original=False, data=None,
+        **flags, device=str(run.device), quantize=None, data=None,
         prompts=max(run.sizes.batch_sizes), prompt_length=64, batch_sizes=run.sizes.batch_sizes,
         max_new_tokens=run.sizes.new_tokens, runs=1)
     model, heads, groups, stop = load(args, [heads_path] if heads_path else [])

@@ -179,9 +179,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     check_memory(f"{path}: its weights take", model.weight_bytes(), free_memory(device), device,
                  advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    model.hash, model.unrounded_hash = read_weights(
-        model, matches, shapes, group, layouts, quantize)
-    model.quantization = quantize or scheme
+    model.hash = read_weights(model, matches, shapes, group, layouts, quantize)
     if on_cpu:
         cpu.trim_memory()
     group.connect(model)
@@ -189,23 +187,23 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
 
 
 def read_weights(model, matches, shapes, group, layouts, quantize):
-    """Fills a model, or this rank's part of it, tensor by tensor -> [hash of the whole model, that
-    of its values before rounding]: of dequantised values, before any cast."""
+    """Fills a model, or this rank's part of it, tensor by tensor -> hash of the whole model as it
+    is stored: of dequantised values, before any cast, and before `quantize` rounds them."""
     parameters = dict(model.named_parameters())
-    samples = defaultdict(dict)  # {name: {first row: (values, those before rounding)}}
+    samples = defaultdict(dict)  # {name: {first row: values}}
     for tensor, name, start in matches:
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         layout = layouts.get(name)
         weight = None
         if layout and not quantize and tensor.layout == layout and tensor.weight:
             weight = tensor.weight(model.device, arrange)
-            given = value = weight.values()
-        elif layout:
-            given = arrange(tensor.load()).to(model.device)
-            weight = quantized.round_weight(given, layout)
-            value = weight.values() if quantize else given
+            stored = weight.values()
         else:
-            given = value = arrange(tensor.load())
+            stored = arrange(tensor.load())
+        value = stored
+        if layout and not weight:
+            weight = quantized.round_weight(stored.to(model.device), layout)
+            value = weight.values() if quantize else stored
         cut = group.shard_slices(name, model.config)
         layer = model.get_submodule(name.rpartition(".")[0])
         if name in parameters:
@@ -213,23 +211,20 @@ def read_weights(model, matches, shapes, group, layouts, quantize):
         elif weight and hasattr(layer, "fill"):
             layer.fill(start, weight)
         elif weight:
-            for target, stored, columns in layer.slots(weight, cut):
-                copy_shard(target, stored, start, columns)
+            for target, rows, columns in layer.slots(weight, cut):
+                copy_shard(target, rows, start, columns)
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
-        samples[name][start] = [x.flatten()[first::stride].clone() for x in (value, given)]
+        samples[name][start] = stored.flatten()[first::stride].clone()
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
-    hashes = []
-    for i in range(2):
-        joined = {name: (shapes[name], torch.cat([parts[row][i] for row in sorted(parts)]))
-                  for name, parts in samples.items()}
-        joined.setdefault("head.weight", joined.get("embed.weight"))  # where they are one
-        joined.setdefault("embed.weight", joined["head.weight"])
-        hashes.append(samples_hash(joined))
-    return hashes
+    joined = {name: (shapes[name], torch.cat([parts[row] for row in sorted(parts)]))
+              for name, parts in samples.items()}
+    joined.setdefault("head.weight", joined.get("embed.weight"))  # where they are one
+    joined.setdefault("embed.weight", joined["head.weight"])
+    return samples_hash(joined)
 
 
 def copy_shard(target, value, start, slices):

@@ -18,7 +18,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 # Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of training.base. Punctuation takes no line end: prompts of code end with a colon.
+# Of demo/. Punctuation takes no line end: prompts of code end with a colon.
 CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")

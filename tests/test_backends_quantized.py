@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import generate as module
 from backends import cpu
 from backends.quantized import (
     INT8_ROWS,
@@ -19,12 +18,11 @@ from backends.quantized import (
 )
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model, write_tokenizer
+from conftest import random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from model import InputError
 from test_hf_quantization import write_quantised
-from tools.flags import parse_generate
 
 ROOT = Path(__file__).parent.parent
 INT4 = lambda group: Layout("int4", group, torch.bfloat16, True)
@@ -77,7 +75,7 @@ def test_packed_and_dequantised_are_one_model(folder, quantize, monkeypatch):
     plain = checkpoint.load(folder, torch.float32, "cpu")
     monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
     got = checkpoint.load(folder, torch.float32, "cpu", quantize=quantize)
-    assert got.hash == want.hash != plain.hash and got.unrounded_hash == want.unrounded_hash == plain.hash
+    assert got.hash == want.hash == plain.hash  # so that heads of the one serve the others
     assert torch.equal(got.embed.weight, plain.embed.weight) and torch.equal(want.embed.weight, plain.embed.weight)
     for name in rounded_layouts(want, quantize):
         assert torch.equal(values(got.get_submodule(name.removesuffix(".weight"))), want.get_parameter(name)), name
@@ -189,27 +187,3 @@ def test_layers_on_a_cpu_hold_the_same_values(kind, tmp_path):
         x = torch.randn(9, layer.in_features)
         exact = weight(x)
         assert (layer(x) - exact).norm() < 0.02 * exact.norm()
-
-
-def run(path, *flags):
-    module.main(parse_generate(["--model", str(path), "--prompt", "ab", "--max-new-tokens", "8", "--device", "cpu",
-                                "--temperature", "0", *flags]))
-
-
-def test_heads_of_the_original_need_a_flag(tmp_path, capsys):
-    """Catches heads of any model taken for a quantised one's, and a text that depends on them."""
-    path = write_quantised(tmp_path, "awq", vocab_size=258)
-    write_tokenizer(path)
-    other = toy_model(seed=1, n_embd=128, head_size=32, n_inner=192, tied=False, vocab_size=258)
-    CloverHeads(PRESETS["clover"], other).save_pretrained(path / "clover")
-    with pytest.raises(InputError, match="belong to another model"):
-        run(path)
-    run(path, "--heads-of-original")
-    out, err = capsys.readouterr()
-    assert "trained on the model before it was quantised (awq: 4 bits, groups of 64)" in err
-    run(path, "--draft", "none")
-    assert capsys.readouterr().out == out
-    with pytest.raises(InputError, match="is for a folder that is quantised"):
-        run(ROOT / "demo", "--heads-of-original")
-    run(ROOT / "demo", "--quantize", "int8")
-    assert "trained on the model before it was quantised (int8)" in capsys.readouterr().err

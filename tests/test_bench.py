@@ -278,7 +278,7 @@ def test_real_sizes_are_those_of_the_models():
     ("decode --tree-sizes 65", "--tree-sizes: expected"), ("decode --runs 0", "--runs: expected"),
     ("heads --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("kernel", "kernel"),
     ("heads --heads a/clover b/clover/", "same name"), ("gpu --out x --parts kernel", "'kernel'"),
-    ("decode --random-weights 7b --quantize int8", "--quantize, .* go without --random-weights"),
+    ("decode --random-weights 7b --quantize int8", "--quantize and .* go without --random-weights"),
     ("decode --llama-cpp --batch-sizes 1", "give one as --model"),
     ("decode --llama-cpp --model x.gguf", "and --batch-sizes 1"),
     ("decode --chats x.txt", "expected a .jsonl file"), ("heads --chats x.jsonl --data y", "give one of them"),

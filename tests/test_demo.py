@@ -3,6 +3,8 @@
 import ast
 import itertools
 import json
+import math
+import re
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +16,7 @@ from backends import cpu
 from clover import CloverHeads
 from generate import generate
 from hf.chat import sampling_defaults, stop_tokens
-from hf.tokenizer import encode_prompt, load_encoding
+from hf.tokenizer import encode_prompt, end_of_text, load_encoding
 from model import GPT
 from tools.flags import DEMO
 from training.data import load_tokens, prompts
@@ -38,6 +40,27 @@ SAMPLINGS = dict(greedy=dict(), sampled=dict(temperature=0.8, seed=5),
                  filtered=dict(temperature=0.8, top_p=0.9, seed=5))
 SAMPLED = [(torch.float32, "greedy", ()), (torch.bfloat16, "sampled", NATIVE),
            (torch.float32, "filtered", pytest.mark.slow), (torch.bfloat16, "filtered", (NATIVE, pytest.mark.slow))]
+
+
+def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
+    """Catches a script that calls what is gone, a run that learns nothing, a folder that does not load."""
+    script = (DEMO / "train_base.py").read_text()
+    tiny = dict(OUT=f"Path({str(tmp_path / 'base')!r})", DATA=[str(DEMO.parent / "*.py")], STEPS=60, LONG_FROM=50,
+                SHORT=(4, 32), LONG=(2, 64), COMPILE=False,
+                CONFIG="GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)")
+    for name, value in tiny.items():
+        script, found = re.subn(rf"^{name} = .*$", lambda _: f"{name} = {value}", script, flags=re.M)
+        assert found == 1, name
+    exec(script, {})
+    loss = float(re.search(r"held-out loss ([\d.]+) nats per token", capsys.readouterr().out)[1])
+    assert loss < math.log(4096) - 1.5
+    with pytest.raises(FileExistsError):  # hours of work are not overwritten
+        exec(script, {})
+    model, encoding = GPT.from_pretrained(tmp_path / "base", device="cpu"), load_encoding(tmp_path / "base")
+    text = "def project_topk(hidden, weight, k):"
+    ids = encode_prompt(encoding, text)
+    assert ids[0] == end_of_text(encoding) == encoding.max_token_value == model.config.vocab_size - 1
+    assert len(ids) < len(encode_prompt(load_encoding(DEMO), text))  # its tokens are those of its own text
 
 
 @pytest.fixture(scope="module")

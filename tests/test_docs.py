@@ -14,11 +14,11 @@ from bench import size_config
 from clover import PRESETS, Head
 from model import GPT, Block
 from tools.flags import parse_generate, parse_serve
-from training.flags import parse_base, parse_heads
+from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-BENCH = ("heads", "decode", "kernels", "gpu", "draw")
+BENCH = ("heads", "decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node", "--no-deps"}  # torchrun's, pip's
 name = lambda path: path.name
@@ -96,14 +96,13 @@ def flags(capsys, parse, *command):
 
 def test_flags_of_the_pages_exist(capsys):
     """Bug: a flag that was renamed, or never was; one of generate.py or train_heads.py that no page tells of."""
-    parsers = parse_generate, parse_heads, parse_base, parse_serve
-    generate, heads, trained, serve = (flags(capsys, parse) for parse in parsers)
-    known = set.union(OTHERS, generate, heads, trained, serve,
+    generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
+    known = set.union(OTHERS, generate, heads, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
     told = {page.name: set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
     assert {page: found - known for page, found in told.items() if found - known} == {}
     assert generate - told["cli.md"] == serve - generate - told["serving.md"] == set()
-    assert (heads | trained) - told["cli.md"] - told["training.md"] == set()
+    assert heads - told["cli.md"] - told["training.md"] == set()
 
 
 def test_the_readme_is_short_and_quotes_the_code_as_it_is():

@@ -78,7 +78,7 @@ def test_growth_is_a_decision():
     assert all(lines[part] <= LINES[part] for part in LINES), lines
 
 
-@pytest.mark.parametrize("file", MODULES)
+@pytest.mark.parametrize("file", [*MODULES, "demo/train_base.py"])
 def test_lines_are_not_packed(file):
     """Bug: lines won by packing, which are lost to the reader."""
     text = (ROOT / file).read_text()

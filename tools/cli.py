@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from backends import tensor_parallel
-from clover import CloverHeads, read_record, state_hash
+from clover import CloverHeads, state_hash
 from generate import Sampling, prepare
 from hf import checkpoint, default_heads, expect, find_model, part_file
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
@@ -92,21 +92,6 @@ def load_model(args, group=None, packed=True, dtype=None):
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
 
-def load_heads(path, model, encoding, of_original=False):
-    """`CloverHeads.from_pretrained`, which also takes heads trained on the weights before
-    --quantize rounded them, and says so; or, with of_original, before somebody made the folder."""
-    if of_original:
-        expect(model.quantization and model.unrounded_hash == model.hash,
-               "--heads-of-original is for a folder that is quantised; leave it out")
-        model.unrounded_hash = read_record(Path(path) / "heads.json")[1]["base"]["weights"]
-    heads = CloverHeads.from_pretrained(path, model, encoding.hash)
-    if heads.info["base"]["weights"] != model.hash:
-        print(f"{path}: these heads were trained on the model before it was quantised "
-              f"({model.quantization}); texts are the quantised model's own, but fewer guesses may "
-              "be right", file=sys.stderr)
-    return heads
-
-
 # --------------------------------------------------------------------------------------------------
 # For generate.py
 
@@ -135,7 +120,7 @@ class Session:
         self.heads = None
         path = args.heads or default_heads(args.model) or "none"
         if args.draft not in ("lookup", "none") and path != "none":
-            self.heads = load_heads(path, self.model, self.encoding, args.heads_of_original)
+            self.heads = CloverHeads.from_pretrained(path, self.model, self.encoding.hash)
         elif args.draft in ("heads+lookup", "heads"):
             raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
                              "some with train_heads.py, give --heads, or take --draft lookup")

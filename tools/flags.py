@@ -70,11 +70,6 @@ def add_quantize_flag(parser):
                         help="round the model's weights as they are read; the LM head to int8")
 
 
-def add_original_heads_flag(parser):
-    parser.add_argument("--heads-of-original", action="store_true",
-                        help="take heads trained before somebody quantised the model's folder")
-
-
 # --------------------------------------------------------------------------------------------------
 # model.py's and generate.py's
 
@@ -163,7 +158,6 @@ def add_drafting_flags(parser):
     group = parser.add_argument_group("drafting")
     group.add_argument("--heads", metavar="FOLDER",
                        help="draft heads, or none; default: clover in the model's folder")
-    add_original_heads_flag(group)
     group.add_argument("--draft", choices=("heads+lookup", "heads", "lookup", "none"),
                        help="what guesses; default: both where there are heads, else lookup")
     add_number(group, "--tree-size", 1, 64, auto=True, metavar="N|auto",
@@ -174,9 +168,8 @@ def add_drafting_flags(parser):
 
 def check_drafting_flags(parser, args):
     if args.draft in ("lookup", "none") or args.heads == "none":
-        if args.beams is not None or args.heads not in (None, "none") or args.heads_of_original:
-            parser.error("--heads, --beams and --heads-of-original are for heads, which --draft or "
-                         "--heads leaves out")
+        if args.beams is not None or args.heads not in (None, "none"):
+            parser.error("--heads and --beams are for heads, which --draft or --heads leaves out")
     least, most = {"heads+lookup": (3, 64), "none": (1, 1)}.get(args.draft, (2, 64))
     if args.draft and args.tree_size is not None and not least <= args.tree_size <= most:
         parser.error(f"--draft {args.draft} needs a --tree-size from {least} to {most}")

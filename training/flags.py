@@ -1,4 +1,4 @@
-"""The flags of train_heads.py and training.base, parsed before torch is loaded."""
+"""The flags of train_heads.py, parsed before torch is loaded."""
 
 import argparse
 import json
@@ -14,16 +14,15 @@ PROJECTORS = ("res", "linear")
 MAX_DRAFT = 32
 MAX_AUGMENT = 64
 MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
-LOWEST = dict(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, head_size=16, n_embd=1, n_inner=1)
 
 STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
 RUN_FILE = "run.json"          # in --out: the flags that --resume takes over
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 SELF = "self"                  # of --data: texts that the model writes
-TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens",
-            "dtype")  # what heads.json says of the training
+TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens", "dtype",
+            "quantize")  # what heads.json says of the training
 # a resumed run cannot change these
-FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary", "quantize")
+FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary")
 SAVED = (*FIXED, "steps", "model", "data")
 
 
@@ -56,30 +55,19 @@ def parse_heads(argv=None):
     return args
 
 
-def parse_base(argv=None):
-    """training.base's flags. A size that is not given is not set: `GPTConfig` has the defaults."""
-    parser = Parser("Trains a small base model from scratch.", prog="python -m training.base")
-    add_run_flags(parser, steps=3000, batch_size=16, block_size=256, lr=5e-3)
-    parser.add_argument("--out", default="out/base")
-    for name, lowest in LOWEST.items():
-        add_number(parser, f"--{name.replace('_', '-')}", lowest, 2**20, default=argparse.SUPPRESS)
-    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    parser.add_argument("--evaluate", action="store_true", help="only measure the model in --out")
-    add_quantize_flag(parser)
-    args = parser.parse_args(argv)
-    if args.quantize and not args.evaluate:
-        parser.error("--quantize is for --evaluate")
-    return args
-
-
 def heads_parser():
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     add_model_flags(parser)
     add_quantize_flag(parser)
     data = ("self: what the model writes; default: self for a chat model, else Python's standard "
             "library")
-    add_run_flags(parser, data, steps=500, batch_size=8, block_size=None, lr=6e-3)
+    add_data_flag(parser, data)
+    add_number(parser, "--steps", 1, 10**9, default=500)
+    add_number(parser, "--batch-size", 1, 10**9, default=8, help="sequences per step")
+    add_number(parser, "--block-size", 1, 10**9,
+               help="tokens per sequence; default: 256, or what the context holds")
+    add_number(parser, "--lr", 0, 10, float, above=True, default=6e-3, help="peak learning rate")
+    add_number(parser, "--seed", 0, 2**31, default=1)
     parser.add_argument("--preset", default="clover", choices=PRESETS)
     switches = parser.add_argument_group("switches", "default: the preset's",
                                          argument_default=argparse.SUPPRESS)
@@ -108,13 +96,3 @@ def heads_parser():
 def add_data_flag(parser, default="default: Python's standard library"):
     parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, "
                         f"folders, patterns; {default}")
-
-
-def add_run_flags(parser, *data, steps, batch_size, block_size, lr):
-    add_data_flag(parser, *data)
-    add_number(parser, "--steps", 1, 10**9, default=steps)
-    add_number(parser, "--batch-size", 1, 10**9, default=batch_size, help="sequences per step")
-    add_number(parser, "--block-size", 1, 10**9, default=block_size,
-               help="tokens per sequence; default: 256, or the context")
-    add_number(parser, "--lr", 0, 10, float, above=True, default=lr, help="peak learning rate")
-    add_number(parser, "--seed", 0, 2**31, default=1)

@@ -1,0 +1,77 @@
+"""Trains demo/'s base model from scratch on the source of Python's standard library, and writes it
+in out/base: `python -m demo.train_base`, about eight hours on two CPU cores. See README.md."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf.tokenizer import load_encoding
+from model import GPT, GPTConfig
+from training.common import progress, set_learning_rate
+from training.corpus import split_records
+from training.data import load_tokens, window_batch
+
+OUT = Path("out/base")
+DATA = None                         # the standard library; or a list of files and folders
+CONFIG = GPTConfig(block_size=512)  # the other sizes are the defaults
+STEPS = 14_700
+LONG_FROM = 13_900                  # the step from which windows are long
+SHORT = 16, 256                     # windows in a step, tokens in a window
+LONG = 8, 512
+LEARNING_RATE = 5e-3
+COMPILE = True                      # needs a C++ compiler
+
+OUT.mkdir(parents=True)  # fails where there is a model already
+
+# demo/'s byte-level BPE with other merges; <|endoftext|> stays the last of its 4,096 tokens
+demo = Path("demo")
+tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+trainer = trainers.BpeTrainer(vocab_size=CONFIG.vocab_size - 1, show_progress=False,
+                              initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+texts = [record.text for _, record in split_records(DATA, ["train"])]
+tokenizer.train_from_iterator(texts, trainer)
+tokenizer.save(str(OUT / "tokenizer.json"))
+shutil.copy(demo / "tokenizer_config.json", OUT)
+tokens, heldout = (load_tokens(DATA, load_encoding(OUT), split) for split in ("train", "heldout"))
+
+
+def loss_of(model, ids):
+    """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
+    # on a CPU flash attention takes longer
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        logits = model.lm_head(model(ids[:, :-1]))
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+model = GPT(CONFIG).init_weights(torch.Generator().manual_seed(1))
+matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+optimizers = (torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+              torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0))
+loss_fn = torch.compile(loss_of) if COMPILE else loss_of
+show = progress(0, STEPS, SHORT[0] * SHORT[1], print)
+try:
+    for step in range(STEPS):
+        n, length = SHORT if step < LONG_FROM else LONG
+        ids, *_ = window_batch(tokens, n, length + 1, seed=step, device="cpu")
+        loss = loss_fn(model, ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, LEARNING_RATE, step, STEPS)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 20 == 0:
+            show(step + 1, f"step {step + 1}/{STEPS}  loss {loss.item():.3f}")
+finally:  # after Ctrl-C too
+    model.save_pretrained(OUT, torch.bfloat16)
+
+T = CONFIG.block_size
+windows = torch.from_numpy(heldout.ids.astype(int)).unfold(0, T + 1, T)
+with torch.no_grad():
+    losses = [loss_of(model, window[None]).item() for window in windows]
+print(f"held-out loss {sum(losses) / len(losses):.3f} nats per token")
