@@ -274,7 +274,7 @@ def sanitizer(run):
         with tempfile.TemporaryDirectory() as folder:
             output, timed_out = run_process(
                 [program, "--tool", tool, sys.executable, "-m", "bench", "gpu", "--out", folder,
-                 "--parts", "toy"], run.deadline)
+                 "--parts", "toy", "--seconds", "240"], run.deadline)
         with open(run.out / "sanitizer.log", "a") as log:
             log.write(output)
         summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
