@@ -125,7 +125,8 @@ def call_us(function, inputs, device):
 
 def in_graph(body, device):
     """A function that runs body(); on CUDA it replays a graph of it."""
-    body()  # compiles
+    with torch.inference_mode():  # as in `capture`, for which torch.compile would compile anew
+        body()
     return capture(body, device) if device.type == "cuda" else body
 
 
@@ -148,6 +149,8 @@ def random_model(name, device, dtype):
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
+    # logits of deviation 4: a nucleus of some hundred tokens, as trained models have
+    model.head.weight.normal_(0, 4 / model.config.n_embd ** 0.5)
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, model.config.vocab_size)))
