@@ -80,12 +80,14 @@ def medians(outputs):
     for name, done in outputs.items():
         out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
-        decoding = out.seconds - out.prefill_seconds
-        later = out.emitted - len(out.sequences)  # than each one's first token
+        later = out.emitted - len(out.sequences)  # tokens after each one's first
+        rate = None
+        if 0 < out.prefill_seconds < out.seconds:
+            rate = later / (out.seconds - out.prefill_seconds)
         rows[name] = dict(tree_size=out.tree_size,
                           tokens_per_step=out.tokens_per_step,
                           tokens_per_second=out.tokens_per_second,
-                          decoding_per_second=later / decoding if out.prefill_seconds else None,
+                          decoding_per_second=rate,
                           speed_up=paired_ratio(done, plain),
                           identical=fmean(same) if out.tree_size else None)  # else not ours
     return rows

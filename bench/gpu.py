@@ -123,16 +123,16 @@ def chats(run):
 
 def decoded(run, flags, heads_path):
     """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
-    args = SimpleNamespace(
-        **flags, device=str(run.device), quantize=None, data=None,
-        prompts=4 * max(run.sizes.batch_sizes), prompt_length=64, batch_sizes=run.sizes.batch_sizes,
-        max_new_tokens=run.sizes.new_tokens, runs=1)
+    prompts = None if flags["chats"] else 4 * max(run.sizes.batch_sizes)
+    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None, runs=1,
+                           prompts=prompts, prompt_length=64, batch_sizes=[1],
+                           max_new_tokens=run.sizes.new_tokens)
     model, heads, groups, stop = load(args, [heads_path] if heads_path else [])
     heads = next(iter(heads.values()), None)
-    texts = sum(groups.values(), [])
+    texts = [text for row in zip(*groups.values()) for text in row]  # kinds take turns
     plans = [DraftPlan(), DraftPlan(0, 7)]
     plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
-    for B in args.batch_sizes:
+    for B in run.sizes.batch_sizes:
         policies = {str(plan): partial(FixedPolicy, plan) for plan in plans}
         policies["auto"] = partial(AdaptivePolicy, model, heads, True, B, 0.0)
         ways = {name: partial(decode_once, model, heads=heads, batch_size=B, stop=stop,
