@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
-from backends.quantized import INT8_GROUPS, Layout, Unpacked
+from backends.quantized import INT8_GROUPS, Layout, QuantizedWeight
 from hf import expect, one_of
 from hf.families import FAMILIES, value_of
 from hf.tokenizer import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
@@ -128,7 +128,7 @@ def rope_scaling(meta, tensors):
 
 def weights(meta, tensors):
     """{name as in a folder: (shape, function that gives float32 values, type, `Layout`, function
-    that gives `Unpacked`)}. Without a layout the values are stored as floats."""
+    that gives `QuantizedWeight`)}. Without a layout the values are stored as floats."""
     architecture = meta["general.architecture"]
     family = FAMILIES[meta["family"]]
     names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 1)
@@ -183,16 +183,17 @@ def packed(meta, tensor):
     return BLOCKS[kind][0], partial(read_packed, meta, tensor)
 
 
-def read_packed(meta, tensor, device="cpu", arrange=lambda rows: rows):
-    """-> `Unpacked` [N, C]"""
+def read_packed(meta, tensor, device, arrange):
+    """-> `QuantizedWeight` [N, C]"""
     layout, split = BLOCKS[tensor.tensor_type.name]
     N, C = len(tensor.data), tensor.shape[0]
-    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0]
+    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0].to(device)
     size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-    blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
+    blocks = torch.from_numpy(np.array(tensor.data)).to(device).view(N, -1, size)[order]
     q, scales, minimums = split(blocks)
     by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-    return Unpacked(q.reshape(N, int(C)), by_group(scales), None, layout.kind, by_group(minimums))
+    return QuantizedWeight(q.reshape(N, int(C)), by_group(scales), None, layout.kind,
+                           by_group(minimums))
 
 
 def halves(blocks, first, count=1):
@@ -206,7 +207,7 @@ def nibbles(x):
 
 
 def split_q5_0(blocks):
-    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     return nibbles(blocks[..., 6:]) + 16 * bits.flatten(-2) - 16, halves(blocks, 0), None
 
 
