@@ -205,7 +205,7 @@ def read_weights(model, matches, shapes, group, layouts):
     for tensor, name, start in matches:
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         layout = layouts.get(name)
-        weight = tensor.weight(model.device, arrange) if tensor.weight else None
+        weight = tensor.weight(arrange) if tensor.weight else None
         stored = weight.values() if weight else arrange(tensor.load())
         if layout and not (weight and layout == tensor.layout):
             weight = quantized.round_weight(stored, layout)

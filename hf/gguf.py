@@ -183,13 +183,13 @@ def packed(meta, tensor):
     return BLOCKS[kind][0], partial(read_packed, meta, tensor)
 
 
-def read_packed(meta, tensor, device, arrange):
+def read_packed(meta, tensor, arrange):
     """-> `QuantizedWeight` [N, C]"""
     layout, split = BLOCKS[tensor.tensor_type.name]
     N, C = len(tensor.data), tensor.shape[0]
-    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0].to(device)
+    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0]
     size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-    blocks = torch.from_numpy(np.array(tensor.data)).to(device).view(N, -1, size)[order]
+    blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
     q, scales, minimums = split(blocks)
     by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
     return QuantizedWeight(q.reshape(N, int(C)), by_group(scales), None, layout.kind,
@@ -207,7 +207,7 @@ def nibbles(x):
 
 
 def split_q5_0(blocks):
-    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
+    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return nibbles(blocks[..., 6:]) + 16 * bits.flatten(-2) - 16, halves(blocks, 0), None
 
 

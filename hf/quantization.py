@@ -78,17 +78,17 @@ class QuantizedTensor(NamedTuple):
                f"{self.file}: {self.name} was quantised in another order of its channels "
                "(desc_act, act-order), which is not supported; take a checkpoint without it")
 
-    def weight(self, device, arrange):
+    def weight(self, arrange):
         """-> `QuantizedWeight` [N, C]. arrange: puts rows [N, ...] in the order wanted."""
-        parts = [self.parts[name].load().to(device) for name in PARTS[self.scheme.method][:3]]
+        parts = [self.parts[name].load() for name in PARTS[self.scheme.method][:3]]
         q, scales, zeros = unpack(self.scheme, *parts)
         N, C = self.shape
         rows, columns = (size or max(N, C) for size in self.scheme.block)
         group = self.layout.group or C
         # which scale is that of each of our groups, [G, N]
-        order = arrange(torch.arange(N)[:, None])[:, 0].to(device)
+        order = arrange(torch.arange(N)[:, None])[:, 0]
         row = order // rows
-        column = torch.arange(C // group, device=device)[:, None] * group // columns
+        column = torch.arange(C // group)[:, None] * group // columns
         spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
         zeros = None if zeros is None else spread(zeros).view(torch.int8)
         return QuantizedWeight(q[order], spread(scales), zeros, self.layout.kind)

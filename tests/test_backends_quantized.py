@@ -16,6 +16,7 @@ from test_hf_quantization import write_quantised
 ROOT = Path(__file__).parent.parent
 INT4 = lambda group: Layout("int4", group, torch.bfloat16, True)
 SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, and of 32 in the MLP
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 
 
 @pytest.mark.parametrize("layout", [INT8_ROWS, INT4(128), INT4(64), INT4(32)], ids=str)
@@ -56,21 +57,19 @@ def test_what_cannot_be_rounded_is_refused(tmp_path):
 
 
 def test_a_gpu_gets_dequantised_weights(tmp_path, monkeypatch, capsys):
-    """Catches memory that is taken without a word, and a tensor that is left on the CPU."""
+    """Catches memory that is taken without a word."""
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: None)
     path = write_quantised(tmp_path, "awq")
     model = checkpoint.load(path, torch.bfloat16, "meta")
     assert all(isinstance(layer, torch.nn.Linear) for layer in model.blocks[0].mlp.children())
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "are dequantised to bfloat16 on meta, where they take " in said
-    _, matches = checkpoint.read_headers(path)
-    for tensor, *_ in matches:
-        assert not tensor.weight or tensor.weight("meta", lambda rows: rows).values().shape == tensor.shape
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Heads, and the demo
 
+@needs_compiler
 @pytest.mark.parametrize("quantize, temperature", [("int8", 0.8), ("int4", 0.0)])
 def test_the_demo_says_the_same_in_every_tree_and_batch(quantize, temperature):
     """Catches rounded weights whose products depend on the rows beside them, or on the number of threads."""
@@ -85,7 +84,7 @@ def test_the_demo_says_the_same_in_every_tree_and_batch(quantize, temperature):
     torch.set_num_threads(1)
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@needs_compiler
 @pytest.mark.parametrize("kind", ["awq", "gptq-4", "gptq-8", "fp8", "int8", "int4"])
 def test_layers_on_a_cpu_hold_the_same_values(kind, tmp_path):
     """Catches a zero, a scale or an order of rows that is lost on the way to cpu.c, and dequantised weights."""

@@ -126,13 +126,17 @@ def test_biases_of_zeros_are_no_biases(tmp_path):
         checkpoint.load(path, torch.float32, "cpu")
 
 
-def test_a_quantised_head_is_read(tmp_path):
-    """Catches an LM head that is taken for one that is stored as floats."""
-    path = write_quantised(tmp_path, "gptq-8", vocab_size=96)
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_quantised_table_is_read(name, tmp_path):
+    """Catches a table taken for one that is stored as floats, and a tied one of which only one use is filled."""
+    path = write_quantised(tmp_path, "gptq-8", vocab_size=96, tied=name != "lm_head")
     parts, value = KINDS["gptq-8"].make(96, 128)
-    edit_weights(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
-        {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
-    assert torch.equal(checkpoint.load(path, torch.float32, "cpu").head.weight, value)
+    edit_weights(path, lambda tensors: (tensors.pop(f"{name}.weight"), tensors.update(
+        {f"{name}.{part}": torch.as_tensor(x).contiguous() for part, x in parts.items()})))
+    plain, packed = (checkpoint.load(path, dtype, "cpu") for dtype in (torch.float32, None))
+    assert torch.equal(plain.head.weight, value) and packed.hash == plain.hash
+    tokens = torch.arange(96)
+    torch.testing.assert_close(packed.embed(tokens).float(), plain.embed(tokens), rtol=2**-7, atol=1e-6)
     assert ", gptq: 8 bits, groups of 32\n" in describe(path)
 
 
