@@ -4,7 +4,7 @@
     project_topk        LM head + log-softmax + top-k, for drafting
     project_sample      LM head + argmax or Gumbel-argmax, for verifying
     commit_path         moves the accepted nodes' cache rows to the front
-    linear_quantized    a product with a weight of 4 or 8 bits; sum_parts adds its splits, or ranks
+    sum_parts           the sum of the ranks' parts of a product
     add_norm            residual add + RMSNorm or LayerNorm
     rope_cache          norm and rotation of queries and keys, write of keys and values
     glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
@@ -14,7 +14,7 @@
     accept_path         the walk down the tree
     filtered_sample     a sample after top-k, top-p and min-p
 
-The first five move the bytes of a step, the others save launches. Each has its formula and bytes,
+The first four move the bytes of a step, the others save launches. Each has its formula and bytes,
 its kernel, a function that launches it, and a torch reference (`*_reference`) of its signature. The
 function checks ranks, sizes, dtypes and devices (ValueError), but no values. It runs the kernel for
 CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and
@@ -441,8 +441,8 @@ def _take_best(entries, best):
 
 @triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr,
-    position_ptr, entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc, first_token,
+    hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
+    entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc, first_token,
     M, T, V, programs, k, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
@@ -463,8 +463,8 @@ def _project_kernel(
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
 
     # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
-    # hidden states go second. As first operand int8 would load 8 bytes at a time.
-    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32 and scales_ptr is None
+    # hidden states go second.
+    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
     tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
@@ -481,8 +481,6 @@ def _project_kernel(
         weight = tl.load(weight_ptrs, mask=inside, other=0.0)
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
-        if scales_ptr is not None:
-            weight = weight.to(tl.float32).to(hidden.dtype)  # exact
         if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
             acc = _dot(weight, tl.trans(hidden), acc)
         else:  # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
@@ -490,8 +488,6 @@ def _project_kernel(
         if step % CHUNKS == CHUNKS - 1:
             # [BLOCK_M, BLOCK_V]
             scores = tl.trans(acc) if VOCABULARY_FIRST else acc
-            if scales_ptr is not None:
-                scores *= tl.load(scales_ptr + token)[None, :]
             scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
@@ -541,17 +537,17 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, bits.to(tl.float32, bitcast=True) - lse)
 
 
-def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_token=0,
+def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_token=0,
                     noise=(None,) * 4):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
-    vocab_ids, scales = map(_contiguous, (vocab_ids, scales))
+    vocab_ids = _contiguous(vocab_ids)
     T = 1 if noise[0] is None else M // len(noise[0])
     V = len(weight if vocab_ids is None else vocab_ids)
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
         M, k, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None,
-        few=V < 128 * multiprocessors, lean=1 < k <= 8 and scales is vocab_ids is None,
+        few=V < 128 * multiprocessors, lean=1 < k <= 8 and vocab_ids is None,
         noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
@@ -563,7 +559,7 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
     BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, scales, vocab_ids, *noise, entries, lse, *_strides(hidden),
+            hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
             *_strides(weight), first_token, M, T, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, k,
@@ -571,57 +567,52 @@ def _project_triton(hidden, weight, k, vocab_ids, scales, logprobs=None, first_t
     return tokens
 
 
-def project_topk(hidden, weight, k, vocab_ids=None, scales=None):
+def project_topk(hidden, weight, k, vocab_ids=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
     the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
-    2502.14856). scales: of the rows of an int8 weight."""
-    _check_head(hidden, weight, scales)
+    2502.14856)."""
+    _check_head(hidden, weight)
     V = len(weight if vocab_ids is None else vocab_ids)
     _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
-        return project_topk_reference(hidden, weight, k, vocab_ids, scales)
+        return project_topk_reference(hidden, weight, k, vocab_ids)
     logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
-    return logprobs, _project_triton(hidden, weight, k, vocab_ids, scales, logprobs)
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs)
 
 
-def project_topk_reference(hidden, weight, k, vocab_ids=None, scales=None):
-    logits = float_logits(hidden, weight, vocab_ids, scales)
+def project_topk_reference(hidden, weight, k, vocab_ids=None):
+    logits = float_logits(hidden, weight, vocab_ids)
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     logprobs = logits.log_softmax(-1).gather(1, tokens)
     return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0,
-                   scales=None):
+def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
     at temperature 0, else a sample. Of equals the lowest wins. temperature: a number, or float32
     [B]; the others as in `gumbel`. first_token: the token id of the weight's first row, if it is a
-    part of a larger one; noise depends on token ids. scales: of the rows of an int8 weight."""
-    _check_head(hidden, weight, scales)
+    part of a larger one; noise depends on token ids."""
+    _check_head(hidden, weight)
     _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
         return project_sample_reference(
-            hidden, weight, temperature, seed, sequence, position, first_token, scales)
+            hidden, weight, temperature, seed, sequence, position, first_token)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
-        return _project_triton(hidden, weight, 1, None, scales)[:, 0]
+        return _project_triton(hidden, weight, 1)[:, 0]
     noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, None, scales, None, first_token, noise)[:, 0]
+    return _project_triton(hidden, weight, 1, None, None, first_token, noise)[:, 0]
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0,
-                             scales=None):
-    logits = float_logits(hidden, weight, scales=scales)
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0):
+    logits = float_logits(hidden, weight)
     return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
 
 
-def float_logits(hidden, weight, vocab_ids=None, scales=None):
+def float_logits(hidden, weight, vocab_ids=None):
     """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties."""
     weight = weight if vocab_ids is None else weight[vocab_ids]
-    if scales is not None:
-        scales = scales if vocab_ids is None else scales[vocab_ids]
-        return float_logits(hidden, weight.to(hidden.dtype)) * scales
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (weight.float() @ hidden.float().T).T.contiguous()  # on a CPU twice as fast for small M
@@ -709,8 +700,7 @@ def _gpu(device):
     """Properties of a GPU; elsewhere an H200's, but with few multiprocessors, for the tests."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device)
-    return SimpleNamespace(
-        major=9, multi_processor_count=4, shared_memory_per_multiprocessor=233472)
+    return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=233472)
 
 
 def _launch(kernel, grid, *args, **options):
@@ -800,199 +790,11 @@ def _project_blocks(M, k, dtype, aligned, gathered, few, lean, noisy):
                 maxnreg=255 if BLOCK_M < 64 else 128 if lean else None)
 
 
-def _quantized_blocks(M, dtype, group, capability):
-    """Hopper takes the planes of a step, 8 or 16 kB, as one operand. Other GPUs would move them
-    through shared memory, so there, and for smaller groups than a step, a plane is an operand."""
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
-    if dtype == torch.float32:
-        return dict(BLOCK_N=32, BLOCK_M=BLOCK_M, STAGES=2, JOINED=False, num_warps=8, maxnreg=128)
-    return dict(BLOCK_N=128, BLOCK_M=BLOCK_M, STAGES=4 if BLOCK_M == 16 else 3,
-                JOINED=group == 128 and capability == 9, num_warps=4 if BLOCK_M <= 32 else 8,
-                maxnreg=255)
-
-
 def _pair_blocks(n):
     """Tile sizes and launch options to compare n entries with one another."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
     return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N),
                 num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
-
-
-# --------------------------------------------------------------------------------------------------
-# linear_quantized
-#
-#   weight[n, c] = (q[n, c] - zeros[g, n]) * scales[g, n]   for the group g = c // (C / G) of c
-#   out[m, n] = sum_g scales[g, n] * sum_{c in g} (q[n, c] - zeros[g, n]) * x[m, c] + bias[n]
-#
-# N outputs, G groups of C. q - zero is exact in half precision: only sums and results are rounded.
-# Bytes: N * C / 2 of 4 bits or N * C of 8, read once, the floor; scales and zeros add a 20th to 4
-# bits in groups of 128. Weights are unpacked in registers, from which Hopper reads the first
-# operand: they come first. Few outputs are split over C. M changes neither, nor a sum's order.
-#
-# A row is stored in steps of 128 channels, padded: 16 words of 8 times 4 bits, or 32 of 4 times 8.
-# Plane i, bits 4 i to 4 i + 3 of the 16 words, holds the channels 16 i to 16 i + 15 of the step;
-# with 8 bits likewise. So each plane meets consecutive channels, and no weight is moved.
-
-class QuantizedWeight(NamedTuple):
-    """A weight [N, C] of 4 or 8 bits."""
-    packed: torch.Tensor  # int32 [N, words], as above
-    scales: torch.Tensor  # float [G, N], of C / G = 32, 64 or 128 channels, or of whole rows: G = 1
-    zeros: torch.Tensor | None  # int8 [G, N]: what stands for 0; None: 8 for int4, else 0
-    kind: str             # "int4", "int8", or "e4m3": 8-bit floats
-
-
-@triton.jit
-def _unpack(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """The weights in a plane of words [BLOCK_N, WIDTH], less zero [BLOCK_N], exact in dtype."""
-    if KIND == "e4m3":  # by its bits, moved to those of a float32: older GPUs have no such type
-        bits = ((words << (24 - 8 * PLANE)) >> 4) & -0x78100000
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2**120
-    if KIND == "int8":
-        q = (words << (24 - 8 * PLANE)) >> 24
-    else:
-        q = (words >> (4 * PLANE)) & 15
-        if dtype == tl.float16 or dtype == tl.bfloat16 and not INTERPRETED:  # quicker than below
-            ONE: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300  # 1024 and 128, as bits
-            q = (q | ONE).to(tl.int16).to(dtype, bitcast=True)
-            return q - (zero.to(tl.int16) | ONE).to(dtype, bitcast=True)[:, None]
-    return (q - zero.to(tl.int32)[:, None]).to(tl.float32).to(dtype)
-
-
-@triton.jit
-def _unpack_two(words, zero, PLANE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """A plane, and the plane half a step later -> [BLOCK_N, WIDTH, 2]"""
-    LATER: tl.constexpr = PLANE + (4 if KIND == "int4" else 2)
-    return tl.join(_unpack(words, zero, PLANE, KIND, dtype),
-                   _unpack(words, zero, LATER, KIND, dtype))
-
-
-@triton.jit
-def _unpack_all(words, zero, KIND: tl.constexpr, dtype: tl.constexpr):
-    """All planes, side by side: [BLOCK_N, STEP]."""
-    even = _unpack_two(words, zero, 0, KIND, dtype)
-    odd = _unpack_two(words, zero, 1, KIND, dtype)
-    if KIND == "int4":
-        even = tl.join(even, _unpack_two(words, zero, 2, KIND, dtype))
-        odd = tl.join(odd, _unpack_two(words, zero, 3, KIND, dtype))
-        planes = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
-    else:
-        planes = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
-    return planes.reshape(words.shape[0], 128)
-
-
-@triton.jit
-def _load_group(scales_ptrs, zeros_ptrs, offset, KIND: tl.constexpr):
-    """(scale float32 [BLOCK_N], zero int8 [BLOCK_N])"""
-    scale = tl.load(scales_ptrs + offset).to(tl.float32)
-    if zeros_ptrs is not None:
-        zero = tl.load(zeros_ptrs + offset)
-    else:
-        zero = tl.full(scale.shape, 8 if KIND == "int4" else 0, tl.int8)
-    return scale, zero
-
-
-@triton.jit(do_not_specialize=["M", "N", "G"])
-def _linear_quantized_kernel(
-    x_ptr, packed_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, stride_xm, stride_xc, M, N, G,
-    C: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, JOINED: tl.constexpr,
-):
-    """Program (tile of rows, tile of outputs, split): the sums over STEPS steps."""
-    STEP: tl.constexpr = 128
-    PLANES: tl.constexpr = 8 if KIND == "int4" else 4
-    WIDTH: tl.constexpr = STEP // PLANES
-    ALL_STEPS: tl.constexpr = (C + STEP - 1) // STEP
-    # channels that are multiplied at once: all of a step, or those of a plane
-    BLOCK_C: tl.constexpr = STEP if JOINED else WIDTH
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    packed_ptrs = packed_ptr + row.to(tl.int64)[:, None] * (ALL_STEPS * WIDTH)
-    packed_ptrs += tl.arange(0, WIDTH)[None, :]
-    x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_xm
-    scales_ptr += row
-    if zeros_ptr is not None:
-        zeros_ptr += row
-    first = tl.program_id(2) * STEPS
-    group = first * (STEP // GROUP)
-    # a group's scale is loaded while the one before it is summed
-    scale, zero = _load_group(scales_ptr, zeros_ptr, tl.minimum(group, G - 1) * N, KIND)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(first, tl.minimum(first + STEPS, ALL_STEPS), num_stages=STAGES):
-        words = tl.load(packed_ptrs + step * WIDTH)  # [BLOCK_N, WIDTH]
-        for begin in tl.static_range(0, STEP, BLOCK_C):
-            if begin % GROUP == 0:
-                group += 1
-                next_offset = tl.minimum(group, G - 1) * N
-                next_scale, next_zero = _load_group(scales_ptr, zeros_ptr, next_offset, KIND)
-            channels = (tl.arange(0, BLOCK_C) + step * STEP + begin).to(tl.int64)[None, :]
-            # [BLOCK_M, BLOCK_C]
-            x = tl.load(x_ptrs + channels * stride_xc, mask=(channels < C) | (C % STEP == 0),
-                        other=0.0)
-            # [BLOCK_N, BLOCK_C]
-            if JOINED:
-                weight = _unpack_all(words, zero, KIND, x.dtype)
-            else:
-                weight = _unpack(words, zero, begin // WIDTH, KIND, x.dtype)
-            # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
-            sums = _dot(weight, tl.trans(x), sums)
-            if (begin + BLOCK_C) % GROUP == 0:
-                acc += sums * scale[:, None]
-                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                scale, zero = next_scale, next_zero
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + (tl.program_id(2).to(tl.int64) * M + m[None, :]) * N + n[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
-
-
-def linear_quantized(x, packed, scales, zeros, kind, bias=None):
-    """x [M, C] times a `QuantizedWeight` [N, C], plus bias [N] -> [M, N] in x's dtype. A row's bits
-    do not depend on the rows beside it. More rows: `dequantize`, and a product."""
-    M, C = _sizes("x", x, 2, FLOATS)
-    G, N = _sizes("scales", scales, 2, FLOATS)
-    _check(M <= 128 and kind in ("int4", "int8", "e4m3"), "M <= 128, int4, int8 or e4m3", x, kind)
-    _check(G == 1 or C in (32 * G, 64 * G, 128 * G), "C / G of 32, 64 or 128", x, scales)
-    words = (C + 127) // 128 * (16 if kind == "int4" else 32)
-    _check_tensors("packed", (N, words), x, INT32, packed)
-    _check_tensors("scales", (G, N), x, FLOATS, scales)
-    _check_tensors("zeros", (G, N), x, INT8, zeros)
-    _check_tensors("bias", (N,), x, (x.dtype,), bias)
-    if not runs_triton(x):
-        return linear_quantized_reference(x, packed, scales, zeros, kind, bias)
-    GROUP = C // G if G > 1 else 128
-    blocks = _quantized_blocks(M, x.dtype, GROUP, _gpu(x.device).major)
-    grid = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])
-    steps = triton.cdiv(C, 128)
-    programs = 2 * _gpu(x.device).multi_processor_count
-    STEPS = max(triton.cdiv(steps * grid[1], programs), min(steps, 4))
-    splits = triton.cdiv(steps, STEPS)
-    inputs = map(_contiguous, (packed, scales, zeros, bias if splits == 1 else None))
-    out = x.new_empty((splits, M, N), dtype=x.dtype if splits == 1 else torch.float32)
-    _launch(_linear_quantized_kernel, (*grid, splits), x, *inputs, out, *_strides(x), M, N, G,
-            C=C, GROUP=GROUP, STEPS=STEPS, KIND=kind, **blocks)
-    return out[0] if splits == 1 else sum_parts(out.view(splits, -1), bias, x.dtype).view(M, N)
-
-
-def linear_quantized_reference(x, packed, scales, zeros, kind, bias=None):
-    out = x.float() @ dequantize(packed, scales, zeros, kind, x.shape[1], torch.float32).T
-    return (out if bias is None else out + bias).to(x.dtype)
-
-
-def dequantize(packed, scales, zeros, kind, C, dtype, out=None):
-    """A `QuantizedWeight` of C channels as [N, C] of a dtype, rounded once; into out, if given."""
-    (G, N), planes = scales.shape, 8 if kind == "int4" else 4
-    words = packed.reshape(N, -1, 1, 128 // planes)
-    shifts = torch.arange(planes, dtype=torch.int32, device=words.device)[:, None] * (32 // planes)
-    q = words >> shifts & 15 if kind == "int4" else words << 24 - shifts >> 24
-    if kind == "e4m3":
-        q = q.to(torch.int8).view(torch.float8_e4m3fn)
-    q = q.float().view(N, -1)[:, :C].view(N, G, -1)
-    if zeros is not None or kind == "int4":
-        q -= 8 if zeros is None else zeros.T[:, :, None]
-    value = (q * scales.T.float()[:, :, None]).view(N, C)
-    return value.to(dtype) if out is None else out.copy_(value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1015,27 +817,27 @@ def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_parts(parts, bias=None, dtype=None):
-    """The sums of N parts, such as the ranks' or the splits', plus a bias for each run of C numbers
-    -> [n] in a dtype, default that of the parts. The order is fixed."""
+def sum_parts(parts, bias=None):
+    """The sums of N parts, such as the ranks', plus a bias for each run of C numbers -> [n] in the
+    parts' dtype. The order is fixed."""
     N, n = _sizes("parts", parts, 2, REALS)
     C = 1 if bias is None else len(bias)
     _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
     _check_tensors("bias", (C,), parts, (parts.dtype, *FLOATS), bias)
     if not runs_triton(parts, bias):
-        return sum_parts_reference(parts, bias, dtype)
+        return sum_parts_reference(parts, bias)
     parts, bias = map(_contiguous, (parts, bias))
-    out = parts.new_empty(n, dtype=dtype or parts.dtype)
+    out = parts.new_empty(n)
     _launch(_sum_parts_kernel, (triton.cdiv(n, 1024),),
             parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
     return out
 
 
-def sum_parts_reference(parts, bias=None, dtype=None):
+def sum_parts_reference(parts, bias=None):
     total = reduce(torch.add, parts.to(torch.promote_types(parts.dtype, torch.float32)))
     if bias is not None:
         total = (total.view(-1, len(bias)) + bias).flatten()
-    return total.to(dtype or parts.dtype)
+    return total.to(parts.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1958,7 +1760,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 REALS = *FLOATS, torch.float64
 INTS = torch.int32, torch.int64
-FLOAT32, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
+FLOAT32, INT32, INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 
 
 def _check(condition, expected, *got):
@@ -1985,12 +1787,10 @@ def _check_tensors(names, shape, like, dtypes, *tensors):
             _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
 
 
-def _check_head(hidden, weight, scales):
-    """hidden [M, C] and an LM head [V, C], of int8 where it has scales."""
+def _check_head(hidden, weight):
+    """hidden [M, C] and an LM head [V, C]."""
     _, C = _sizes("hidden", hidden, 2, FLOATS)
-    dtypes = (hidden.dtype,) if scales is None else INT8
-    _check_tensors("weight", (len(weight), C), hidden, dtypes, weight)
-    _check_tensors("scales", (len(weight),), hidden, FLOAT32, scales)
+    _check_tensors("weight", (len(weight), C), hidden, (hidden.dtype,), weight)
 
 
 def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):

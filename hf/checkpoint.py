@@ -17,10 +17,10 @@ from backends import cpu, quantized, tensor_parallel
 from clover import samples_hash
 from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
 from hf.families import FAMILIES, read_config
-from hf.quantization import FP8, QuantizedTensor, combine, read_scheme, weight_layouts
+from hf.quantization import FP8, QuantizedTensor, combine, cpu_layouts, read_scheme
 from hf.tokenizer import load_encoding
 from kernels import runs_triton
-from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json
+from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json, warn
 
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
@@ -34,8 +34,8 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for a type that is not in DTYPES
     load: Callable            # () -> its values, mapped into memory where possible
     packed: str | None = None # the type that a GGUF file stores it in
-    layout: quantized.Layout | None = None  # as which `weight` gives it; None: as floats alone
-    weight: Callable | None = None     # as `QuantizedTensor.weight`
+    layout: quantized.Layout | None = None  # of what `weight` gives, or to round to; None: floats
+    weight: Callable | None = None     # as `QuantizedTensor.weight`; None: read by `load`
 
 
 def weight_files(path):
@@ -51,6 +51,11 @@ def weight_files(path):
             expect(isinstance(shards, dict), f"{index}: expected a weight_map")
             return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
     raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
+
+
+def stored_size(path):
+    """Bytes of the files of a model's weights."""
+    return sum(file.stat().st_size for file in weight_files(find_model(path)))
 
 
 def open_weights(file):
@@ -138,9 +143,11 @@ def match_tensors(path, model, tensors):
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     """Reads a folder of one of FAMILIES, a GGUF file or a short name, straight to the device ->
     GPT, frozen. group: the ranks that hold the model together, each a part. quantize: "int8" or
-    "int4", to which weights are rounded. Quantised weights stay packed where kernels run, unless
-    `packed` is False, or float32 is asked for on a CPU; those of a GGUF file on a CPU alone."""
+    "int4", to which weights are rounded, on a CPU. Quantised weights stay packed for the kernels of
+    cpu.c, unless `packed` is False or float32 is asked for; elsewhere they are dequantised."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    expect(not quantize or device.type == "cpu", f"--quantize is for a CPU, not for {device.type}; "
+           "leave it out, or add --device cpu")
     group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
     stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
@@ -152,8 +159,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     on_cpu = (packed and dtype != torch.float32 and device.type == "cpu" and group.size == 1
               and not runs_triton(torch.empty(0)) and cpu.library() is not None)
     one_table = on_cpu and model.config.tied and any(
-        name == "embed.weight" and isinstance(tensor, StoredTensor) and tensor.layout
-        for tensor, name, _ in matches)
+        name == "embed.weight" and tensor.layout for tensor, name, _ in matches)
     if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
         model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
@@ -164,55 +170,50 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
-    layouts = (quantized.rounded_layouts(model, quantize) if quantize
-               else weight_layouts(model, matches, on_cpu))
+    layouts = {}
+    if quantize:
+        layouts = quantized.rounded_layouts(model, quantize)
+    elif on_cpu:
+        layouts = cpu_layouts(model, matches)
     with torch.device("meta"):
         group.divide(model)
         if on_cpu:
-            quantized.pack_cpu_layers(model, layouts)
-            if one_table:
-                model.embed = quantized.CPUEmbedding(model.head)
-        elif packed and runs_triton(torch.empty(0, device=device)):
             quantized.pack_layers(model, layouts)
+        if one_table:
+            model.embed = quantized.CPUEmbedding(model.head)
     model = model.to(dtype)
+    if device.type != "cpu" and any(tensor.layout for tensor, *_ in matches):
+        warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
+             f"{device.type}, where they take {human(model.weight_bytes(), 'B')}, and not "
+             f"{human(stored_size(path), 'B')} as in the file")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", model.weight_bytes(), free_memory(device), device,
                  advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    model.hash = read_weights(model, matches, shapes, group, layouts, quantize)
+    model.hash = read_weights(model, matches, shapes, group, layouts)
     if on_cpu:
         cpu.trim_memory()
     group.connect(model)
     return model
 
 
-def read_weights(model, matches, shapes, group, layouts, quantize):
+def read_weights(model, matches, shapes, group, layouts):
     """Fills a model, or this rank's part of it, tensor by tensor -> hash of the whole model as it
-    is stored: of dequantised values, before any cast, and before `quantize` rounds them."""
+    is stored: of dequantised values, before any cast, and before they are rounded to layouts."""
     parameters = dict(model.named_parameters())
     samples = defaultdict(dict)  # {name: {first row: values}}
     for tensor, name, start in matches:
         arrange = partial(families.from_stored, name, start=start, config=model.config)
         layout = layouts.get(name)
-        weight = None
-        if layout and not quantize and tensor.layout == layout and tensor.weight:
-            weight = tensor.weight(model.device, arrange)
-            stored = weight.values()
-        else:
-            stored = arrange(tensor.load())
-        value = stored
-        if layout and not weight:
-            weight = quantized.round_weight(stored.to(model.device), layout)
-            value = weight.values() if quantize else stored
-        cut = group.shard_slices(name, model.config)
-        layer = model.get_submodule(name.rpartition(".")[0])
+        weight = tensor.weight(arrange) if tensor.weight else None
+        stored = weight.values() if weight else arrange(tensor.load())
+        if layout and not (weight and layout == tensor.layout):
+            weight = quantized.round_weight(stored, layout)
         if name in parameters:
-            copy_shard(parameters[name], value, start, cut)
-        elif weight and hasattr(layer, "fill"):
-            layer.fill(start, weight)
-        elif weight:
-            for target, rows, columns in layer.slots(weight, cut):
-                copy_shard(target, rows, start, columns)
+            value = weight.values() if layout else stored
+            copy_shard(parameters[name], value, start, group.shard_slices(name, model.config))
+        else:
+            model.get_submodule(name.rpartition(".")[0]).fill(start, weight)
         # of the whole parameter, `state_hash` samples one value in every stride
         stride = max(1, shapes[name].numel() // 64)
         first = -start * shapes[name][1:].numel() % stride
@@ -259,7 +260,6 @@ def describe(path):
     path = find_model(path)
     model, matches = read_headers(path)
     c = model.config
-    size = sum(file.stat().st_size for file in weight_files(path))
     schemes = {str(tensor.scheme) if isinstance(tensor, QuantizedTensor) else tensor.packed
                for tensor, *_ in matches} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
@@ -273,7 +273,7 @@ def describe(path):
         "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
                              for size in sorted({*c.windows} - {0})) or "none",
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
-        "weights": f"{human(size, 'B')}{''.join(f', {scheme}' for scheme in sorted(schemes))}",
+        "weights": ", ".join((human(stored_size(path), "B"), *sorted(schemes))),
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
     for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
         try:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
-from backends.quantized import INT8_GROUPS, Layout, Unpacked
+from backends.quantized import INT8_GROUPS, Layout, QuantizedWeight
 from hf import expect, one_of
 from hf.families import FAMILIES, value_of
 from hf.tokenizer import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
@@ -128,7 +128,7 @@ def rope_scaling(meta, tensors):
 
 def weights(meta, tensors):
     """{name as in a folder: (shape, function that gives float32 values, type, `Layout`, function
-    that gives `Unpacked`)}. Without a layout the values are stored as floats."""
+    that gives `QuantizedWeight`)}. Without a layout the values are stored as floats."""
     architecture = meta["general.architecture"]
     family = FAMILIES[meta["family"]]
     names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 1)
@@ -183,8 +183,8 @@ def packed(meta, tensor):
     return BLOCKS[kind][0], partial(read_packed, meta, tensor)
 
 
-def read_packed(meta, tensor, device="cpu", arrange=lambda rows: rows):
-    """-> `Unpacked` [N, C]"""
+def read_packed(meta, tensor, arrange):
+    """-> `QuantizedWeight` [N, C]"""
     layout, split = BLOCKS[tensor.tensor_type.name]
     N, C = len(tensor.data), tensor.shape[0]
     order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0]
@@ -192,7 +192,8 @@ def read_packed(meta, tensor, device="cpu", arrange=lambda rows: rows):
     blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
     q, scales, minimums = split(blocks)
     by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-    return Unpacked(q.reshape(N, int(C)), by_group(scales), None, layout.kind, by_group(minimums))
+    return QuantizedWeight(q.reshape(N, int(C)), by_group(scales), None, layout.kind,
+                           by_group(minimums))
 
 
 def halves(blocks, first, count=1):

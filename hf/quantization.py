@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 
-from backends.quantized import INT8_GROUPS, INT8_ROWS, Layout, Unpacked, largest_group
+from backends.quantized import INT8_GROUPS, INT8_ROWS, Layout, QuantizedWeight, largest_group
 from hf import expect, one_of
 
 FP8 = torch.float8_e4m3fn
@@ -68,9 +67,6 @@ class QuantizedTensor(NamedTuple):
     layout: Layout
     name: str
 
-    def load(self):
-        return self.weight().values()
-
     def check_values(self):
         """Reads the scales and the order of channels, and raises InputError for bad ones."""
         expect(self.parts[PARTS[self.scheme.method][1]].load().float().isfinite().all(),
@@ -82,20 +78,20 @@ class QuantizedTensor(NamedTuple):
                f"{self.file}: {self.name} was quantised in another order of its channels "
                "(desc_act, act-order), which is not supported; take a checkpoint without it")
 
-    def weight(self, device="cpu", arrange=lambda rows: rows):
-        """-> `Unpacked` [N, C]. arrange: puts rows [N, ...] in the order wanted."""
-        parts = [self.parts[name].load().to(device) for name in PARTS[self.scheme.method][:3]]
+    def weight(self, arrange):
+        """-> `QuantizedWeight` [N, C]. arrange: puts rows [N, ...] in the order wanted."""
+        parts = [self.parts[name].load() for name in PARTS[self.scheme.method][:3]]
         q, scales, zeros = unpack(self.scheme, *parts)
         N, C = self.shape
         rows, columns = (size or max(N, C) for size in self.scheme.block)
         group = self.layout.group or C
         # which scale is that of each of our groups, [G, N]
-        order = arrange(torch.arange(N)[:, None])[:, 0].to(device)
+        order = arrange(torch.arange(N)[:, None])[:, 0]
         row = order // rows
-        column = torch.arange(C // group, device=device)[:, None] * group // columns
+        column = torch.arange(C // group)[:, None] * group // columns
         spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
         zeros = None if zeros is None else spread(zeros).view(torch.int8)
-        return Unpacked(q[order], spread(scales), zeros, self.layout.kind)
+        return QuantizedWeight(q[order], spread(scales), zeros, self.layout.kind)
 
 
 def unpack(scheme, values, scales, zeros=None):
@@ -168,23 +164,20 @@ def combine_layer(stem, parts, scheme):
     return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)
 
 
-def weight_layouts(model, matches, on_cpu):
-    """{parameter: `Layout`} of the blocks' linear layers whose parts are all quantised alike. With
-    on_cpu, as `backends.quantized.CPULinear` takes them, of all layers whose parts are quantised:
-    other kinds are rounded to 8 bits, in groups of 32 where these divide the channels."""
-    layouts = defaultdict(set)
+def cpu_layouts(model, matches):
+    """{parameter: `Layout`} of the weights whose parts are all quantised, as CPULinear takes them:
+    what cpu.c does not multiply as it is stored is rounded to 8 bits, in groups of 32 where these
+    divide the channels."""
+    stored = defaultdict(set)
     for tensor, name, _ in matches:
-        packed = on_cpu or isinstance(tensor, QuantizedTensor)
-        layouts[name].add(tensor.layout if packed else None)
+        stored[name].add(tensor.layout)
     found = {}
-    for stem, layer in model.named_modules():
-        first, *others = layouts.get(f"{stem}.weight", [None])
-        in_blocks = stem.startswith("blocks.") and isinstance(layer, nn.Linear)
-        if None in (first, *others) or not (on_cpu or in_blocks):
+    for name, layouts in stored.items():
+        if None in layouts:
             continue
-        if not others and not (on_cpu and first.kind == "e4m3"):
-            found[f"{stem}.weight"] = first
-        elif on_cpu:
-            divides = layer.weight.shape[1] % INT8_GROUPS.group == 0
-            found[f"{stem}.weight"] = INT8_GROUPS if divides else INT8_ROWS
+        layout = layouts.pop()
+        if layouts or layout.kind == "e4m3":
+            C = model.get_parameter(name).shape[1]
+            layout = INT8_ROWS if C % INT8_GROUPS.group else INT8_GROUPS
+        found[name] = layout
     return found

@@ -37,7 +37,7 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 
 
 @contextlib.contextmanager
-def recorded(multiprocessors=132, capability=9):
+def recorded(multiprocessors=132):
     """Yields the list of launches (kernel name, grid, args, named), none of which runs."""
     if not kernels.HAS_TRITON:
         raise InputError("this needs triton, which is not installed; pip install triton")
@@ -50,13 +50,13 @@ def recorded(multiprocessors=132, capability=9):
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
           patch.object(kernels, "_gpu", lambda _: SimpleNamespace(
-              major=capability, multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472))):
+              multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472))):
         yield launches
 
 
-def record(function, *args, multiprocessors=132, capability=9, **named):
+def record(function, *args, multiprocessors=132, **named):
     """The launches of one of the kernels' functions."""
-    with recorded(multiprocessors, capability) as launches:
+    with recorded(multiprocessors) as launches:
         function(*args, **named)
     return launches
 
@@ -120,15 +120,13 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 
 # Sizes and dtype of each tensor, "real" for the call's own dtype; "?" marks those that may be None. And the others.
 TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors"), "B T int64")
-HEAD = dict(hidden="M C real", weight="V C real", scales="V float32 ?")
+HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
 TENSORS = dict(
     tree_attention=dict(q="B T Hq D real", k_cache="B Hkv S D real", v_cache="B Hkv S D real", lengths="B int32",
                         ancestors="B T int64", slopes="Hq float32 ?"),
     project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
     commit_path=dict(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int64", count="B int32"),
-    linear_quantized=dict(x="M C real", packed="N words int32", scales="G N float16", zeros="G N int8 ?",
-                          bias="N real ?"),
     sum_parts=dict(parts="N n real", bias="C real ?"),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 B Hkv S D real", lengths="B int32",
@@ -138,21 +136,20 @@ TENSORS = dict(
     ngram_lookup=dict(history="B S int32", lengths="B int32"), merge_chain=TREE | dict(chain="B n int64"),
     accept_path=TREE | dict(target="B T int64", active="B int32"),
     filtered_sample=dict(logits="M V float32") | PLACE)
-SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, kind="int4", n_head=8,
-             temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0)
-INT4 = dict(C=4096, N=4096, words=512, present="zeros")
+SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
+             seed=0, top_k=0, top_p=0.9, min_p=0.0)
 EXAMPLES = dict(  # a launch or two of every kernel
     tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
-    linear_quantized=INT4 | dict(M=8, G=32), add_norm=dict(present="delta weight"),
-    rope_cache=dict(D=80, present="rope q_weight k_weight"), cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
+    add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
+    cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
     merge_chain=dict(T=16, n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
     best_tree=dict(n=15, K=4, tree_size=16), accept_path=dict(T=16, max_path=5),
     sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
-    """The arguments of one of the kernels' functions. given: sizes, other arguments, dtypes of tensors. present: the
-    tensors that are given, of those that may be None. aligned: whether caches and weights are, to 16 bytes."""
+    """The arguments of one of the kernels' functions. given: sizes, other arguments. present: the tensors
+    that are given, of those that may be None. aligned: whether caches and weights are, to 16 bytes."""
     function = getattr(kernels, name)
     scope = SIZES | given
     scope["2C"] = 2 * scope["C"]
@@ -160,8 +157,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     for argument, spec in TENSORS[name].items():
         *sizes, kind = spec.removesuffix(" ?").split()
         shape = [int(size) if size.isdigit() else scope[size] for size in sizes]
-        kind = given.get(argument, dtype if kind == "real" else getattr(torch, kind))
-        x = torch.zeros(shape, dtype=kind, device=device)
+        x = torch.zeros(shape, dtype=dtype if kind == "real" else getattr(torch, kind), device=device)
         if argument in ("k_cache", "v_cache", "weight") and not aligned:
             x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
@@ -172,9 +168,9 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     return made
 
 
-def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, capability=9, **given):
+def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, **given):
     """The launches of one of the kernels' functions, with `arguments` on the meta device."""
-    return record(getattr(kernels, name), multiprocessors=multiprocessors, capability=capability,
+    return record(getattr(kernels, name), multiprocessors=multiprocessors,
                   **arguments(name, dtype, present, aligned, **given))
 
 
@@ -229,16 +225,6 @@ def all_launches():
     for project in (sample, partial(topk, k=32)):
         found += project(M=M, dtype=FP32) + project(M=M, aligned=False)
     found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])  # how many lists to merge
-    found += topk(M=M, k=8, weight=torch.int8, present=["scales", "scales vocab_ids"])
-    found += sample(M=8, weight=torch.int8, present="scales")
-    linear = partial(cases, "linear_quantized", capability=[8, 9])
-    four = partial(linear, **INT4)
-    eight = partial(linear, C=4096, N=4096, words=1024)
-    M = [8, 32, 64]  # more rows are more tiles
-    found += four(M=M, G=[32, 64, 128]) + four(M=M, G=32, dtype=FP32) + four(M=64, G=32, dtype=FP16)
-    found += four(M=8, G=129, C=4128, words=528) + four(M=8, G=32, N=28672)  # padding; one split
-    found += eight(kind=["int8", "e4m3"], M=M, G=1) + eight(kind="int8", M=64, G=[32, 64, 128], present="zeros")
-    found += eight(kind="e4m3", M=64, G=32, dtype=[BF16, FP32])
     found += cases("commit_path", P=64, D=256, dtype=FP32)
     found += cases("add_norm", C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])
     found += cases("rope_cache", D=21, present="q_weight k_weight", dtype=[BF16, FP32])
@@ -255,11 +241,6 @@ def all_launches():
 def named_constants(launch):
     """{name: value} of a signature's constants."""
     return {getattr(kernels, launch[0]).arg_names[i]: value for i, value in launch[2]}
-
-
-def hopper_alone(launch):
-    """Whether only Hopper launches a signature: it joins the planes of a quantised step."""
-    return bool(named_constants(launch).get("JOINED"))
 
 
 def compile_launch(target, launch):
@@ -305,8 +286,7 @@ def shape_class(launch):
     constants = named_constants(launch)
     tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
     alibi = name == "_tree_attention_kernel" and "slopes_ptr" not in constants
-    kind = f" {constants['KIND']}" if "KIND" in constants else ""
-    kind += " joined" * constants.get("JOINED", False) + " alibi" * alibi + " window" * (constants.get("WINDOW", 0) > 0)
+    kind = " alibi" * alibi + " window" * (constants.get("WINDOW", 0) > 0)
     return short_name(name) + kind, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
 
 

@@ -31,7 +31,7 @@ from test_generate import InTurns
 from tools import timing
 from train_heads import Run
 
-H200 = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_multiprocessor=233472)
+H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472)
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 

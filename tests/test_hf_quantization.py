@@ -116,20 +116,6 @@ def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flag
         assert torch.equal(got.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_layers_hold_the_same_values(kind, tmp_path, monkeypatch):
-    """Catches packed rows in the folder's order, or other scales, by the kernels' references."""
-    path = write_quantised(tmp_path, kind)
-    want = checkpoint.load(path, torch.float32, "cpu")
-    monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
-    got = checkpoint.load(path, torch.float32, "cpu")
-    assert got.hash == want.hash
-    assert len(list(got.parameters())) == len(list(want.parameters())) - 4 * len(got.blocks)
-    tokens = torch.randint(0, 97, (2, 70))  # more rows than a kernel takes, then fewer
-    for rows in (tokens, tokens[:1, :9]):
-        torch.testing.assert_close(got.lm_head(got(rows)), want.lm_head(want(rows)), rtol=1e-4, atol=1e-3)
-
-
 def test_biases_of_zeros_are_no_biases(tmp_path):
     """Catches AutoGPTQ's folders, of which every layer has a bias, refused; and one that counts, dropped."""
     path = write_quantised(tmp_path, "gptq-4")
@@ -140,14 +126,17 @@ def test_biases_of_zeros_are_no_biases(tmp_path):
         checkpoint.load(path, torch.float32, "cpu")
 
 
-def test_a_quantised_head_is_dequantised(tmp_path, monkeypatch):
-    """Catches an LM head that is packed as the blocks' layers are, which project_topk does not read."""
-    monkeypatch.setattr(checkpoint, "runs_triton", lambda *_: True)
-    path = write_quantised(tmp_path, "gptq-8", vocab_size=96)
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_quantised_table_is_read(name, tmp_path):
+    """Catches a table taken for one that is stored as floats, and a tied one of which only one use is filled."""
+    path = write_quantised(tmp_path, "gptq-8", vocab_size=96, tied=name != "lm_head")
     parts, value = KINDS["gptq-8"].make(96, 128)
-    edit_weights(path, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(
-        {f"lm_head.{part}": torch.as_tensor(x) for part, x in parts.items()})))
-    assert torch.equal(checkpoint.load(path, torch.float32, "cpu").head.weight, value)
+    edit_weights(path, lambda tensors: (tensors.pop(f"{name}.weight"), tensors.update(
+        {f"{name}.{part}": torch.as_tensor(x).contiguous() for part, x in parts.items()})))
+    plain, packed = (checkpoint.load(path, dtype, "cpu") for dtype in (torch.float32, None))
+    assert torch.equal(plain.head.weight, value) and packed.hash == plain.hash
+    tokens = torch.arange(96)
+    torch.testing.assert_close(packed.embed(tokens).float(), plain.embed(tokens), rtol=2**-7, atol=1e-6)
     assert ", gptq: 8 bits, groups of 32\n" in describe(path)
 
 

@@ -43,7 +43,7 @@ def device(request):
 
 def set_gpu(monkeypatch, **properties):
     """Lets the host functions see a GPU with these properties, the others being an H200's."""
-    gpu = dict(major=9, multi_processor_count=4, shared_memory_per_multiprocessor=233472) | properties
+    gpu = dict(multi_processor_count=4, shared_memory_per_multiprocessor=233472) | properties
     monkeypatch.setattr(kernels, "_gpu", lambda device: SimpleNamespace(**gpu))
 
 

@@ -1,4 +1,4 @@
-"""What the functions of kernels.py refuse, and which of two functions runs. All sixteen operations."""
+"""What the functions of kernels.py refuse, and which of two functions runs. All fifteen operations."""
 
 import inspect
 import math
@@ -15,7 +15,6 @@ GIVEN = dict(  # arguments of each function, with every tensor that it may have
     tree_attention=dict(B=2, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes"),
     project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
     commit_path=dict(L=1, B=2, Hkv=1, S=10, D=16, P=3), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
-    linear_quantized=dict(M=2, C=256, N=9, words=32, G=4, present="zeros bias"),
     sum_parts=dict(N=2, n=6, C=3, present="bias"), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
     select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), best_tree=dict(K=3, n=5, tree_size=6),
@@ -66,16 +65,12 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function as abo
     tree_attention=dict(
         nodes_65=dict(T=65, S=99), head_8=dict(D=8), head_257=dict(D=257), heads_do_not_divide=dict(Hq=3),
         short_cache=dict(S=2), window=dict(window=-1), float64=lambda made: dict(q=made["q"].double())),
-    project_topk=dict(
-        k_0=dict(k=0), k_above_V=dict(k=6), k_above_32=dict(V=50, n=50, k=33), no_ids=dict(n=0),
-        int8_without_scales=dict(weight=torch.int8), scales_of_floats=dict(present="scales vocab_ids")),
+    project_topk=dict(k_0=dict(k=0), k_above_V=dict(k=6), k_above_32=dict(V=50, n=50, k=33), no_ids=dict(n=0)),
     project_sample=dict(temperature=dict(temperature=-0.1), nan=dict(temperature=math.nan),
                         inf=dict(temperature=math.inf), big_seed=dict(seed=2**64),
                         three=lambda _: dict(temperature=torch.ones(3)),
                         seed=lambda _: dict(seed=torch.ones(2).int())),
     commit_path=dict(path_65=dict(P=65), keys_alone=lambda made: dict(kv=made["kv"][:, :1])),
-    linear_quantized=dict(rows_129=dict(M=129), words=dict(words=16), int8=dict(kind="int8"), int2=dict(kind="int2"),
-                          groups_of_100=dict(C=200, G=2), groups_do_not_divide=dict(G=3)),
     sum_parts=dict(bias=dict(C=4)), add_norm=dict(wide=dict(C=16385)),
     glu=dict(odd=dict(C=7), relu=dict(activation="relu")),
     cosine_mix=dict(heads_do_not_divide=dict(n_head=3), no_heads=dict(n_head=0), wide=dict(C=16386, n_head=1)),
@@ -120,7 +115,6 @@ DOUBLE = torch.Tensor.double
     ("add_norm", dict(weight=None, bias=None)), ("rope_cache", dict(kv=DOUBLE, lengths=torch.Tensor.long)),
     ("rope_cache", dict(rope=None, q_weight=None, k_weight=None)), ("sum_parts", dict(bias=torch.Tensor.half)),
     ("select_candidates", dict(logprobs=lambda x: x[:, :1], tokens=lambda x: x[:, :1])), ("glu", dict(x=DOUBLE)),
-    ("linear_quantized", dict(packed=lambda x: x.repeat(1, 2)[:, ::2], zeros=None)),
     ("ngram_lookup", dict(history=lambda x: x.repeat(1, 2)[:, ::2])), ("filtered_sample", dict(logits=DOUBLE))])
 def test_what_is_accepted_beside_the_usual(name, changed):
     """Bug: a check stricter than the function: caches of float64, weights of float32, what may be None, strides."""

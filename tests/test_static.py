@@ -11,7 +11,7 @@ import static
 from clover import CloverHeads
 from generate import DraftPlan, Sampling
 from model import GPT
-from static import BF16, EXAMPLES, FP32, INT4, launches_of, step_launches
+from static import BF16, EXAMPLES, FP32, launches_of, step_launches
 from test_kernels import records
 from tools.flags import DEMO
 
@@ -20,11 +20,11 @@ pytestmark = records
 
 
 def check_figures(pairs, figures):
-    """Of (target, launch) pairs: no spills, and no more shared memory than an RTX 30 or 40 has, or Hopper."""
+    """Of (target, launch) pairs: no spills, and no more shared memory than an RTX 30 or 40 has."""
     wrong = []
     for (target, launch), used in zip(pairs, figures):
         assert 8 <= used["registers"] <= 255  # fewer: a trap, and no kernel
-        if used["spilled"] or used["shared"] > (232448 if static.hopper_alone(launch) else 101376):
+        if used["spilled"] or used["shared"] > 101376:
             wrong.append((target, *static.shape_class(launch), used))
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -35,9 +35,8 @@ def test_every_launch_compiles_without_spills(target):
     """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory."""
     launches = static.all_launches()
     if target == "cuda:80":
-        tiled = "_tree_attention_kernel", "_project_kernel", "_linear_quantized_kernel"
-        of_class = {static.shape_class(launch): launch for launch in launches if launch[0] in tiled}
-        launches = [launch for launch in of_class.values() if not static.hopper_alone(launch)]
+        tiled = "_tree_attention_kernel", "_project_kernel"
+        launches = {static.shape_class(launch): launch for launch in launches if launch[0] in tiled}.values()
     pairs = [(target, launch) for launch in launches]
     check_figures(pairs, static.compile_all(pairs))
 
@@ -58,10 +57,8 @@ def random_launches(generator):
         window=draw(0, 0, 40, 1024), Hq=2 * draw(1, 2, 3, 8, 12), D=draw(16, 32, 48, 64, 80, 96, 128, 192, 256),
         S=draw(100, 4096, 50000))
     aligned = draw(True, False)
-    launches += launches_of(draw("project_sample", "project_topk"), draw(BF16, FP32), aligned=aligned,
-                            k=32, M=draw(1, 8, 17, 33, 64, 200), V=draw(8192, 32000, 151936))
-    return launches + launches_of("linear_quantized", draw(BF16, FP32), capability=draw(8, 9), C=4096, N=4096,
-                                  M=draw(1, 17, 33, 128), words=512, present="zeros", G=draw(32, 64, 128))
+    return launches + launches_of(draw("project_sample", "project_topk"), draw(BF16, FP32), aligned=aligned,
+                                  k=32, M=draw(1, 8, 17, 33, 64, 200), V=draw(8192, 32000, 151936))
 
 
 def test_the_gate_knows_every_shape_class():
@@ -87,15 +84,11 @@ def test_figures_are_read_from_the_binary():
 @pytest.mark.parametrize("name, given, product", [
     pytest.param("tree_attention", dict(T=16, D=128), "HGMMA", id="attention-64-rows"),
     pytest.param("project_topk", dict(M=8), "HGMMA", id="project-8-rows"),
-    pytest.param("project_topk", dict(M=8, weight=torch.int8, present="scales"), "HMMA", id="project-int8"),
-    pytest.param("linear_quantized", INT4 | dict(M=8, G=32), "HGMMA", id="quantized-4-bits"),
     *(pytest.param(*case, id=name, marks=pytest.mark.static) for name, case in {  # `pytest` runs the others
         "attention-8-rows": ("tree_attention", dict(T=2, D=128), "HMMA"),
         "attention-128-rows": ("tree_attention", dict(T=16, Hq=16, D=128), "HGMMA"),
         "project-64-rows": ("project_topk", dict(M=64), "HGMMA"),
         "project-128-rows": ("project_topk", dict(M=128), "HGMMA"),
-        "quantized-groups-of-32": ("linear_quantized", INT4 | dict(M=8, G=128), "HGMMA"),
-        "quantized-8-bits": ("linear_quantized", INT4 | dict(kind="int8", words=1024, M=64, G=32), "HGMMA"),
         "gathered-rows": ("project_topk", dict(M=8, present="vocab_ids"), "HGMMA")}.items())])
 def test_hopper_loads_16_bytes_at_a_time(name, given, product):
     """Bug: the cache or the weights are not streamed by asynchronous copies of 16 bytes; tensor cores are idle."""
@@ -103,8 +96,7 @@ def test_hopper_loads_16_bytes_at_a_time(name, given, product):
     compiled = static.compile_launch("cuda:90", static.signature(name, values, named))
     code = static.cuobjdump(compiled.asm["cubin"], "--dump-sass")
     assert len(re.findall(r"\bLDGSTS\.E\.BYPASS\.128\b", code)) >= 12 and re.search(rf"\b{product}\.", code)
-    narrow = r"\bLDGSTS\.E\.(U8|U16)\b" if "quantized" in name else r"\b(LDG|LDGSTS)\.E(\.BYPASS)?\.(U8|U16|S16)\b"
-    assert not re.search(narrow, code)  # each thread loads its rows' scales and zeros
+    assert not re.search(r"\b(LDG|LDGSTS)\.E(\.BYPASS)?\.(U8|U16|S16)\b", code)
 
 
 def with_runtime_strides(launch):
@@ -128,8 +120,8 @@ def products(ttir, arguments):
     return found
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "project_topk", "linear_quantized", "commit_path", "rope_cache",
-                                  "select_candidates", "best_tree"])
+@pytest.mark.parametrize("name", ["tree_attention", "project_topk", "commit_path", "rope_cache", "select_candidates",
+                                  "best_tree"])
 def test_addresses_have_64_bits(name):
     """Bug: an offset computed in 32 bits: from 2^31 elements on, 4 GB in bfloat16, it points to random places."""
     for launch in map(with_runtime_strides, static.signatures(launches_of(name, **EXAMPLES[name]))):

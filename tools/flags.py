@@ -67,7 +67,7 @@ def add_model_flags(parser):
 
 def add_quantize_flag(parser):
     parser.add_argument("--quantize", choices=("int8", "int4"),
-                        help="round the model's weights as they are read; the LM head to int8")
+                        help="on a CPU: round the weights as they are read; the LM head to int8")
 
 
 # --------------------------------------------------------------------------------------------------
