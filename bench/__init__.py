@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FORMS = dict(tokens_per_step="{:.2f}", tokens_per_second="{:.1f}",
-             decoding_per_second="{:.1f}", speed_up="{:.2f}x",
-             extra_tokens="{:.2f}", extra_over_first="{:.2f}", speed_up_over_first="{:.2f}x",
-             over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x",
-             identical="{:.0%}")  # of a column's cells
+FORMS = dict(  # of a column's cells
+    tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", decoding_per_second="{:.1f}",
+    speed_up="{:.2f}x", extra_tokens="{:.2f}", extra_over_first="{:.2f}", identical="{:.0%}",
+    speed_up_over_first="{:.2f}x", over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x")
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
@@ -28,7 +27,6 @@ SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
     "32b": ("Qwen2.5 32B", (152064, 64, 40, 8, 128, 5120, 27648), QWEN | dict(tied=False)),
     "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
     "tiny": ("a tiny model", (97, 2, 4, 2, 16, 64, 96), LLAMA),  # for `bench gpu --dry-run`
-    "70b-layer": ("a layer of Llama 3 70B", (128256, 1, 64, 8, 128, 8192, 28672), LLAMA),
 }
 
 

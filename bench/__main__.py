@@ -8,9 +8,6 @@ from hf import is_gguf
 from tools import flags
 from training.flags import add_data_flag
 
-GPU_PARTS = ("ceilings", "steps", "small-steps", "demo", "chats", "toy", "tests", "kernels",
-             "transformers", "flex", "sanitizer")
-
 
 def parse(argv=None):
     """Loads no torch, so that a typo is told at once."""
@@ -89,7 +86,7 @@ def add_decode_flags(parser):
 
 def add_gpu_flags(parser):
     parser.add_argument("--out", required=True, metavar="DIR", help="where results.jsonl grows")
-    parser.add_argument("--parts", nargs="+", choices=GPU_PARTS, default=GPU_PARTS)
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="default: all, see docs")
     flags.add_number(parser, "--seconds", 1, 86400, default=480, metavar="N",
                      help="for all parts; each has its share")
     parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "

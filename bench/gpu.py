@@ -7,6 +7,7 @@ had not reached. A part ends when its budget is spent, and an error ends only it
 
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -26,8 +27,9 @@ from bench import operations as ops
 from bench.decoding import decode_in_turns, decode_once, load, medians
 from clover import CloverHeads, preset
 from generate import DraftPlan, FixedPolicy, Sampling, generate
+from hf import default_heads
 from kernels import add_norm
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, InputError
 from tools.flags import DEMO
 from tools.policy import AdaptivePolicy
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
@@ -83,8 +85,10 @@ def ceilings(run):
         yield dict(model=run.sizes.large, M=M, products_ms=1e3 * time, gb_per_s=moved / time / 1e9)
 
 
-def steps(run, name, prefixes):
+def steps(run, large):
     """Steps of a model's sizes, by stage. over_plain: how many tokens a step must emit to pay."""
+    name = run.sizes.large if large else run.sizes.small
+    prefixes = run.sizes.prefixes if large else run.sizes.prefixes[:1]
     model, heads = run.random_model(name)
     shapes = [(B, T, prefix, Sampling()) for prefix in prefixes for T in run.sizes.tree_sizes
               for B in run.sizes.batch_sizes]
@@ -98,14 +102,6 @@ def steps(run, name, prefixes):
         yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[shape])
 
 
-def large_steps(run):
-    return steps(run, run.sizes.large, run.sizes.prefixes)
-
-
-def small_steps(run):
-    return steps(run, run.sizes.small, run.sizes.prefixes[:1])
-
-
 def demo(run):
     """demo/ decoded, in bfloat16 and float32."""
     for dtype in ("bfloat16", "float32"):
@@ -116,7 +112,6 @@ def chats(run):
     """The chats of bench/prompts.jsonl, by the model of --model."""
     if run.model is None:
         raise Skipped("no --model was given")
-    from hf import default_heads
     file = str(ROOT / "bench" / "prompts.jsonl")
     yield from decoded(run, dict(model=run.model, dtype=None, chats=file), default_heads(run.model))
 
@@ -225,7 +220,8 @@ def attention_shapes(run):
 def timed(run, bandwidth, name, case, *others, **shape):
     """The row of one kernel at one shape."""
     size, make, ours, other = case(run.device, run.sizes.large, *others, **shape)
-    inputs = [make() for _ in range(ops.copies_for(size) if run.sizes is FULL else 1)]
+    copies = min(math.ceil(1e8 / size) + 1, 64)  # that take turns, so no cache holds the next one
+    inputs = [make() for _ in range(copies if run.sizes is FULL else 1)]
     us = ops.call_us(ours, inputs, run.device)
     torch_us = ops.call_us(other, inputs, run.device)
     return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
@@ -284,7 +280,8 @@ def sanitizer(run):
 
 
 PARTS = {  # name: (function, its share of --seconds)
-    "ceilings": (ceilings, 0.06), "steps": (large_steps, 0.22), "small-steps": (small_steps, 0.07),
+    "ceilings": (ceilings, 0.06), "steps": (partial(steps, large=True), 0.22),
+    "small-steps": (partial(steps, large=False), 0.07),
     "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
     "kernels": (kernels, 0.1), "transformers": (transformers, 0.06), "flex": (flex, 0.1),
     "sanitizer": (sanitizer, 0.15)}
@@ -306,7 +303,6 @@ class Run:
         self.dtype = torch.bfloat16
         self.model = args.model
         self.out = Path(args.out)
-        self.deadline = None  # of the part that runs
         self.models = {}
 
     def random_model(self, name):
@@ -329,16 +325,19 @@ class Run:
 
 
 def bench(args):
-    """`bench gpu`: runs args.parts. An error that leaves CUDA unusable starts a new process for the
-    parts that are left."""
+    """`bench gpu`: runs args.parts, default all. An error that leaves CUDA unusable starts a new
+    process for the parts that are left."""
+    parts = args.parts or [*PARTS]
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = Run(args)
     run.out.mkdir(exist_ok=True)
     run.write(dict(part="machine", dry_run=args.dry_run) | machine())
-    for i, name in enumerate(args.parts, 1):
+    for i, name in enumerate(parts, 1):
         run_part(run, name, args.seconds)
-        if not is_usable(run.device) and args.parts[i:]:
+        if not is_usable(run.device) and parts[i:]:
             flags = ["--model", args.model] * bool(args.model) + ["--dry-run"] * args.dry_run
-            flags += ["--out", args.out, "--seconds", str(args.seconds), "--parts", *args.parts[i:]]
+            flags += ["--out", args.out, "--seconds", str(args.seconds), "--parts", *parts[i:]]
             os.execv(sys.executable, [sys.executable, "-m", "bench", "gpu", *flags])
 
 

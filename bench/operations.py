@@ -17,7 +17,6 @@ from generate import DraftPlan, Sampling, capture
 from model import GPT, check_memory, free_memory, pick_device
 from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
-BYTES = 100e6  # of inputs that take turns: no cache holds one until its next turn
 DRAFT_VOCABULARY = 8192  # of heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
@@ -128,11 +127,6 @@ def in_graph(body, device):
     with torch.inference_mode():  # as in `capture`, for which torch.compile would compile anew
         body()
     return capture(body, device) if device.type == "cuda" else body
-
-
-def copies_for(size):
-    """How many inputs of this many bytes take turns."""
-    return min(max(2, math.ceil(BYTES / size)), 64)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hf.chat import sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, end_of_text, load_encoding
 from model import GPT
 from tools.flags import DEMO
+from training.corpus import builtin_corpus
 from training.data import load_tokens, prompts
 
 STARTS = [  # the README's, and 20 others; each begins a file
@@ -45,7 +46,8 @@ SAMPLED = [(torch.float32, "greedy", ()), (torch.bfloat16, "sampled", NATIVE),
 def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
     """Catches a script that calls what is gone, a run that learns nothing, a folder that does not load."""
     script = (DEMO / "train_base.py").read_text()
-    tiny = dict(OUT=f"Path({str(tmp_path / 'base')!r})", DATA=[str(DEMO.parent / "*.py")], STEPS=60, LONG_FROM=50,
+    data = [str(DEMO.parent / "*.py"), *map(str, builtin_corpus("train")[:40])]  # enough to hold some out
+    tiny = dict(OUT=f"Path({str(tmp_path / 'base')!r})", DATA=data, STEPS=60, LONG_FROM=50,
                 SHORT=(4, 32), LONG=(2, 64), COMPILE=False,
                 CONFIG="GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)")
     for name, value in tiny.items():
