@@ -335,8 +335,8 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), at
 #                    temperature 0 argmax_t(logits_t): a sample of softmax(logits / temperature)
 #
-# Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.22
-# ms at 4.8 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
+# Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.35
+# ms at 3 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
 # beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
 # programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
 # of its k best, and a small second kernel merges the lists. The search of a tile takes up to k
@@ -546,9 +546,8 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_toke
     V = len(weight if vocab_ids is None else vocab_ids)
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
-        M, k, hidden.dtype, _aligned(hidden, weight), vocab_ids is not None,
-        few=V < 128 * multiprocessors, lean=1 < k <= 8 and vocab_ids is None,
-        noisy=noise[0] is not None)
+        M, k, hidden.dtype, _aligned(hidden, weight), gathered=vocab_ids is not None,
+        small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # no more lists can be merged
@@ -770,24 +769,27 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
 
-def _project_blocks(M, k, dtype, aligned, gathered, few, lean, noisy):
+def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
     """A tile of weights is 16 kB, or 8 kB where there would be few. Gathered rows wait for their
     indices: one stage more. Above 64 rows arithmetic counts: a tile of 128 rows and 128 tokens; of
-    64 for noise, which takes registers, and for the one best of 128 rows (measured on an H100).
-    Two programs of 8 warps fit a multiprocessor if lean, in 128 registers each."""
+    64 for the one best of 128 rows, where that is faster on an H100, and for noise, which would
+    spill on an A100. Two programs of 8 warps fit a multiprocessor in 128 registers each; gathered,
+    or with longer lists, they would spill."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
                     num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
+    fits_twice = 1 < k <= 8 and not gathered
     if rows > 64:
-        half = few or noisy or (k == 1 and rows == 128)
-        return dict(BLOCK_M=128, BLOCK_V=64 if half else 128, BLOCK_C=64, num_warps=8, num_stages=3,
-                    maxnreg=128 if half and lean else None)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if few else 128, BLOCK_C=64, num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * few + gathered,
-                maxnreg=255 if BLOCK_M < 64 else 128 if lean else None)
+        narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
+        return dict(BLOCK_M=128, BLOCK_V=64 if narrow else 128, BLOCK_C=64, num_warps=8,
+                    num_stages=3, maxnreg=128 if narrow and fits_twice else None)
+    return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if small_vocabulary else 128, BLOCK_C=64,
+                num_warps=num_warps,
+                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * small_vocabulary + gathered,
+                maxnreg=255 if BLOCK_M < 64 else 128 if fits_twice else None)
 
 
 def _pair_blocks(n):

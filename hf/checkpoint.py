@@ -184,8 +184,8 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
     model = model.to(dtype)
     if device.type != "cpu" and any(tensor.layout for tensor, *_ in matches):
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
-             f"{device.type}, where they take {human(model.weight_bytes(), 'B')}, and not "
-             f"{human(stored_size(path), 'B')} as in the file")
+             f"{device.type}, where they take {human(model.weight_bytes(), 'B')} in each process; "
+             f"the file has {human(stored_size(path), 'B')}")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", model.weight_bytes(), free_memory(device), device,
                  advice)

@@ -87,9 +87,10 @@ def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
         return DraftPlan(), best
     if rate(best) < worth * rate(DraftPlan()):
         return draft_plans(model, None, True, batch_size, temperature)
-    both = [best._replace(lookup_tokens=n) for n in chains[1:]]
-    if model.device.type == "cuda":  # TREE_SIZES too: the chain takes the place of heads' nodes
+    if model.device.type == "cuda":  # a size in TREE_SIZES: the chain replaces some heads' nodes
         both = [DraftPlan(max(best.tree_size, 2 * n + 2) - 1 - n, n) for n in chains[1:]]
+    else:
+        both = [best._replace(lookup_tokens=n) for n in chains[1:]]
     return DraftPlan(), best, DraftPlan(0, chains[-1]), *both
 
 
@@ -127,7 +128,8 @@ class AdaptivePolicy:
     def __init__(self, model, heads, lookup, batch_size, temperature):
         self.plans = draft_plans(model, heads, lookup, batch_size, temperature)
         self.group = group_of(model)
-        self.batch = batch_size  # sequences in the last step
+        self.batch = batch_size  # slots that the next step runs
+        self.runs_all_slots = model.device.type == "cuda"
         tables = heads and heads.info.get("acceptance")
         self.by_heads = {plan.head_nodes: expected_tokens(tables, plan.head_nodes + 1, temperature)
                          for plan in self.plans}
@@ -175,7 +177,8 @@ class AdaptivePolicy:
             return
         if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % 8 == 0 else None
-        self.batch = len(results)
+        if not self.runs_all_slots:
+            self.batch = len(results)
         if seconds:  # half of a surprise says something of the plan, half of the machine
             self.unit = self.unit or seconds / self.seconds(plan)
             surprise = math.log(seconds / self.seconds(plan))
