@@ -18,7 +18,6 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
@@ -37,27 +36,24 @@ from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
 
 
-class Sizes(NamedTuple):
-    """What the parts measure: models of bench.SIZES, and shapes."""
-    large: str
-    small: str
-    batch_sizes: tuple
-    tree_sizes: tuple
-    prefixes: tuple      # tokens in the cache
-    rows: tuple          # M of the LM head's kernels
-    product_rows: tuple  # M of a model's products
-    matmul: int          # rows and columns of a large product
-    launches: int        # in the graph that prices one
-    new_tokens: int
-    tests: list          # pytest's arguments
-
-
-GPU_TESTS = [f"tests/test_{name}.py" for name in ("kernels", "kernels_fused", "model", "generate",
-                                                  "tools_policy", "train_heads")]
-FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512),
-             (1, 16, 32, 512), 8192, 300, 128, ["-m", "gpu", *GPU_TESTS])
-TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), (1, 2), 64, 3, 8,
-             ["-m", "not gpu", "tests/test_model.py"])
+# What the parts measure: models of bench.SIZES, and shapes.
+FULL = SimpleNamespace(
+    large="8b",
+    small="135m",
+    batch_sizes=(1, 32),
+    tree_sizes=(1, 16, 4, 64, 32),
+    prefixes=(256, 4096),           # tokens in the cache
+    rows=(1, 16, 64, 256, 512),     # M of the LM head's kernels
+    product_rows=(1, 16, 32, 512),  # M of a model's products
+    matmul=8192,                    # rows and columns of a large product
+    launches=300,                   # in the graph that prices one
+    new_tokens=128,
+    tests=["-m", "gpu", *(f"tests/test_{name}.py" for name in (
+        "kernels", "kernels_fused", "model", "generate", "tools_policy", "train_heads"))])
+TINY = SimpleNamespace(
+    large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
+    product_rows=(1, 2), matmul=64, launches=3, new_tokens=8,
+    tests=["-m", "not gpu", "tests/test_model.py"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,9 +335,8 @@ def bench(args):
     for i, name in enumerate(parts, 1):
         run_part(run, name, args.seconds)
         if not is_usable(run.device) and parts[i:]:
-            flags = ["--model", args.model] * bool(args.model) + ["--dry-run"] * args.dry_run
-            flags += ["--out", args.out, "--seconds", str(args.seconds), "--parts", *parts[i:]]
-            os.execv(sys.executable, [sys.executable, "-m", "bench", "gpu", *flags])
+            rest = [*sys.argv[1:], "--parts", *parts[i:]]  # the last --parts counts
+            os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
 
 
 def run_part(run, name, seconds):

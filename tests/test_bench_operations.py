@@ -123,13 +123,15 @@ def test_an_error_ends_only_its_part_and_a_budget_too(monkeypatch, tmp_path):
 
 def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_path):
     """Bug: every part after an illegal access fails with the first one's error."""
-    started = []
+    started, flags = [], ["gpu", "--dry-run", "--out", str(tmp_path / "new"), "--parts", "first", "second", "third"]
+    monkeypatch.setattr(sys, "argv", ["bench", *flags])
     monkeypatch.setattr(gpu, "is_usable", lambda device: False)
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
     part = lambda run: (row for row in ())
     parts_of(monkeypatch, tmp_path, first=part, second=part, third=part)
-    assert started == [[sys.executable, "-m", "bench", "gpu", "--dry-run", "--out", str(tmp_path / "new"), "--seconds",
-                        "5", "--parts", *rest] for rest in (("second", "third"), ("third",))]
+    assert started == [[sys.executable, "-m", "bench", *flags, "--parts", *rest]
+                       for rest in (("second", "third"), ("third",))]
+    assert bench.parse(started[0][3:]).parts == ["second", "third"]
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch):
