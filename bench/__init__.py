@@ -12,19 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FORMS = dict(  # of a column's cells
     tokens_per_step="{:.2f}", tokens_per_second="{:.1f}", decoding_per_second="{:.1f}",
-    speed_up="{:.2f}x", extra_tokens="{:.2f}", extra_over_first="{:.2f}", identical="{:.0%}",
-    speed_up_over_first="{:.2f}x", over_best_plan="{:.2f}x", over_llama_cpp="{:.2f}x")
+    speed_up="{:.2f}x", identical="{:.0%}", extra_over_first="{:.2f}", over_llama_cpp="{:.2f}x")
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
-QWEN = LLAMA | dict(tied=True, qkv_bias=True, family="qwen2")
+QWEN = LLAMA | dict(qkv_bias=True, family="qwen2")
 SIZES = {  # name: (the model, its FIELDS, the rest of its GPTConfig)
     "135m": ("SmolLM2 135M", (49152, 30, 9, 3, 64, 576, 1536), SMOL),
     "360m": ("SmolLM2 360M", (49152, 32, 15, 5, 64, 960, 2560), SMOL),
-    "0.5b": ("Qwen2.5 0.5B", (151936, 24, 14, 2, 64, 896, 4864), QWEN),
-    "7b": ("Llama 2 7B", (32000, 32, 32, 32, 128, 4096, 11008), LLAMA),
     "8b": ("Llama 3 8B", (128256, 32, 32, 8, 128, 4096, 14336), LLAMA),
-    "32b": ("Qwen2.5 32B", (152064, 64, 40, 8, 128, 5120, 27648), QWEN | dict(tied=False)),
+    "32b": ("Qwen2.5 32B", (152064, 64, 40, 8, 128, 5120, 27648), QWEN),
     "70b": ("Llama 3 70B", (128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
     "tiny": ("a tiny model", (97, 2, 4, 2, 16, 64, 96), LLAMA),  # for `bench gpu --dry-run`
 }
@@ -49,17 +46,20 @@ def cell(column, value):
 
 
 def finish(args, result):
-    """Prints flags and result as one line of JSON, and writes it to the file that --out names. Of
-    folders only the names are kept: records are published."""
+    """Prints flags and result as one line of JSON, and writes it to the file that --out names."""
     from model import atomic_write
-    out = vars(args).pop("out")
-    name = lambda value: Path(value).name if isinstance(value, (str, Path)) else value
-    flags = {flag: list(map(name, value)) if isinstance(value, list) else name(value)
-             for flag, value in vars(args).items()}
+    flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
     line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)
-    if out:
-        atomic_write(out, lambda tmp: Path(tmp).write_text(line + "\n"))
+    if args.out:
+        atomic_write(args.out, lambda tmp: Path(tmp).write_text(line + "\n"))
+
+
+def public(value):
+    """A flag's value; of a path only the name, since records are published."""
+    if isinstance(value, list):
+        return list(map(public, value))
+    return Path(value).name if isinstance(value, str) else value
 
 
 def machine():

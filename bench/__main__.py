@@ -1,10 +1,10 @@
-"""Measures decoding, draft heads and kernels, each against others in the same run. Prints tables
-and, last, a JSON line with the numbers, the hardware and the versions. docs/cli.md has more."""
+"""Measures decoding and kernels, each against others in the same run. Prints tables and, last, a
+JSON line with the numbers, the hardware and the versions. docs/cli.md has more."""
 
 from pathlib import Path
 
 from bench import ROOT, SIZES
-from hf import is_gguf
+from hf import default_heads, is_gguf
 from tools import flags
 from training.flags import add_data_flag
 
@@ -13,75 +13,58 @@ def parse(argv=None):
     """Loads no torch, so that a typo is told at once."""
     parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
-    add_heads_flags(add("heads", help="heads against each other, lookup and plain decoding"))
-    add_decode_flags(add("decode", help="plain decoding, heads, lookup and auto"))
+    add_decode_flags(add("decode", help="drafters against each other and plain decoding"))
     add_gpu_flags(add("gpu", help="everything that only a GPU can tell"))
     draw = add("draw", help="pictures of README.md and docs/, tables by kind of prompts")
     draw.add_argument("--out", default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
-    if args.command in ("heads", "decode"):
-        check_decoding_flags(parser, args)
+    if args.command == "decode":
+        check_decode_flags(parser, args)
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: its folder does not exist")
     return args
 
 
-def check_decoding_flags(parser, args):
-    """Checks what argparse cannot know: which flags exclude others."""
-    if args.command == "heads":
-        names = [Path(path).name for path in args.heads]
-        if len({*names}) < len(names):
-            parser.error("two of the heads folders have the same name; rename one")
-    elif args.random_weights and (args.quantize or args.llama_cpp):
-        parser.error("--quantize and --llama-cpp go without --random-weights")
-    elif args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
-        parser.error("--llama-cpp decodes a GGUF file, one text at a time; give one as --model, "
-                     "and --batch-sizes 1")
-    if args.chats and args.data:
-        parser.error("--chats and --data are both prompts; give one of them")
-    if args.chats and not args.chats.endswith(".jsonl"):
-        parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
-
-
-def add_numbers(parser, flag, low, high, kind=int, **options):
-    flags.add_number(parser, flag, low, high, kind, nargs="+", metavar="N", **options)
-
-
-def add_shape_flags(parser, batch_sizes, tree_sizes):
-    add_numbers(parser, "--batch-sizes", 1, 1024, default=batch_sizes, help="sequences together")
-    add_numbers(parser, "--tree-sizes", 1, 64, default=tree_sizes, help="nodes of a drafted tree")
+def add_decode_flags(parser):
+    flags.add_model_flags(parser)
+    flags.add_quantize_flag(parser)
+    input_of = parser.add_mutually_exclusive_group()
+    add_data_flag(input_of)
+    input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
+                          "bench/prompts.jsonl; default: continue held-out texts of --data")
+    input_of.add_argument("--random-weights", choices=SIZES, help="time steps of this size instead")
+    parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
+                        "lookup, or both: DIR+lookup; default: the model's own heads, and lookup")
+    several = dict(nargs="+", metavar="N")
+    number = lambda *flag, **options: flags.add_number(parser, *flag, **options)
+    number("--tree-sizes", 1, 64, auto=True, default=[5, 17, None], **several,
+           help="nodes of a drafted tree, or auto; default: 5 17 auto")
+    number("--batch-sizes", 1, 1024, default=[1], **several, help="sequences together")
+    number("--temperatures", 0, 1e4, float, default=[0.0], **several, help="0: greedy")
+    number("--prompts", 1, 10**6, metavar="N",
+           help="default: 16, or the largest batch; all of --chats")
+    number("--max-new-tokens", 1, 10**6, default=128, help="of each prompt")
+    number("--runs", 1, 10**6, default=3, help="rounds; medians count")
+    parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
+                        "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
 
 
-def add_decoding_flags(parser, runs, batch_sizes, tree_sizes):
-    add_shape_flags(parser, batch_sizes, tree_sizes)
-    flags.add_model_flags(parser)
-    flags.add_quantize_flag(parser)
-    add_data_flag(parser)
-    parser.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
-                        "bench/prompts.jsonl; default: continue held-out texts of --data")
-    number = lambda flag, **options: flags.add_number(parser, flag, 1, 10**6, **options)
-    number("--prompts", metavar="N", help="default: 16, or the largest batch; all of --chats")
-    number("--prompt-length", default=64, help="tokens of each prompt")
-    number("--max-new-tokens", default=128, help="of each prompt")
-    number("--runs", default=runs, help="rounds; medians count")
-
-
-def add_heads_flags(parser):
-    add_decoding_flags(parser, 1, [1], [5, 17])
-    parser.add_argument("--heads", nargs="+", metavar="DIR",
-                        help="folders of draft heads; the others are compared to the first",
-                        default=[str(flags.DEMO / "medusa"), str(flags.DEMO / "clover")])
-    add_numbers(parser, "--temperatures", 0.0, 1e4, float, default=[0.0, 0.8], help="0: greedy")
-
-
-def add_decode_flags(parser):
-    add_decoding_flags(parser, 3, [1, 8, 32], [1, 4, 16])
-    parser.add_argument("--heads", metavar="DIR|none", default=str(flags.DEMO / "clover"))
-    flags.add_number(parser, "--temperature", 0.0, 1e4, float, default=0.0, help="0: greedy")
-    parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
-                        "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
-    parser.add_argument("--random-weights", choices=SIZES, help="time steps of --tree-sizes nodes")
+def check_decode_flags(parser, args):
+    """Checks what argparse cannot know, and gives --drafters its default."""
+    if args.drafters is None:
+        own = default_heads(args.model)
+        args.drafters = [str(own), "lookup", f"{own}+lookup"] if own else ["lookup"]
+    names = [Path(drafter).name for drafter in args.drafters]
+    if len({*names}) < len(names):
+        parser.error("two of the --drafters have the same name; rename a folder")
+    if args.random_weights and args.quantize:
+        parser.error("--random-weights are not quantized; give --dtype")
+    if args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
+        parser.error("--llama-cpp decodes a GGUF file, one text at a time; give one as --model, "
+                     "and --batch-sizes 1")
+    if args.chats and not args.chats.endswith(".jsonl"):
+        parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
 
 
 def add_gpu_flags(parser):
@@ -95,17 +78,12 @@ def add_gpu_flags(parser):
 
 
 def main(args):
-    import torch
-
     from bench import decoding, draw, finish, gpu, operations
-    from model import InputError
-    if args.command == "gpu" and not (args.dry_run or torch.cuda.is_available()):
-        raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
-    run = dict(heads=decoding.bench_heads, decode=decoding.bench_decode, draw=draw.bench,
-               gpu=gpu.bench)[args.command]
-    result = (operations.bench_steps if getattr(args, "random_weights", None) else run)(args)
-    if result:
-        finish(args, result)
+    if args.command == "decode":
+        run = operations.bench_steps if args.random_weights else decoding.bench
+        finish(args, run(args))
+    else:
+        dict(gpu=gpu.bench, draw=draw.bench)[args.command](args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`python -m bench decode`: plain decoding and all that can draft, over batch sizes.
-`python -m bench heads`: draft heads against each other. What is compared takes turns, so that other
-work on the machine meets all alike; with --chats it does so once for each kind of prompts."""
+"""`python -m bench decode`: drafters beside plain decoding, over temperatures, batch sizes and tree
+sizes. What is compared takes turns, so that other work on the machine meets all alike; with --chats
+it does so once for each kind of prompts."""
 
 import json
 from functools import partial
@@ -9,33 +9,66 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import Table
-from bench.llama_cpp import NAME, llama_cpp_ways
+from bench.llama_cpp import PLAIN, llama_cpp_ways
 from clover import CloverHeads
 from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.cli import load_model, read_file
-from tools.policy import AdaptivePolicy, draft_plans
 from training.data import load_tokens, prompts
 
+PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
 
-def load(args, folders):
-    """The model of --model, {folder name: heads}, {kind: prompts}, and the tokens that end a text:
-    none do where prompts are held-out texts, which have no kind. Sets --prompts to their number."""
+
+def bench(args):
+    """`bench decode`: prints the table -> the result."""
     model, encoding = load_model(args)
-    heads = {Path(path).name: CloverHeads.from_pretrained(path, model, encoding.hash)
-             for path in folders}
-    if not args.chats:
-        args.prompts = max(args.prompts or 16, *args.batch_sizes)
-        heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
-        return model, heads, {None: prompts(heldout, args.prompts, args.prompt_length)}, ()
-    groups = chat_prompts(Path(args.chats), encoding, args.prompts)
+    drafters = load_drafters(args.drafters, model, encoding)
+    groups, stop = load_prompts(args, encoding)
     fewest = min(map(len, groups.values()))
     if max(args.batch_sizes) > fewest:
-        raise InputError(f"{args.chats}: has {fewest} prompts of a kind, fewer than decode "
-                         f"together; give --batch-sizes up to {fewest}")
-    args.prompts = sum(map(len, groups.values()))
-    return model, heads, groups, stop_tokens(args.model, encoding)
+        raise InputError(f"there are {fewest} prompts of a kind, fewer than decode together; give "
+                         f"--batch-sizes up to {fewest}")
+    longest = max(len(text) for texts in groups.values() for text in texts)
+    table = Table()
+    for temperature, B in product(args.temperatures, args.batch_sizes):
+        ways = drafting_ways(drafters, args.tree_sizes, partial(
+            decode_once, model, stop=stop, batch_size=B, temperature=temperature))
+        if args.llama_cpp:
+            ways |= llama_cpp_ways(args.model, model.device, longest + args.max_new_tokens,
+                                   temperature, stop)
+        for kind, outputs in decode_in_turns(ways, groups, args.max_new_tokens, args.runs):
+            for (name, T), row in compared(outputs, first=next(iter(drafters))).items():
+                table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B)
+                          | row | dict(tree_size=T))
+    accuracy = {name: drafter["heads"].info.get("accuracy", [])
+                for name, drafter in drafters.items() if drafter["heads"]}
+    return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
+                prompts=sum(map(len, groups.values())), decoding=table)
+
+
+def load_drafters(drafters, model, encoding):
+    """{name: what `prepare` takes for it} of --drafters."""
+    heads = {"lookup": None}
+    options = {}
+    for drafter in drafters:
+        folder = drafter.removesuffix("+lookup")
+        if folder not in heads:
+            heads[folder] = CloverHeads.from_pretrained(folder, model, encoding.hash)
+        name = Path(folder).name + (" + lookup" if drafter != folder else "")
+        options[name] = dict(heads=heads[folder], lookup=drafter != folder or folder == "lookup")
+    return options
+
+
+def load_prompts(args, encoding):
+    """{kind: prompts}, and the tokens that end a text: none do where prompts are held-out texts,
+    which are of one kind."""
+    if args.chats:
+        groups = chat_prompts(Path(args.chats), encoding, args.prompts)
+        return groups, stop_tokens(args.model, encoding)
+    n = args.prompts or max(16, *args.batch_sizes)
+    heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
+    return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
 
 
 def chat_prompts(file, encoding, n):
@@ -48,20 +81,47 @@ def chat_prompts(file, encoding, n):
     return groups
 
 
-def decode_in_turns(ways, groups, args):
-    """Decodes the prompts in each way, args.runs times in turns: yields (first columns, {name:
-    Outputs}) for each kind of prompts, and at last for all, whose rounds are the sums of theirs.
-    ways: {name: a function of prompts and new tokens}, plain decoding first."""
+def drafting_ways(drafters, tree_sizes, decode):
+    """{(drafter, tree size): a function of prompts and new tokens}, plain decoding first. decode: a
+    function of these, and of what `prepare` takes for a drafter and its tree size."""
+    ways = {("plain", 1): partial(decode, tree_size=1)}
+    for (name, drafter), T in product(drafters.items(), tree_sizes):
+        least = 3 if drafter["heads"] and drafter["lookup"] else 2
+        if T is None or T >= least:
+            ways[name, T or "auto"] = partial(decode, tree_size=T, **drafter)
+    return ways
+
+
+def decode_once(model, texts, new, stop=(), **options):
+    """The Output of an engine of its own, warmed up, whose policy learnt nothing from that; its
+    prefill_seconds are those of the same prompts with one new token each. options: of `prepare`."""
+    engine = prepare(model, texts, new, **options)
+    forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
+    policy = engine.policy
+    engine.policy = FixedPolicy(policy.plans[0])
+    engine.generate(texts[:engine.decoder.batch_size], 1)
+    engine.clear()
+    engine.decoder.warm_up()
+    first = engine.generate(texts, 1, on_step=forget)
+    engine.policy = policy
+    output = engine.generate(texts, new, stop, forget)
+    output.prefill_seconds = first.seconds
+    return output
+
+
+def decode_in_turns(ways, groups, new, runs):
+    """Decodes the prompts in each way, `runs` times in turns: yields (kind, {way: Outputs}) for
+    each kind of prompts, and at last for "all", whose rounds are the sums of theirs.
+    ways: {way: a function of prompts and new tokens}."""
     results = []
     for kind, texts in groups.items():
-        outputs = {name: [] for name in ways}
-        for name, decode in args.runs * list(ways.items()):
-            outputs[name].append(decode(texts, args.max_new_tokens))
+        outputs = {way: [] for way in ways}
+        for way, decode in runs * list(ways.items()):
+            outputs[way].append(decode(texts, new))
         results.append(outputs)
-        yield dict(kind=kind) if kind else {}, outputs
+        yield kind, outputs
     if len(results) > 1:
-        yield dict(kind="all"), {name: list(map(total, *(outputs[name] for outputs in results)))
-                                 for name in ways}
+        yield "all", {way: list(map(total, *(outputs[way] for outputs in results))) for way in ways}
 
 
 def total(*outputs):
@@ -74,38 +134,23 @@ def total(*outputs):
 
 
 def medians(outputs):
-    """{name: row} of what decode_in_turns returns."""
+    """{way: row} of {way: Outputs}, plain decoding first."""
     plain = next(iter(outputs.values()))
     rows = {}
-    for name, done in outputs.items():
+    for way, done in outputs.items():
         out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
         later = out.emitted - len(out.sequences)  # tokens after each one's first
         rate = None
         if 0 < out.prefill_seconds < out.seconds:
             rate = later / (out.seconds - out.prefill_seconds)
-        rows[name] = dict(tree_size=out.tree_size,
-                          tokens_per_step=out.tokens_per_step,
-                          tokens_per_second=out.tokens_per_second,
-                          decoding_per_second=rate,
-                          speed_up=paired_ratio(done, plain),
-                          identical=fmean(same) if out.tree_size else None)  # else not ours
+        rows[way] = dict(tree_size=out.tree_size,
+                         tokens_per_step=out.tokens_per_step,
+                         tokens_per_second=out.tokens_per_second,
+                         decoding_per_second=rate,
+                         speed_up=paired_ratio(done, plain),
+                         identical=fmean(same) if out.tree_size else None)  # else not ours
     return rows
-
-
-def decode_once(model, texts, new, make_policy=lambda: None, stop=(), **options):
-    """The Output of an engine of its own, warmed up, with a fresh policy; its prefill_seconds are
-    those of the same prompts with one new token each. options: of `prepare`."""
-    engine = prepare(model, texts, new, policy=make_policy(), **options)
-    forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
-    engine.generate(texts[:engine.decoder.batch_size], 1)
-    engine.clear()
-    engine.decoder.warm_up()
-    first = engine.generate(texts, 1, on_step=forget)
-    engine.policy = make_policy() or engine.policy
-    output = engine.generate(texts, new, stop, forget)
-    output.prefill_seconds = first.seconds
-    return output
 
 
 def paired_ratio(done, others):
@@ -113,76 +158,14 @@ def paired_ratio(done, others):
     return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
 
 
-def bench_decode(args):
-    """`bench decode`: prints the table -> the result."""
-    model, heads, groups, stop = load(args, [] if args.heads == "none" else [args.heads])
-    own = next(iter(heads.values()), None)
-    table = Table()
-    for batch_size in args.batch_sizes:
-        ways = plan_ways(model, own, batch_size, args.temperature, stop)
-        if args.llama_cpp:
-            capacity = max(len(x) for texts in groups.values() for x in texts) + args.max_new_tokens
-            ways |= llama_cpp_ways(args.model, model.device, capacity, args.temperature, stop)
-        for label, outputs in decode_in_turns(ways, groups, args):
-            for name, row in decode_rows(outputs).items():
-                table.add(label | dict(batch_size=batch_size, drafted_by=name) | row)
-    return dict(device=str(model.device), dtype=str(model.dtype), decoding=table)
-
-
-def plan_ways(model, heads, batch_size, temperature, stop):
-    """{name: a function of prompts and new tokens} for each plan of auto, plain decoding first, for
-    those of the heads if auto leaves them out, and for auto."""
-    auto = partial(AdaptivePolicy, model, heads, True, batch_size, temperature)
-    plans = *auto().plans, *draft_plans(model, heads, True, batch_size, temperature, worth=0)
-    policies = {str(plan): partial(FixedPolicy, plan) for plan in plans} | dict(auto=auto)
-    return {name: partial(decode_once, model, heads=heads, make_policy=make_policy, stop=stop,
-                          batch_size=batch_size, temperature=temperature)
-            for name, make_policy in policies.items()}
-
-
-def decode_rows(outputs):
-    """The rows of `medians`; auto's is also compared to the best of the plans, each to llama.cpp
-    where that decoded, too."""
+def compared(outputs, first):
+    """The rows of `medians`, also compared to the drafter `first` in trees of the same size, and to
+    llama.cpp where that decoded."""
     rows = medians(outputs)
-    plans = [name for name, row in rows.items() if row["tree_size"] and name != "auto"]
-    best = max(plans, key=lambda name: rows[name]["tokens_per_second"])
-    rows["auto"]["over_best_plan"] = paired_ratio(outputs["auto"], outputs[best])
-    if NAME in rows:
-        for name, row in rows.items():
-            row["over_llama_cpp"] = paired_ratio(outputs[name], outputs[NAME])
+    extra = {way: row["tokens_per_step"] - 1 for way, row in rows.items()}
+    for way, row in rows.items():
+        of_first = extra.get((first, way[1]))
+        row["extra_over_first"] = extra[way] / of_first if of_first else None
+        if PLAIN in outputs:
+            row["over_llama_cpp"] = paired_ratio(outputs[way], outputs[PLAIN])
     return rows
-
-
-def bench_heads(args):
-    """`bench heads`: prints the table, each row also compared to the first heads -> the result."""
-    model, heads, groups, stop = load(args, args.heads)
-    first = next(iter(heads))
-    table = Table()
-    for temperature, B, T in product(args.temperatures, args.batch_sizes, args.tree_sizes):
-        ways = {name: partial(decode_once, model, batch_size=B, temperature=temperature, stop=stop,
-                              **options) for name, options in fixed_trees(heads, T).items()}
-        for label, outputs in decode_in_turns(ways, groups, args):
-            rows = medians(outputs)
-            of_first = rows[first]["tokens_per_step"] - 1
-            for name, row in rows.items():
-                extra = row["tokens_per_step"] - 1
-                row |= dict(speed_up_over_first=paired_ratio(outputs[name], outputs[first]),
-                            extra_tokens=extra,
-                            extra_over_first=extra / of_first if of_first else None)
-                table.add(label | dict(heads=name, temperature=temperature, batch_size=B) | row)
-    accuracy = {name: own.info.get("accuracy", []) for name, own in heads.items()}
-    return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
-                decoding=table)
-
-
-def fixed_trees(heads, tree_size):
-    """{name: options of `prepare`}: plain decoding, all heads, lookup, and lookup with Clover's
-    heads or, without these, the last."""
-    last = "clover" if "clover" in heads else list(heads)[-1]
-    ways = {"plain": dict(tree_size=1)}
-    ways |= {name: dict(tree_size=tree_size, heads=own) for name, own in heads.items()}
-    if tree_size > 1:
-        ways["lookup"] = dict(tree_size=tree_size, lookup=True)
-    if tree_size > 2:
-        ways[f"{last} + lookup"] = ways[last] | dict(lookup=True)
-    return ways

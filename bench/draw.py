@@ -21,7 +21,7 @@ DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "cl
             "lookup": AMBER, "clover + lookup": BLUE}  # as results call them
 MEASURES = ("tokens_per_step", "tokens_per_second", "extra_over_first", "speed_up",
             "over_llama_cpp")
-LABELS = "heads", "drafted_by", "temperature", "batch_size", "tree_size"
+LABELS = "drafted_by", "temperature", "batch_size", "tree_size"
 
 
 def svg(title, height, shapes):
@@ -112,9 +112,10 @@ def draw_tree(run):
 
 def draw_tokens_per_step(result):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
-    values = {"plain": 1.0} | {
-        row["heads"]: row["tokens_per_step"] for row in result["decoding"] if row["kind"] == "all"
-        and (row["temperature"], row["tree_size"], row["batch_size"]) == (0, 17, 1)}
+    values = {"plain": 1.0}
+    for row in result["decoding"]:
+        if [row[key] for key in ("kind", "temperature", "tree_size")] == ["all", 0, 17]:
+            values[row["drafted_by"]] = row["tokens_per_step"]
     names = [name for name in DRAFTERS if name in values]
     unit = 590 / max(values[name] for name in names)
     title = ("Tokens per step with 16 guesses: one is the model's own (grey), the others were "
@@ -161,7 +162,7 @@ def print_kinds(rows):
     for measure in [name for name in MEASURES if name in rows[0]]:
         lines = {}  # what distinguishes it -> {kind: cell}
         for row in rows:
-            label = tuple((name, row[name]) for name in LABELS if name in row)
+            label = tuple((name, row[name]) for name in LABELS)
             lines.setdefault(label, {})[row["kind"]] = cell(measure, row[measure])
         print("\n" + measure.replace("_", " "))
         table = Table()

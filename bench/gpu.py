@@ -18,46 +18,42 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
 from bench import ROOT, machine, size_config
 from bench import operations as ops
-from bench.decoding import decode_in_turns, decode_once, load, medians
+from bench.decoding import decode_in_turns, decode_once, load_prompts, medians
 from clover import CloverHeads, preset
 from generate import DraftPlan, FixedPolicy, Sampling, generate
 from hf import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
+from tools.cli import load_model
 from tools.flags import DEMO
-from tools.policy import AdaptivePolicy
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
 
 
-class Sizes(NamedTuple):
-    """What the parts measure: models of bench.SIZES, and shapes."""
-    large: str
-    small: str
-    batch_sizes: tuple
-    tree_sizes: tuple
-    prefixes: tuple      # tokens in the cache
-    rows: tuple          # M of the LM head's kernels
-    product_rows: tuple  # M of a model's products
-    matmul: int          # rows and columns of a large product
-    launches: int        # in the graph that prices one
-    new_tokens: int
-    tests: list          # pytest's arguments
-
-
-GPU_TESTS = [f"tests/test_{name}.py" for name in ("kernels", "kernels_fused", "model", "generate",
-                                                  "tools_policy", "train_heads")]
-FULL = Sizes("8b", "135m", (1, 32), (1, 16, 4, 64, 32), (256, 4096), (1, 16, 64, 256, 512),
-             (1, 16, 32, 512), 8192, 300, 128, ["-m", "gpu", *GPU_TESTS])
-TINY = Sizes("tiny", "tiny", (1, 2), (1, 4), (16,), (1, 3), (1, 2), 64, 3, 8,
-             ["-m", "not gpu", "tests/test_model.py"])
+# What the parts measure: models of bench.SIZES, and shapes.
+FULL = SimpleNamespace(
+    large="8b",
+    small="135m",
+    batch_sizes=(1, 32),
+    tree_sizes=(1, 16, 4, 64, 32),
+    prefixes=(256, 4096),           # tokens in the cache
+    rows=(1, 16, 64, 256, 512),     # M of the LM head's kernels
+    product_rows=(1, 16, 32, 512),  # M of a model's products
+    matmul=8192,                    # rows and columns of a large product
+    launches=300,                   # in the graph that prices one
+    new_tokens=128,
+    tests=["-m", "gpu", *(f"tests/test_{name}.py" for name in (
+        "kernels", "kernels_fused", "model", "generate", "tools_policy", "train_heads"))])
+TINY = SimpleNamespace(
+    large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
+    product_rows=(1, 2), matmul=64, launches=3, new_tokens=8,
+    tests=["-m", "not gpu", "tests/test_model.py"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,21 +115,22 @@ def chats(run):
 def decoded(run, flags, heads_path):
     """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
     prompts = None if flags["chats"] else 4 * max(run.sizes.batch_sizes)
-    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None, runs=1,
-                           prompts=prompts, prompt_length=64, batch_sizes=[1],
-                           max_new_tokens=run.sizes.new_tokens)
-    model, heads, groups, stop = load(args, [heads_path] if heads_path else [])
-    heads = next(iter(heads.values()), None)
+    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None,
+                           prompts=prompts)
+    model, encoding = load_model(args)
+    heads = heads_path and CloverHeads.from_pretrained(heads_path, model, encoding.hash)
+    groups, stop = load_prompts(args, encoding)
     texts = [text for row in zip(*groups.values()) for text in row]  # kinds take turns
     plans = [DraftPlan(), DraftPlan(0, 7)]
     plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
+    options = {str(plan): dict(policy=FixedPolicy(plan)) for plan in plans}
+    options["auto"] = dict(lookup=True)
     for B in run.sizes.batch_sizes:
-        policies = {str(plan): partial(FixedPolicy, plan) for plan in plans}
-        policies["auto"] = partial(AdaptivePolicy, model, heads, True, B, 0.0)
-        ways = {name: partial(decode_once, model, heads=heads, batch_size=B, stop=stop,
-                              make_policy=policy) for name, policy in policies.items()}
+        ways = {name: partial(decode_once, model, heads=heads, batch_size=B, stop=stop, **option)
+                for name, option in options.items()}
         # four prompts a slot: the last ones leave slots idle, which costs as much as busy ones
-        (_, outputs), = decode_in_turns(ways, {None: texts[:max(4 * B, 16)]}, args)
+        (_, outputs), = decode_in_turns(ways, {None: texts[:max(4 * B, 16)]},
+                                        run.sizes.new_tokens, runs=1)
         rows = medians(outputs)
         for plan in plans:
             out, = outputs[str(plan)]
@@ -327,6 +324,8 @@ class Run:
 def bench(args):
     """`bench gpu`: runs args.parts, default all. An error that leaves CUDA unusable starts a new
     process for the parts that are left."""
+    if not (args.dry_run or torch.cuda.is_available()):
+        raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
     parts = args.parts or [*PARTS]
     if unknown := [name for name in parts if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
@@ -336,9 +335,8 @@ def bench(args):
     for i, name in enumerate(parts, 1):
         run_part(run, name, args.seconds)
         if not is_usable(run.device) and parts[i:]:
-            flags = ["--model", args.model] * bool(args.model) + ["--dry-run"] * args.dry_run
-            flags += ["--out", args.out, "--seconds", str(args.seconds), "--parts", *parts[i:]]
-            os.execv(sys.executable, [sys.executable, "-m", "bench", "gpu", *flags])
+            rest = [*sys.argv[1:], "--parts", *parts[i:]]  # the last --parts counts
+            os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
 
 
 def run_part(run, name, seconds):

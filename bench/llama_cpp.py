@@ -10,13 +10,13 @@ import torch
 from generate import Output
 from model import InputError
 
-NAME = "llama.cpp"
+PLAIN = "llama.cpp", None
 DRAFTERS = "", " ngram_simple", " ngram_cache", " ngram_map_k"  # ngram_mod recalls earlier rounds
 
 
 def llama_cpp_ways(path, device, capacity, temperature, stop):
-    """{name: a function of prompts and new tokens} for each of DRAFTERS, by a server of its own.
-    Raises InputError without the package."""
+    """{(drafter, None): a function of prompts and new tokens} for each of DRAFTERS, by a server of
+    its own. Raises InputError without the package."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -38,7 +38,7 @@ def llama_cpp_ways(path, device, capacity, temperature, stop):
         params.speculative.types = [xllamacpp.common_speculative_type[kind]]
         params.speculative.ngram_map_k.size_n = 3  # a match of 12, the default, is rare in a chat
         params.speculative.ngram_map_k.size_m = 4
-        ways[NAME + drafter] = partial(decode, xllamacpp.Server(params), request)
+        ways[f"llama.cpp{drafter}", None] = partial(decode, xllamacpp.Server(params), request)
     return ways
 
 
@@ -51,7 +51,7 @@ def decode(server, request, texts, new):
     for prompt in texts:
         answer = server.handle_completions(request | dict(prompt=prompt, n_predict=new))
         if "error" in answer:
-            raise InputError(f"{NAME}: {answer['error']['message']}")
+            raise InputError(f"llama.cpp: {answer['error']['message']}")
         n = answer["timings"]["predicted_n"]
         output.sequences.append(SimpleNamespace(tokens=[None] * n))
         output.steps += n - answer["timings"].get("draft_n_accepted", 0)

@@ -175,10 +175,12 @@ def bench_steps(args):
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
     print(f"{SIZES[args.random_weights][0]} with random weights; {PREFIX} tokens in each cache")
-    shapes = product(args.batch_sizes, args.tree_sizes, [PREFIX], [Sampling(args.temperature)])
+    sizes = [T for T in args.tree_sizes if T]  # "auto" selects by what is accepted
     table = Table()
-    for row in step_rows(model, heads, shapes, bandwidth):
-        table.add(row)
-    return dict(model=args.random_weights, heads="clover", device=str(device), dtype=str(dtype),
-                draft_vocabulary=heads.config.vocabulary, copy_gb_per_s=bandwidth / 1e9,
-                steps=table)
+    for temperature in args.temperatures:
+        shapes = product(args.batch_sizes, sizes, [PREFIX], [Sampling(temperature)])
+        for row in step_rows(model, heads, shapes, bandwidth):
+            table.add(dict(temperature=temperature) | row)
+    return dict(model=args.random_weights, drafters=["clover"], device=str(device),
+                dtype=str(dtype), draft_vocabulary=heads.config.vocabulary,
+                copy_gb_per_s=bandwidth / 1e9, steps=table)

