@@ -584,7 +584,9 @@ class Engine:
                 sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
                 output.sequences.append(sequence)
             while self.busy:
-                for sequence, tokens, path, plan in self.step():
+                results = self.step()
+                output.batch_steps += len(results) > 0
+                for sequence, tokens, path, plan in results:
                     output.count(tokens, path, plan)
                     if on_step:
                         on_step(sequence, tokens, path, plan)
@@ -641,8 +643,8 @@ class Output:
     """What decoding returns."""
     sequences: list = field(default_factory=list)  # a `Sequence` for each prompt, in order
     steps: int = 0        # verify steps, summed over the sequences
+    batch_steps: int = 0  # steps of the batch, each for all of its slots
     seconds: float = 0.0  # wall time, prefill included
-    prefill_seconds: float = 0.0  # of these, for the prompts and a first token, where measured
     step_lengths: Counter = field(default_factory=Counter)  # n -> how many steps emitted n tokens
     accepted: Counter = field(default_factory=Counter)  # "heads", "lookup" -> tokens it guessed
     plans: dict = field(default_factory=dict)           # DraftPlan -> [its steps, their tokens]

@@ -3,6 +3,7 @@ sizes. What is compared takes turns, so that other work on the machine meets all
 it does so once for each kind of prompts."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,13 +12,19 @@ from statistics import fmean, median
 from bench import Table
 from bench.llama_cpp import PLAIN, llama_cpp_ways
 from clover import CloverHeads
-from generate import FixedPolicy, Output, prepare
+from generate import DraftPlan, FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.cli import load_model, read_file
 from training.data import load_tokens, prompts
 
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
+
+
+@dataclass
+class Measured(Output):
+    """An `Output`, and what it takes to tell prefill from decoding."""
+    first: Output | None = None  # of the same prompts with one new token each, by plain steps
 
 
 def bench(args):
@@ -93,20 +100,19 @@ def drafting_ways(drafters, tree_sizes, decode):
 
 
 def decode_once(model, texts, new, stop=(), **options):
-    """The Output of an engine of its own, warmed up, whose policy learnt nothing from that; its
-    prefill_seconds are those of the same prompts with one new token each. options: of `prepare`."""
+    """The `Measured` of an engine of its own, warmed up, whose policy learnt nothing from that.
+    options: of `prepare`."""
     engine = prepare(model, texts, new, **options)
     forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
     policy = engine.policy
-    engine.policy = FixedPolicy(policy.plans[0])
-    engine.generate(texts[:engine.decoder.batch_size], 1)
+    engine.policy = FixedPolicy(DraftPlan())
+    for _ in range(2):  # the first run compiles the plain step, the second captures it
+        engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)
     engine.clear()
     engine.decoder.warm_up()
     first = engine.generate(texts, 1, on_step=forget)
     engine.policy = policy
-    output = engine.generate(texts, new, stop, forget)
-    output.prefill_seconds = first.seconds
-    return output
+    return Measured(**vars(engine.generate(texts, new, stop, forget)), first=first)
 
 
 def decode_in_turns(ways, groups, new, runs):
@@ -126,11 +132,12 @@ def decode_in_turns(ways, groups, new, runs):
 
 def total(*outputs):
     """One Output of several."""
-    return Output(sequences=sum((output.sequences for output in outputs), []),
-                  steps=sum(output.steps for output in outputs),
-                  seconds=sum(output.seconds for output in outputs),
-                  prefill_seconds=sum(output.prefill_seconds for output in outputs),
-                  tree_size=outputs[0].tree_size)
+    firsts = [getattr(output, "first", None) for output in outputs]  # None: llama.cpp's
+    return Measured(sequences=sum((output.sequences for output in outputs), []),
+                    steps=sum(output.steps for output in outputs),
+                    batch_steps=sum(output.batch_steps for output in outputs),
+                    seconds=sum(output.seconds for output in outputs),
+                    tree_size=outputs[0].tree_size, first=total(*firsts) if all(firsts) else None)
 
 
 def medians(outputs):
@@ -140,10 +147,10 @@ def medians(outputs):
     for way, done in outputs.items():
         out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
         same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
-        later = out.emitted - len(out.sequences)  # tokens after each one's first
+        first = getattr(out, "first", None)
         rate = None
-        if 0 < out.prefill_seconds < out.seconds:
-            rate = later / (out.seconds - out.prefill_seconds)
+        if first and first.seconds < out.seconds:
+            rate = (out.emitted - first.emitted) / (out.seconds - first.seconds)
         rows[way] = dict(tree_size=out.tree_size,
                          tokens_per_step=out.tokens_per_step,
                          tokens_per_second=out.tokens_per_second,

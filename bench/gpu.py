@@ -11,11 +11,15 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,11 +34,11 @@ from hf import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
 from tools.cli import load_model
+from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
-TOP_P = Sampling(temperature=0.8, top_p=0.9)
-
+NOISE, TOP_P = Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)
 
 # What the parts measure: models of bench.SIZES, and shapes.
 FULL = SimpleNamespace(
@@ -82,20 +86,20 @@ def ceilings(run):
 
 
 def steps(run, large):
-    """Steps of a model's sizes, by stage. over_plain: how many tokens a step must emit to pay."""
+    """Steps of a model's sizes, by stage. over_plain: how many tokens a step must emit to pay; over
+    the plain step of the same batch, prefix and sampling, which comes first."""
     name = run.sizes.large if large else run.sizes.small
     prefixes = run.sizes.prefixes if large else run.sizes.prefixes[:1]
     model, heads = run.random_model(name)
     shapes = [(B, T, prefix, Sampling()) for prefix in prefixes for T in run.sizes.tree_sizes
               for B in run.sizes.batch_sizes]
-    T = run.sizes.tree_sizes[1]
-    shapes += [(B, T, prefixes[0], sampling) for sampling in (Sampling(0.8), TOP_P)
-               for B in run.sizes.batch_sizes]
+    shapes += [(B, T, prefixes[0], sampling) for sampling in (NOISE, TOP_P)
+               for T in run.sizes.tree_sizes[:2] for B in run.sizes.batch_sizes]
     plain = {}
     for row in ops.step_rows(model, heads, shapes, copy_bandwidth(run.device)):
-        shape = row["batch_size"], row["prefix"]
-        plain.setdefault(shape, row["step_ms"])
-        yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[shape])
+        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
+        plain.setdefault(case, row["step_ms"])
+        yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[case])
 
 
 def demo(run):
@@ -132,39 +136,52 @@ def decoded(run, flags, heads_path):
         (_, outputs), = decode_in_turns(ways, {None: texts[:max(4 * B, 16)]},
                                         run.sizes.new_tokens, runs=1)
         rows = medians(outputs)
+        prefix = max(map(len, texts)) + run.sizes.new_tokens // 2  # about the mean
         for plan in plans:
-            out, = outputs[str(plan)]
-            steps = (out.steps - len(out.sequences)) / B  # after the first of each sequence
             used = heads if plan.head_nodes else None
-            rows[str(plan)] |= dict(
-                engine_ms=1e3 * (out.seconds - out.prefill_seconds) / max(steps, 1),
-                graph_ms=1e3 * step_time(timing_decoder(model, used, plan, batch_size=B)))
+            decoder = timing_decoder(model, used, plan, prefix, batch_size=B)
+            rows[str(plan)]["graph_ms"] = 1e3 * step_time(decoder)
         for name, row in rows.items():
+            out, = outputs[name]
+            steps = max(out.batch_steps - out.first.batch_steps, 1)
             yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
-                       batch_size=B) | row
+                       batch_size=B) | row | differences(model, out, *outputs["plain"]) | dict(
+                engine_ms=1e3 * (out.seconds - out.first.seconds) / steps)
+
+
+def differences(model, output, plain):
+    """How many sequences differ from plain decoding's by ties, and by bugs."""
+    kinds = Counter()
+    for ours, theirs in zip(output.sequences, plain.sequences):
+        found = first_difference(model, [ours.prompt], [ours.tokens], [theirs.tokens],
+                                 [Sampling()])
+        kinds[found[-1] if found else "none"] += 1
+    return dict(ties=kinds["tie"], bugs=kinds["bug"])
 
 
 def toy(run):
     """Random weights, decoded eagerly by every drafter and way to sample: all kernels of a step."""
     config = GPTConfig(vocab_size=300, block_size=256, n_layer=2, n_head=4, n_kv_head=2,
                        head_size=32, n_embd=128)
-    model = GPT(config).init_weights().requires_grad_(False).eval().to(run.device)
     prompts = [[1, 2, 3] * 4, [7] * 5]
-    for name in ("clover", "clover2", "hydra", "medusa"):
-        with torch.device(run.device):
-            heads = CloverHeads(preset(name), model).requires_grad_(False).eval()
-        for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, 50, 0.9, 0.01)):
+    presets = "clover", "clover2", "hydra", "medusa"
+    for name, dtype in product(presets, (run.dtype, torch.float32)):
+        model = GPT(config).init_weights().to(run.device, dtype).requires_grad_(False).eval()
+        heads = CloverHeads(preset(name), model).to(run.device, dtype).requires_grad_(False).eval()
+        for sampling in (Sampling(), NOISE, Sampling(0.8, 50, 0.9, 0.01)):
             options = dict(sampling=[sampling] * 2, graph=False)
             plain = generate(model, prompts, 8, **options).tokens
             tree = generate(model, prompts, 8, heads, lookup=True, tree_size=9, **options).tokens
-            yield dict(heads=name, sampling=str(sampling), identical=tree == plain)
+            yield dict(heads=name, dtype=str(dtype), sampling=str(sampling),
+                       identical=tree == plain)
 
 
 def tests(run):
     """The tests that need a GPU; the one that counts free memory runs alone."""
+    require("pytest", "xdist")
     workers = ["-n", "12"] if run.sizes is FULL else []
     for flags in ([*workers, "-k", "not memory_of_a_graph"], ["-k", "memory_of_a_graph"]):
-        output, timed_out = run_process(
+        output, code = run_process(
             [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=short", *flags, *run.sizes.tests],
             run.deadline)
         with open(run.out / "tests.log", "a") as log:
@@ -172,41 +189,43 @@ def tests(run):
         counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
                   for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
         failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
-        yield counts | dict(timed_out=timed_out, failures=[x[:300] for x in failures[:20]])
+        yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
 
 
 def run_process(command, deadline):
-    """(what a command printed, whether it was ended at the deadline)"""
+    """(what a command printed, its exit code; None where it was ended at the deadline)"""
     with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
+                                   start_new_session=True)
         try:
-            left = max(deadline - time.perf_counter(), 1)
-            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=left)
-            timed_out = False
+            code = process.wait(max(deadline - time.perf_counter(), 1))
         except subprocess.TimeoutExpired:
-            timed_out = True
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers, which hold the GPU
+            process.wait()
+            code = None
         file.seek(0)
-        return file.read(), timed_out
+        return file.read(), code
 
 
 def kernels(run):
     """Kernels beside their bounds and the same work by torch."""
     bandwidth = copy_bandwidth(run.device)
     for shape in attention_shapes(run):
-        yield timed(run, bandwidth, "tree_attention", ops.attention_case, ops.sdpa, **shape)
+        yield kernel_row(run, bandwidth, "tree_attention", ops.attention_case, ops.sdpa, **shape)
     for M in run.sizes.rows:
-        yield timed(run, bandwidth, "project_topk", ops.topk_case, M=M, k=8)
+        yield kernel_row(run, bandwidth, "project_topk", ops.topk_case, M=M, k=8)
         for t in (0.0, 0.8):
-            yield timed(run, bandwidth, "project_sample", ops.sample_case, M=M, temperature=t)
+            yield kernel_row(run, bandwidth, "project_sample", ops.sample_case, M=M, temperature=t)
     for B in run.sizes.batch_sizes:
-        yield timed(run, bandwidth, "commit_path", ops.commit_case, batch=B)
+        yield kernel_row(run, bandwidth, "commit_path", ops.commit_case, batch=B)
 
 
 def flex(run):
     """Three shapes of FlexAttention, which takes long to compile."""
     bandwidth = copy_bandwidth(run.device)
-    for shape in list(attention_shapes(run))[:3]:
-        yield timed(run, bandwidth, "flex_attention", ops.attention_case, ops.compiled_flex,
-                    **shape)
+    for shape in [shape for shape in attention_shapes(run) if shape["T"] > 1][:3]:
+        yield kernel_row(run, bandwidth, "flex_attention", ops.attention_case, ops.compiled_flex,
+                         **shape)
 
 
 def attention_shapes(run):
@@ -214,7 +233,7 @@ def attention_shapes(run):
             for T in run.sizes.tree_sizes[:4] for B in run.sizes.batch_sizes)
 
 
-def timed(run, bandwidth, name, case, *others, **shape):
+def kernel_row(run, bandwidth, name, case, *others, **shape):
     """The row of one kernel at one shape."""
     size, make, ours, other = case(run.device, run.sizes.large, *others, **shape)
     copies = min(math.ceil(1e8 / size) + 1, 64)  # that take turns, so no cache holds the next one
@@ -226,8 +245,9 @@ def timed(run, bandwidth, name, case, *others, **shape):
 
 
 @torch.inference_mode()
-def transformers(run):
+def transformer_steps(run):
     """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
+    require("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
     run.forget_models()
     c = size_config(run.sizes.large)
@@ -265,23 +285,25 @@ def sanitizer(run):
     if program is None:
         raise Skipped("compute-sanitizer, of the CUDA toolkit, is not installed")
     for tool in ("memcheck", "racecheck"):
+        seconds_left = max(run.deadline - time.perf_counter(), 2)
         with tempfile.TemporaryDirectory() as folder:
-            output, timed_out = run_process(
+            output, code = run_process(
                 [program, "--tool", tool, sys.executable, "-m", "bench", "gpu", "--out", folder,
-                 "--parts", "toy", "--seconds", "240"], run.deadline)
+                 "--parts", "toy", "--seconds", str(int(seconds_left / 2))], run.deadline)
         with open(run.out / "sanitizer.log", "a") as log:
             log.write(output)
         summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
-        yield dict(tool=tool, summary=summary[-1:], rows=output.count('"identical": true'),
-                   timed_out=timed_out)
+        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
+        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
+                   different=cases["false"], exit_code=code)
 
 
-PARTS = {  # name: (function, its share of --seconds)
+PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, large=True), 0.22),
     "small-steps": (partial(steps, large=False), 0.07),
     "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
-    "kernels": (kernels, 0.1), "transformers": (transformers, 0.06), "flex": (flex, 0.1),
-    "sanitizer": (sanitizer, 0.15)}
+    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05), "flex": (flex, 0.08),
+    "sanitizer": (sanitizer, 0.2)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,6 +311,12 @@ PARTS = {  # name: (function, its share of --seconds)
 
 class Skipped(Exception):
     """A part that cannot run here; the message says why."""
+
+
+def require(*modules):
+    for name in modules:
+        if find_spec(name) is None:
+            raise Skipped(f"the package {name} is not installed")
 
 
 class Run:
@@ -326,23 +354,24 @@ def bench(args):
     process for the parts that are left."""
     if not (args.dry_run or torch.cuda.is_available()):
         raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
-    parts = args.parts or [*PARTS]
+    parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
     if unknown := [name for name in parts if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = Run(args)
+    run.seconds = args.seconds / sum(PARTS[name][1] for name in parts)  # of a share of 1
     run.out.mkdir(exist_ok=True)
     run.write(dict(part="machine", dry_run=args.dry_run) | machine())
     for i, name in enumerate(parts, 1):
-        run_part(run, name, args.seconds)
+        run_part(run, name)
         if not is_usable(run.device) and parts[i:]:
             rest = [*sys.argv[1:], "--parts", *parts[i:]]  # the last --parts counts
             os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
 
 
-def run_part(run, name, seconds):
+def run_part(run, name):
     part, share = PARTS[name]
     started = time.perf_counter()
-    run.deadline = started + share * seconds
+    run.deadline = started + share * run.seconds
     ended = "done"
     rows = part(run)
     try:
@@ -353,8 +382,6 @@ def run_part(run, name, seconds):
                 break
     except Skipped as reason:
         ended = f"skipped: {reason}"
-    except ModuleNotFoundError as error:
-        ended = f"skipped: pip install {error.name}"
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"[:500]
     rows.close()

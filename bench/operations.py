@@ -48,10 +48,11 @@ def sdpa(q, k, v, lengths, ancestors):
     b, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
     seen = visible(lengths, ancestors, b[:, None, None], None, node[:, None], row)  # (B, T, S..)
     mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
+    mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
 
     def attend(q, k, v, *_):
         rows = q.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask[..., :S])
+        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
         return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return attend
 
@@ -163,8 +164,8 @@ def step_rows(model, heads, shapes, bandwidth):
                                  batch_size=B, sampling=sampling)
         ms = 1e3 * step_time(decoder)
         floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
-        row = dict(batch_size=B, tree_size=T, prefix=prefix, step_ms=ms, floor_ms=floor,
-                   share=floor / ms)
+        row = dict(batch_size=B, tree_size=T, prefix=prefix, temperature=sampling.temperature,
+                   top_p=sampling.top_p, step_ms=ms, floor_ms=floor, share=floor / ms)
         yield row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()}
 
 
@@ -180,7 +181,7 @@ def bench_steps(args):
     for temperature in args.temperatures:
         shapes = product(args.batch_sizes, sizes, [PREFIX], [Sampling(temperature)])
         for row in step_rows(model, heads, shapes, bandwidth):
-            table.add(dict(temperature=temperature) | row)
+            table.add(row)
     return dict(model=args.random_weights, drafters=["clover"], device=str(device),
                 dtype=str(dtype), draft_vocabulary=heads.config.vocabulary,
                 copy_gb_per_s=bandwidth / 1e9, steps=table)

@@ -140,8 +140,8 @@ def test_chats_that_cannot_be_measured_are_refused(run, checkpoint, tmp_path):
 
 def spent(*seconds):
     """What each run gives that emits 12 tokens in this many seconds, the first in a quarter of them."""
-    return [Output([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, prefill_seconds=s / 4, tree_size=2)
-            for s in seconds]
+    return [decoding.Measured([SimpleNamespace(tokens=[7] * 12)], steps=12, seconds=s, tree_size=2,
+                              first=Output([SimpleNamespace(tokens=[7])], seconds=s / 4)) for s in seconds]
 
 
 def test_programs_take_turns_and_ratios_are_those_of_a_round():
@@ -178,7 +178,7 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     assert decoding.medians(outputs)["auto"]["identical"] == 1.0
     plans = AdaptivePolicy(toy, None, True, 2, 1.0).plans
     assert all(launched.count(plan) >= 2 * 2 for plan in plans)  # compiled and captured before it is timed
-    assert steps_before == 4 * [(1, 0), (1, 0), (40, 0)]
+    assert steps_before == 4 * [(1, 0), (1, 0), (1, 0), (40, 0)]
 
 
 class FakeServer:
@@ -240,7 +240,7 @@ def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
     starts, next_prompts = [], Engine.next_prompts
     monkeypatch.setattr(Engine, "next_prompts", lambda engine: starts.append(next_prompts(engine)) or starts[-1])
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
-    assert [start for _, _, start in starts] == [0] * 5 and out.emitted == 8
+    assert [start for _, _, start in starts] == [0] * 6 and out.emitted == 8
 
 
 def test_decode_on_random_weights(run, monkeypatch):

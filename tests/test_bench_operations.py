@@ -1,8 +1,13 @@
 """bench gpu: torch's versions do the same work, rows hold what was timed, every part runs."""
 
+import contextlib
+import fcntl
 import json
+import math
 import os
+import shutil
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +16,7 @@ import torch
 import kernels
 from bench import __main__ as bench
 from bench import gpu, operations
+from generate import generate
 from model import InputError
 from test_kernels import as_int64, random_forest
 from tools import timing
@@ -77,8 +83,11 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
     ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
-    assert [*ends] == [*gpu.PARTS]
-    assert all(end in ("done", "out of time") or end.startswith("skipped: ") for end in ends.values()), ends
+    assert [*ends] == [name for name in gpu.PARTS if name != "chats"]
+    needs = dict(sanitizer=shutil.which("compute-sanitizer"), transformers=find_spec("transformers"),
+                 tests=find_spec("xdist"))
+    for name, end in ends.items():
+        assert end in ("done", "out of time") or end.startswith("skipped: ") and not needs.get(name, True), (name, end)
     for part, end in ends.items():
         found = [row for row in rows if row["part"] == part and "ended" not in row]
         assert end.startswith("skipped") or found, part
@@ -89,14 +98,57 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
         "tree_attention", "project_topk", "project_sample", "commit_path"}
     assert all(row["us"] == 1000 for row in select("kernels", "us"))
     first = select("kernels", "T")[0]  # 1 sequence, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
-    assert first["share_of_copy"] == pytest.approx(
-        (4 * 16 * (2 * 17 + 4)) / (1e9 * select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"]) / 1e-3, rel=0.5)
-    assert all(row["identical"] for row in select("toy", "identical")) and len(select("toy", "heads")) == 12
+    copy = 2 * 2**28 / 0.001  # bytes per second
+    assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == pytest.approx(copy / 1e9, rel=1e-3)
+    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / copy / 0.001, rel=1e-3)
+    assert all(row["identical"] for row in select("toy", "heads") if row["dtype"] == "torch.float32")
+    assert len(select("toy", "heads")) == 4 * 2 * 3
     assert {row["drafter"] for row in select("demo", "drafter")} > {"plain", "lookup 7", "heads 7", "auto"}
     engine = [row["engine_ms"] for row in select("demo", "engine_ms")]
-    assert len(engine) == 2 * 2 * 6 and sorted(engine)[12] > 0  # other work may spoil a few
-    assert select("tests", "passed")[0]["passed"] > 20 and not select("tests", "passed")[0]["failed"]
-    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "tests.log"]
+    assert len(engine) == 2 * 2 * 7 and sorted(engine)[14] > 0  # other work may spoil a few
+    assert all(row["bugs"] == 0 for row in select("demo", "bugs"))
+    for row in select("tests", "passed")[:1]:
+        assert row["passed"] > 20 and row["failed"] == row["exit_code"] == 0
+    assert {*os.listdir(tmp_path)} - {"tests.log"} == {"results.jsonl"}
+
+
+def test_a_step_is_compared_with_the_plain_step_that_samples_alike(monkeypatch):
+    """Bug: a sampled tree beside a greedy plain step, or one of another batch."""
+    def rows(model, heads, shapes, bandwidth):
+        for ms, (B, T, prefix, sampling) in enumerate(shapes, 1):
+            yield dict(batch_size=B, tree_size=T, prefix=prefix, temperature=sampling.temperature,
+                       top_p=sampling.top_p, step_ms=ms)
+    monkeypatch.setattr(operations, "step_rows", rows)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+    run = SimpleNamespace(sizes=gpu.TINY, device=None, random_model=lambda name: (None, None))
+    found = [*gpu.steps(run, large=True)]
+    plain = {(row["batch_size"], row["temperature"], row["top_p"]): row["step_ms"]
+             for row in found if row["tree_size"] == 1}
+    assert len(found) == 3 * 2 * 2 and len(plain) == 3 * 2
+    for row in found:
+        assert row["over_plain"] == row["step_ms"] / plain[row["batch_size"], row["temperature"], row["top_p"]]
+
+
+def test_outputs_that_differ_are_told_apart(toy):
+    """Bug: a wrong token that is counted as a tie, or a difference that is not counted."""
+    outputs = [generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2)]
+    assert gpu.differences(toy, *outputs) == dict(ties=0, bugs=0)
+    outputs[0].sequences[1].tokens[3] ^= 1
+    assert gpu.differences(toy, *outputs) == dict(ties=0, bugs=1)
+
+
+def test_a_process_that_is_late_ends_with_its_children(tmp_path):
+    """Bug: workers that hold the GPU while the next part is timed. Here a child holds a lock."""
+    file = str(tmp_path / "lock")
+    script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
+    assert gpu.run_process([sys.executable, "-u", "-c", script], 0) == ("1\n", None)
+    with open(file) as lock:
+        for attempt in range(10**6):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+    assert attempt < 10**6 - 1
+    assert gpu.run_process([sys.executable, "-c", "print(3); exit(4)"], math.inf) == ("3\n", 4)
 
 
 def parts_of(monkeypatch, tmp_path, *parts, **functions):
@@ -118,7 +170,7 @@ def test_an_error_ends_only_its_part_and_a_budget_too(monkeypatch, tmp_path):
     clock = iter(range(100))
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(clock))
     assert parts_of(monkeypatch, tmp_path, fails=fails, endless=endless) == [
-        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 6, dict(ended="out of time")]
+        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 3, dict(ended="out of time")]
 
 
 def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_path):
