@@ -237,19 +237,19 @@ class CloverHeads(nn.Module):
         """The augmenting block's own KV cache."""
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
-    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, end=None,
+    def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, start=0,
                 documents=None):
         """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
         [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
         1. The rest as in `GPT.forward`."""
         if positions is None:
-            positions = token_positions(hidden, documents)
+            positions = token_positions(hidden, start, documents)
         if self.mix_in is not None:
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
             hidden, residual = self.model.run_blocks(self.augment_blocks, hidden, positions, cache,
-                                                     ancestors, end, documents)
+                                                     ancestors, start, documents)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]

@@ -327,9 +327,8 @@ class Decoder:
         if end > start:
             hidden = self.model.prefill(tokens[:, :-1], slots.cache, start)
             if self.heads:
-                positions = torch.arange(start, end, device=tokens.device).expand(n, -1)
-                states = self.heads.augment(hidden, tokens[:, 1:], positions, slots.heads_cache,
-                                            end=end)
+                states = self.heads.augment(hidden, tokens[:, 1:], cache=slots.heads_cache,
+                                            start=start)
                 # a prompt of one token has no state yet: beside longer ones it gets any
                 at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
                 torch.gather(states, 1, at, out=slots.state[:, None])

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -91,73 +91,58 @@ class KVCache:
 
 
 @dataclass(eq=False)
-class AttentionContext:
-    """What the layers of a forward pass share: where its T tokens are, and what each of them sees.
-    `GPT.attention_context` makes it."""
-    rows: torch.Tensor | None = None       # int [B, T]: where the tokens are among keys and values
-    end: int | None = None                 # the rows of keys and values that count
-    start: int = 0                         # no token is in a row before it
-    lengths: torch.Tensor | None = None    # int [B]: the rows before the tokens'; None: no cache
-    ancestors: torch.Tensor | None = None  # int64 [B, T] of tree nodes, at rows lengths.. on
-    documents: torch.Tensor | None = None  # int64 [B, T]: tokens see those of their own alone
-    rope: tuple = (None, None)             # [B, T, 2, D] of `rope_table`; of layers with a window
-    slopes: torch.Tensor | None = None     # float32 [Hq], of ALiBi
-    masks: dict = field(default_factory=dict)  # {window: what `make_mask` gives for it}
-
-    def visible_rows(self, window):
-        """A slice of the rows that tokens see in a layer with this window, 0: all."""
-        return slice(max(self.start + 1 - window, 0) if window else 0, self.end)
-
-    def make_mask(self, window, dtype):
-        """What the tokens see of the n `visible_rows`, as torch's attention takes it: bool
-        [B, 1, T, n], or with slopes what is added to the scores, of a dtype [B, Hq, T, n]."""
-        rows = self.visible_rows(window)
-        rows = torch.arange(rows.start, rows.stop, device=self.rows.device)
-        distance = self.rows[:, None, :, None] - rows  # (B, 1, T, n)
-        visible = distance >= 0
-        if window:
-            visible = visible & (distance < window)
-        if self.documents is not None:
-            visible = visible & (self.documents[:, :, None] == self.documents[:, None])[:, None]
-        if self.slopes is None:
-            return visible
-        slopes = self.slopes.to(torch.promote_types(dtype, torch.float32))
-        bias = -slopes[:, None, None] * distance  # (B, Hq, T, n)
-        return bias.masked_fill(~visible, -math.inf).to(dtype)
-
-    def attend(self, q, k, v, window=0, scale=None):
-        """q, and k and v [B, Hkv, S, D] of a layer's cache or of the tokens alone -> [B, T, Hq, D],
-        the shape of q. window, scale: as in `kernels.tree_attention`."""
-        if self.ancestors is not None:
-            return tree_attention(q, k, v, self.lengths, self.ancestors, scale, self.slopes, window)
-        rows = self.visible_rows(window)
-        k, v = k[:, :, rows], v[:, :, rows]
-        G = q.shape[2] // k.shape[1]
-        # each token sees all rows up to its own, and the tokens are in the last rows
-        causal = (self.slopes is None and self.documents is None and not 0 < window < self.end
-                  and self.end - self.start == q.shape[1])
-        if q.is_cuda and G > 1 and (q.dtype == torch.float32 or not causal):
-            # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
-            k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-        mask = None
-        if not causal:
-            if window not in self.masks:  # once for all layers with this window
-                self.masks[window] = self.make_mask(window, q.dtype)
-            mask = self.masks[window]
-        elif q.shape[1] < self.end:
-            from torch.nn.attention import bias  # takes a second to import
-            mask = bias.causal_lower_right(q.shape[1], self.end)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=q.shape[2] != k.shape[1])
-        return y.transpose(1, 2)  # (B, T, Hq, D)
+class TreeMask:
+    """What the nodes of a tree see of its sequence, as `kernels.tree_attention` takes it."""
+    ancestors: torch.Tensor      # int64 [B, T]
+    slopes: torch.Tensor | None  # float32 [Hq], of ALiBi
 
 
-def token_positions(tokens, documents=None):
-    """Positions int64 [B, T] of tokens [B, T, ...], from 0. documents int64 [B, T]: which document
-    each token belongs to; positions start anew where it changes."""
+def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
+    """What T tokens, of hidden [B, T, C] at rows start, start + 1, ... of their sequences, see of
+    the n rows up to the last one's: bool [B or 1, 1, T, n], or with ALiBi's slopes what is added to
+    the scores [B or 1, Hq, T, n]. None: all up to their own. window: of the layer, 0: none."""
+    T = hidden.shape[1]
+    end = start + T
+    window = window or end
+    if slopes is None and documents is None and window >= end:
+        return None
+    rows = torch.arange(max(start + 1 - window, 0), end, device=hidden.device)
+    distance = rows[None, None, -T:, None] - rows  # (1, 1, T, n)
+    visible = (distance >= 0) & (distance < window)
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None])
+    if slopes is None:
+        return visible
+    slopes = slopes.to(torch.promote_types(hidden.dtype, torch.float32))
+    bias = -slopes[:, None, None] * distance  # (1, Hq, T, n)
+    return bias.masked_fill(~visible, -math.inf).to(hidden.dtype)
+
+
+def causal_attention(q, k, v, mask=None, scale=None):
+    """Attention of prompts: q [B, T, Hq, D] of their last T tokens, k and v [B, Hkv, S, D] of all
+    -> [B, T, Hq, D]. mask: what `causal_mask` gives. scale: default D ** -0.5."""
+    T = q.shape[1]
+    G = q.shape[2] // k.shape[1]
+    if mask is not None:
+        n = mask.shape[-1]  # earlier rows are behind the window of all the tokens
+        k, v = k[:, :, -n:], v[:, :, -n:]
+    if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
+        # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
+        k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+    if mask is None and T < k.shape[2]:
+        from torch.nn.attention import bias  # takes a second to import
+        mask = bias.causal_lower_right(T, k.shape[2])
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+        enable_gqa=q.shape[2] != k.shape[1])
+    return y.transpose(1, 2)  # (B, T, Hq, D)
+
+
+def token_positions(tokens, start=0, documents=None):
+    """Positions int64 [B, T] of tokens [B, T, ...]: start, start + 1, ... documents int64 [B, T]:
+    which document each token belongs to; positions begin at 0 again where it changes."""
     B, T = tokens.shape[:2]
-    index = torch.arange(T, device=tokens.device).expand(B, T)
+    index = torch.arange(start, start + T, device=tokens.device).expand(B, T)
     if documents is None:
         return index
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
@@ -255,6 +240,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
+        self.query_heads = slice(None)  # those that it holds of the model's
         self.window = c.windows[layer] if c.windows else 0
         self.rotates = layer % c.n_layer not in c.unrotated
         self.has_own_rope = self.window > 0 and c.window_theta is not None
@@ -265,33 +251,41 @@ class Attention(nn.Module):
             self.q_norm = Norm("rms", n_query * c.head_size, c.norm_eps)
             self.k_norm = Norm("rms", n_key * c.head_size, c.norm_eps)
 
-    def forward(self, x, context, kv=None):
-        """x [B, T, C] -> [B, T, C]. kv [2, B, Hkv, S, D]: the layer's cache, to write to."""
-        return self.proj(self.core(self.qkv(x), context, kv))
-
-    def core(self, qkv, context, kv=None):
-        """All between the two products: qkv [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]."""
-        c = self.config
-        B, T, _ = qkv.shape
-        rope = context.rope[self.has_own_rope] if self.rotates else None
-        if c.qk_norm == "all":
-            q, k, v = qkv.split([n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)], -1)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
-        qkv = qkv.view(B, T, c.n_head + 2 * c.n_kv_head, c.head_size)
-        if kv is None:  # as `rope_cache`, but with a gradient
-            q, k, v = qkv.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
-            if c.qk_norm == "head":
-                q, k = self.q_norm(q), self.k_norm(k)
-            if rope is not None:
-                q, k = rotate(q, rope), rotate(k, rope)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, T, D)
+    def forward(self, x, rope, mask, cache=None):
+        """x [B, T, C] -> [B, T, C]. rope: as in `kernels.rotate`, or None. mask: a `TreeMask`, or
+        what `causal_mask` gives. cache: this layer's, with kv [2, B, Hkv, S, D]; the tokens' keys
+        and values go to its rows lengths, lengths + 1, ..."""
+        B, T, _ = x.shape
+        q, k, v = self.project(x, rope, cache)
+        scale = self.config.attn_scale
+        if isinstance(mask, TreeMask):
+            y = tree_attention(q, k, v, cache.lengths, mask.ancestors, scale, mask.slopes,
+                               self.window)
         else:
+            y = causal_attention(q, k, v, mask, scale)
+        return self.proj(y.reshape(B, T, -1))  # (B, T, Hq D)
+
+    def project(self, x, rope, cache):
+        """The tokens' queries [B, T, Hq, D], and keys and values [B, Hkv, S, D]: those of the cache
+        with theirs, or without one theirs alone."""
+        c = self.config
+        n_heads = c.n_head, c.n_kv_head, c.n_kv_head
+        qkv = self.qkv(x)
+        if c.qk_norm == "all":
+            q, k, v = qkv.split([n * c.head_size for n in n_heads], dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        qkv = qkv.view(*x.shape[:2], sum(n_heads), c.head_size)  # (B, T, Hq + 2 Hkv, D)
+        if cache is not None:
             norms = ()
             if c.qk_norm == "head":
                 norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-            q = rope_cache(qkv, rope, kv, context.lengths, *norms)
-            k, v = kv
-        return context.attend(q, k, v, self.window, c.attn_scale).reshape(B, T, -1)
+            return rope_cache(qkv, rope, cache.kv, cache.lengths, *norms), *cache.kv
+        q, k, v = qkv.split(n_heads, dim=2)  # from here on as `rope_cache`, but with a gradient
+        if c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -324,11 +318,11 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.mlp_post_norm = norm("after")
 
-    def forward(self, hidden, residual, context, kv=None):
+    def forward(self, hidden, residual, rope, mask, cache=None):
         """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is their
         sum, or hidden alone where residual is None. The next norm adds the two."""
         hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
-        hidden = self.attn_post_norm(self.attn(hidden, context, kv))
+        hidden = self.attn_post_norm(self.attn(hidden, rope, mask, cache))
         hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
         return self.mlp_post_norm(self.mlp(hidden)), residual
 
@@ -366,7 +360,6 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         self.hash = None
-        self.query_heads = slice(None)        # those that the blocks hold of the model's
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -440,52 +433,47 @@ class GPT(nn.Module):
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
 
-    def attention_context(self, positions, cache, ancestors, end, documents, query_heads):
-        """The `AttentionContext` of a pass without a cache, of tokens that continue a sequence at
-        consecutive cache rows, or, with ancestors, of tree nodes."""
-        rope = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
-        slopes = None if self.slopes is None else self.slopes[query_heads]
-        make = partial(AttentionContext, rope=rope, slopes=slopes)
-        B, T = positions.shape
-        if cache is None:
-            rows = torch.arange(T, device=positions.device)[None]
-            return make(rows, T, documents=documents)
-        if ancestors is not None:
-            return make(lengths=cache.lengths, ancestors=ancestors)
-        end = int(positions.max()) + 1 if end is None else end
-        start = end - T if B == 1 else 0  # of more than one, a GPU would have to be waited for
-        return make(positions, end, start, positions[:, 0])
-
-    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, end=None,
-                   documents=None, query_heads=slice(None)):
+    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, start=0,
+                   documents=None):
         """hidden [B, T, C] through blocks, the model's or others -> (hidden, residual) as `Block`
-        gives them. query_heads: those that the blocks hold; the rest as in `forward`."""
-        context = self.attention_context(positions, cache, ancestors, end, documents, query_heads)
+        gives them. The rest as in `forward`."""
+        ropes = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
+        slopes = None if self.slopes is None else self.slopes[blocks[0].attn.query_heads]
+        windows = {block.attn.window for block in blocks}
+        if ancestors is not None:
+            masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
+        else:
+            masks = {window: causal_mask(hidden, start, window, documents, slopes)
+                     for window in windows}
+            if cache is not None:  # its rows up to the last token's
+                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
         residual = None
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(blocks):
-                kv = None if cache is None else cache.kv[layer]
-                hidden, residual = block(hidden, residual, context, kv)
+                attn = block.attn
+                rope = ropes[attn.has_own_rope] if attn.rotates else None
+                own_cache = None if cache is None else KVCache(cache.kv[layer], cache.lengths)
+                hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 
-    def forward(self, tokens, positions=None, cache=None, ancestors=None, end=None, documents=None):
+    def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
 
-        Without a cache this is a plain causal pass, as in training, in which documents (int64
-        [B, T], numbered) do not see one another. With one, keys and values go there, and its
-        `lengths` stay. ancestors: of tree nodes. end: one past the last of the positions."""
+        Without a cache this is a causal pass over whole sequences, as in training, in which
+        documents (int64 [B, T], numbered) do not see one another. With one, keys and values are
+        written to it, and its `lengths` stay. The tokens are those after `start` rows of each
+        sequence; or tree nodes after `lengths` rows, with positions and ancestors int64 [B, T]."""
         if positions is None:
-            positions = token_positions(tokens, documents)
+            positions = token_positions(tokens, start, documents)
         hidden, residual = self.run_blocks(self.blocks, self.embeddings(tokens, positions),
-                                           positions, cache, ancestors, end, documents,
-                                           self.query_heads)
+                                           positions, cache, ancestors, start, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def norm_and_hidden(self, tokens, positions, cache, ancestors):
         """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
         hidden = self.embeddings(tokens, positions)
-        return self.norm.add_and_norm(*self.run_blocks(
-            self.blocks, hidden, positions, cache, ancestors, query_heads=self.query_heads))
+        return self.norm.add_and_norm(*self.run_blocks(self.blocks, hidden, positions, cache,
+                                                       ancestors))
 
     def embeddings(self, tokens, positions):
         """What the first block reads of tokens [B, T] -> [B, T, C]."""
@@ -504,9 +492,8 @@ class GPT(nn.Module):
     def prefill(self, tokens, cache, start=0):
         """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
         Long prompts come in chunks: scores take T x (start + T) numbers per head."""
-        end = start + tokens.shape[1]
-        hidden = self(tokens, start + token_positions(tokens), cache, end=end)
-        cache.lengths.fill_(end)
+        hidden = self(tokens, cache=cache, start=start)
+        cache.lengths.fill_(start + tokens.shape[1])
         return hidden
 
     @classmethod

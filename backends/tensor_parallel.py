@@ -170,6 +170,7 @@ class Group:
             return
         config = model.config
         for block in model.blocks:
+            block.attn.query_heads = self.rows(config.n_head)
             block.attn.proj = RowParallelLinear(block.attn.proj, self)
             block.mlp.down = RowParallelLinear(block.mlp.down, self)
             if config.qk_norm == "all":
@@ -179,7 +180,6 @@ class Group:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
-        model.query_heads = self.rows(config.n_head)
         model.free_memory = lambda: self.min(free_memory(model.device))
 
         def refuse(path, dtype=None):

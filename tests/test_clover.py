@@ -149,7 +149,7 @@ def test_decoding_states_equal_training_states(toy, name):
     whole = heads.augment(hidden[:, :-1], tokens[:, 1:])
     cache = heads.new_cache(2, 40)
     chain = ((2 << torch.arange(3)) - 1).expand(2, -1)
-    first = heads.augment(hidden[:, :20], tokens[:, 1:21], torch.arange(20).expand(2, -1), cache)
+    first = heads.augment(hidden[:, :20], tokens[:, 1:21], cache=cache)
     cache.lengths += 20
     then = heads.augment(hidden[:, 20:23], tokens[:, 21:24], torch.arange(20, 23).expand(2, -1), cache, chain)
     torch.testing.assert_close(torch.cat((first, then), 1), whole[:, :23], atol=1e-4, rtol=1e-4)

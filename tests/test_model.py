@@ -27,17 +27,17 @@ def chain(n):
 def test_prefill_and_steps_agree(shape, device):
     """Catches a position, a cache row or a mask that is off in one of the ways to feed tokens."""
     model = toy_model(**SHAPES[shape]).to(device)
-    tokens = torch.tensor(random_prompts([23]), device=device)
+    tokens = torch.tensor(random_prompts([23, 23]), device=device)
     want = model(tokens)  # no cache
-    chunked, single = model.new_cache(1, 40), model.new_cache(1, 40)
+    chunked, single = model.new_cache(2, 40), model.new_cache(1, 40)
     got = torch.cat([model.prefill(tokens[:, i:i + 5], chunked, i) for i in range(0, 23, 5)], dim=1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    assert chunked.lengths.tolist() == [23]
+    assert chunked.lengths.tolist() == [23, 23]
     for i in range(23):
-        step = model(tokens[:, i:i + 1], torch.tensor([[i]], device=device), single, chain(1).to(device))
+        step = model(tokens[:1, i:i + 1], torch.tensor([[i]], device=device), single, chain(1).to(device))
         torch.testing.assert_close(step[0, 0], want[0, i], atol=1e-4, rtol=1e-4)
         single.lengths += 1
-    torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :, :, :23], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :1, :, :23], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
