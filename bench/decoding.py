@@ -14,7 +14,7 @@ from clover import CloverHeads
 from generate import FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
-from tools.cli import load_model, read_file
+from tools.load import load_model, read_file
 from tools.policy import AdaptivePolicy, draft_plans
 from training.data import load_tokens, prompts
 

@@ -15,8 +15,8 @@ import httpx
 
 from generate import Sampling, generate
 from hf.tokenizer import encode_prompt
-from tools.cli import Session
 from tools.flags import parse_serve
+from tools.load import Session
 
 REQUESTS = 200
 WORDS = "the river runs past a mill where nobody works on days like this one".split()

@@ -22,8 +22,8 @@ from generate import generate
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import GPT
-from tools.cli import Session
 from tools.flags import parse_serve
+from tools.load import Session
 
 httpx = pytest.importorskip("httpx", reason="the tests of the server need pip install httpx")
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")

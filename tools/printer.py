@@ -10,8 +10,9 @@ from pathlib import Path
 from clover import Tree
 from generate import Interrupted, check_prompt
 from model import InputError
-from tools import cli
+from tools import errors
 from tools.compare import against_plain
+from tools.load import utf8
 from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
@@ -238,7 +239,7 @@ def converse(session):
         if not session.args.quiet:
             print(f"[{speed(output)}]", file=sys.stderr)
         # SIGTERM, and on ranks Ctrl-C, end more than a reply
-        if cli.received or (session.group.size > 1 and None in output.ended):
+        if errors.received or (session.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if session.template:
             messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
@@ -246,5 +247,5 @@ def converse(session):
 
 def read_line():
     """The next line of standard input, None at its end."""
-    with cli.utf8("standard input"), contextlib.suppress(EOFError):
+    with utf8("standard input"), contextlib.suppress(EOFError):
         return input("> " if sys.stdin.isatty() else "")

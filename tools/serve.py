@@ -5,13 +5,18 @@
 The event loop reads requests and writes answers; one thread owns the engine. A text depends on its
 request alone, whatever runs beside it: it is what `generate()` gives for the same arguments."""
 
+import sys
+
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+    from tools.cli import serve
+    sys.exit(serve())
+
 import asyncio
 import hmac
 import json
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -19,10 +24,6 @@ import uuid
 from collections import Counter
 from functools import partial
 from pathlib import Path
-
-if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo is told at once
-    from tools.flags import parse_serve
-    ARGS = parse_serve()
 
 import uvicorn
 from starlette.applications import Starlette
@@ -36,7 +37,8 @@ from hf import SMOLLM2, expect
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import InputError, check
-from tools.cli import Session, command, error_line
+from tools.errors import error_line
+from tools.load import Session
 from tools.printer import Drafts
 
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
@@ -377,7 +379,7 @@ class App:
         return PlainTextResponse("".join(lines))
 
 
-def main(args):
+def run(args):
     try:
         listener = socket.create_server((args.host, args.port))
     except OSError as error:
@@ -400,7 +402,3 @@ def end(server, number, frame):
     if server.should_exit:
         os._exit(128 + number)
     server.should_exit = True
-
-
-if __name__ == "__main__":
-    command(partial(main, ARGS))
