@@ -151,10 +151,11 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     encoding = load_encoding(folder)
-    session = SimpleNamespace(texts=["abc"], args=SimpleNamespace(json=False, show_tree=False), stop=[], template=None,
-                              encoding=encoding, text_stream=encoding.stream)
-    printer.Printer(session, None).show(SimpleNamespace(ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
-    coded = session.encoding.decode([70, 71, 72, 73])
+    args = SimpleNamespace(json=False, show_tree=False, chat=False)
+    loaded = SimpleNamespace(stop=[], text_stream=encoding.stream)
+    one = printer.Printer(args, loaded, None)
+    one.show(SimpleNamespace(ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
+    coded = encoding.decode([70, 71, 72, 73])
     codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
     assert capsys.readouterr().out == "".join(painted) + coded[3]

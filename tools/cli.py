@@ -5,18 +5,29 @@ from tools.flags import parse_folder, parse_generate, parse_serve
 
 
 def main(argv=None):
-    """python generate.py: loads, makes an engine, runs it, prints."""
+    """python generate.py: flags, load, engine, loop, print."""
     args = parse_generate(argv)
+    from backends import tensor_parallel
+    from generate import Interrupted
     from tools.errors import command
-    from tools.load import Session
+    from tools.load import load, make_engine, read_prompts
     from tools.printer import Printer, converse
     with command():
-        session = Session(args)
-        if not session.conversations:
-            return converse(session)
-        prompts = list(map(session.encode, session.conversations))
-        printer = Printer(session, session.engine(prompts))
-        output = printer.run(prompts)
+        group = tensor_parallel.start(args)
+        conversations = group.on_first(lambda: read_prompts(args))
+        loaded = load(args, group)
+        if not conversations:
+            return converse(args, loaded)
+        prompts = [loaded.encode(messages, args.chat) for messages in conversations]
+        engine = make_engine(args, loaded, prompts, args.max_new_tokens)
+        printer = Printer(args, loaded, engine, [chat[-1]["content"] for chat in conversations])
+        try:
+            output = engine.generate(prompts, args.max_new_tokens, loaded.stop, printer.show,
+                                     loaded.encoding)
+        except Interrupted as interrupt:
+            output = interrupt.output
+        printer.finish(output)
+        del engine  # the printer's alone, which frees its memory before --compare makes another
         printer.report(output)
         if None in output.ended:
             raise KeyboardInterrupt

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from generate import Sampling, prepare
 from hf import checkpoint, default_heads, expect, find_model, part_file
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
-from hf.tokenizer import encode_prompt, load_encoding
-from model import InputError, pick_device
+from hf.tokenizer import Encoding, encode_prompt, load_encoding
+from model import GPT, InputError, pick_device
 from tools.policy import choose_threads
 
 
@@ -33,47 +34,22 @@ def load_model(args, group=None, packed=True, dtype=None):
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
 
-# --------------------------------------------------------------------------------------------------
-# For generate.py
+@dataclass(eq=False)
+class Loaded:
+    """What the flags name; of ranks, each has read the same."""
+    model: GPT
+    encoding: Encoding
+    heads: CloverHeads | None
+    sampling: dict  # of a `Sampling`
+    stop: list      # token ids and texts that end a text
+    group: tensor_parallel.Group
 
-class Session:
-    """What generate.py's command line was asked for, loaded; of ranks, each has read the same."""
-
-    def __init__(self, args):
-        self.args = args
-        self.group = tensor_parallel.start(args)
-        self.conversations = self.group.on_first(lambda: read_prompts(args))
-        self.texts = [messages[-1]["content"] for messages in self.conversations]
-        self.group.raise_together(self.load)
-        if self.group.size > 1:
-            heads = self.heads and (state_hash(self.heads.state_dict()), self.heads.info)
-            self.group.check_same([self.model.hash, self.model.dtype, heads, self.encoding.hash,
-                                   self.sampling, self.stop], "have read different files")
-
-    def load(self):
-        args = self.args
-        self.sampling = sampling_flags(args) | dict(seed=args.seed)
-        self.template = load_chat_template(args.model) if args.chat else None
-        expect(self.template or not args.chat, f"{args.model}: has no chat template; leave out "
-               "--chat, or take a model that was trained to chat")
-        self.system = [dict(role="system", content=args.system)] if args.system is not None else []
-        self.model, self.encoding = load_model(args, self.group)
-        self.heads = None
-        path = args.heads or default_heads(args.model) or "none"
-        if args.draft not in ("lookup", "none") and path != "none":
-            self.heads = CloverHeads.from_pretrained(path, self.model, self.encoding.hash)
-        elif args.draft in ("heads+lookup", "heads"):
-            raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
-                             "some with train_heads.py, give --heads, or take --draft lookup")
-        self.lookup = args.draft in ("heads+lookup", "lookup", None)
-        self.stop = [*stop_tokens(args.model, self.encoding), *args.stop]
-
-    def encode(self, messages):
-        """Token ids of a conversation after the system message; without a chat template, of its
-        last message alone. On rank 0, since a template may look at the clock."""
+    def encode(self, messages, chat):
+        """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
+        since a template may look at the clock."""
         ids = partial(encode_prompt, self.encoding, messages[-1]["content"])
-        if self.template:
-            ids = partial(self.encoding.chat, [*self.system, *messages])
+        if chat:
+            ids = partial(self.encoding.chat, messages)
         return self.group.on_first(ids)
 
     def decode(self, tokens):
@@ -84,27 +60,51 @@ class Session:
     def text_stream(self):
         return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
 
-    def engine(self, prompts, max_new_tokens=None, **options):
-        """The Engine for these prompts, by the flags and `options`. Sets the number of threads."""
-        args = self.args
-        flags = dict(heads=self.heads, lookup=self.lookup, tree_size=args.tree_size,
-                     beams=args.beams, batch_size=args.batch_size,
-                     graph=not (args.no_graph or args.show_tree)) | options
-        engine = prepare(self.model, prompts, max_new_tokens or args.max_new_tokens, **flags,
-                         **self.sampling)
-        asked = (args.heads or args.draft) and flags["heads"] and flags["tree_size"] is None
-        if asked and not engine.decoder.heads:
-            print("the heads are left out, as here they are expected to cost more than they gain "
-                  "(--tree-size N takes them)", file=sys.stderr)
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        elif "OMP_NUM_THREADS" not in os.environ:
-            choose_threads(engine.decoder)
-        if args.compare:  # what is compiled or loaded comes before what is timed
-            engine.generate(prompts[:1], min(4, args.max_new_tokens))
-            engine.clear()
-            engine.decoder.warm_up()
-        return engine
+
+def load(args, group):
+    """-> `Loaded`"""
+    loaded = group.raise_together(lambda: load_alone(args, group))
+    if group.size > 1:
+        heads = loaded.heads and (state_hash(loaded.heads.state_dict()), loaded.heads.info)
+        group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
+                          loaded.sampling, loaded.stop], "have read different files")
+    return loaded
+
+
+def load_alone(args, group):
+    """As `load`, but does not wait for other ranks."""
+    sampling = sampling_flags(args) | dict(seed=args.seed)
+    model, encoding = load_model(args, group)
+    heads = None
+    path = args.heads or default_heads(args.model) or "none"
+    if args.draft not in ("lookup", "none") and path != "none":
+        heads = CloverHeads.from_pretrained(path, model, encoding.hash)
+    elif args.draft in ("heads+lookup", "heads"):
+        raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
+                         "some with train_heads.py, give --heads, or take --draft lookup")
+    stop = [*stop_tokens(args.model, encoding), *args.stop]
+    return Loaded(model, encoding, heads, sampling, stop, group)
+
+
+def make_engine(args, loaded, prompts, max_new_tokens, **options):
+    """The Engine for these prompts, by the flags and `options`. Sets the number of threads."""
+    flags = dict(heads=loaded.heads, lookup=args.draft in ("heads+lookup", "lookup", None),
+                 tree_size=args.tree_size, beams=args.beams, batch_size=args.batch_size,
+                 graph=not (args.no_graph or args.show_tree)) | options
+    engine = prepare(loaded.model, prompts, max_new_tokens, **flags, **loaded.sampling)
+    asked = (args.heads or args.draft) and flags["heads"] and flags["tree_size"] is None
+    if asked and not engine.decoder.heads:
+        print("the heads are left out, as here they are expected to cost more than they gain "
+              "(--tree-size N takes them)", file=sys.stderr)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        choose_threads(engine.decoder)
+    if args.compare:  # what is compiled or loaded comes before what is timed
+        engine.generate(prompts[:1], min(4, max_new_tokens))
+        engine.clear()
+        engine.decoder.warm_up()
+    return engine
 
 
 def sampling_flags(args):
@@ -129,14 +129,23 @@ def sampling_flags(args):
     return of_folder | given
 
 
+def opening(args):
+    """The messages that a conversation begins with: --system."""
+    return [] if args.system is None else [dict(role="system", content=args.system)]
+
+
 def read_prompts(args):
-    """--prompt and --prompts -> conversations, lists of messages. "-" is standard input."""
+    """--prompt and --prompts -> conversations, lists of messages; checks that the model takes
+    --chat. "-" is standard input."""
+    expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
+           "leave out --chat, or take a model that was trained to chat")
     if args.prompts:
-        return read_file(Path(args.prompts), args.chat)
+        found = read_file(Path(args.prompts), args.chat)
+        return [[*opening(args), *messages] for messages in found]
     with utf8("standard input"):
         texts = [sys.stdin.buffer.read().decode() if text == "-" else text
                  for text in args.prompt or []]
-    return [[dict(role="user", content=text)] for text in texts]
+    return [[*opening(args), dict(role="user", content=text)] for text in texts]
 
 
 @contextlib.contextmanager
