@@ -12,6 +12,12 @@ replayed, and the host reads a step's tokens while the next step runs.
 Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
 beams, C hidden size, V vocabulary."""
 
+import sys
+
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+    from tools.cli import main
+    sys.exit(main())
+
 import contextlib
 import math
 import time
@@ -21,10 +27,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from typing import NamedTuple
-
-if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo is told at once
-    from tools.flags import parse_generate
-    ARGS = parse_generate()
 
 import torch
 
@@ -702,7 +704,7 @@ def check_prompt(model, prompt, index=0):
 
 
 # --------------------------------------------------------------------------------------------------
-# The call, and the command line
+# The call
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
@@ -750,23 +752,3 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
         policy = FixedPolicy(fixed_plan(default if tree_size is None else tree_size, heads, lookup))
     return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
                   beams=beams, sampling=sampling, graph=graph)
-
-
-def main(args):
-    """python generate.py: loads, makes an engine, runs it, prints."""
-    from tools.cli import Session
-    from tools.printer import Printer, converse
-    session = Session(args)
-    if not session.conversations:
-        return converse(session)
-    prompts = list(map(session.encode, session.conversations))
-    printer = Printer(session, session.engine(prompts))
-    output = printer.run(prompts)
-    printer.report(output)
-    if None in output.ended:
-        raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    from tools.cli import command
-    command(partial(main, ARGS))

@@ -7,18 +7,19 @@ It is one process and plain layers, which backends/ replaces from outside.
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
+import sys
+
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+    from tools.cli import describe
+    sys.exit(describe())
+
 import contextlib
 import json
 import math
 import os
-import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-
-if __name__ == "__main__":  # before torch is loaded: a typo shows at once
-    from tools.flags import parse_folder
-    ARGS = parse_folder()
 
 import torch
 import torch.nn as nn
@@ -607,9 +608,3 @@ def free_memory(device):
         return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError):  # not Linux
         return math.inf
-
-
-if __name__ == "__main__":
-    from hf.checkpoint import describe
-    from tools.cli import command
-    command(lambda: print(describe(ARGS.folder)))

@@ -8,9 +8,11 @@ A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with t
 run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo is reported at once
-    from training.flags import parse_heads
-    ARGS = parse_heads()
+import sys
+
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+    from training.flags import main
+    sys.exit(main())
 
 import contextlib
 import json
@@ -25,7 +27,7 @@ from clover import CloverHeads, model_hash, preset
 from hf import expect
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, atomic_write, check, human
-from tools.cli import command, load_model
+from tools.load import load_model
 from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
@@ -296,7 +298,3 @@ def main(args):
     else:
         finish(run)
     return interrupted
-
-
-if __name__ == "__main__":
-    command(lambda: main(ARGS))

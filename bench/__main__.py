@@ -88,5 +88,6 @@ def main(args):
 
 if __name__ == "__main__":
     ARGS = parse()
-    from tools.cli import command
-    command(lambda: main(ARGS))
+    from tools.errors import command
+    with command():
+        main(ARGS)

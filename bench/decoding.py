@@ -15,7 +15,7 @@ from clover import CloverHeads
 from generate import DraftPlan, FixedPolicy, Output, prepare
 from hf.chat import stop_tokens
 from model import InputError
-from tools.cli import load_model, read_file
+from tools.load import load_model, read_file
 from training.data import load_tokens, prompts
 
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued

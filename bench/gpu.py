@@ -33,7 +33,7 @@ from generate import DraftPlan, FixedPolicy, Sampling, generate
 from hf import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
-from tools.cli import load_model
+from tools.load import load_model
 from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder

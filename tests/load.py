@@ -13,10 +13,11 @@ from pathlib import Path
 
 import httpx
 
+from backends.tensor_parallel import Group
 from generate import Sampling, generate
 from hf.tokenizer import encode_prompt
-from tools.cli import Session
 from tools.flags import parse_serve
+from tools.load import load
 
 REQUESTS = 200
 WORDS = "the river runs past a mill where nobody works on days like this one".split()
@@ -64,13 +65,13 @@ def measure(server, flags):
         pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
         print(f"{tokens} tokens in {seconds:.0f} seconds; {pages * resource.getpagesize() / 1e6:.0f} MB in use")
     bodies = list(map(partial(ask, max_tokens=48), range(REQUESTS)))
-    session = Session(parse_serve(flags))
-    prompts = [encode_prompt(session.encoding, body["prompt"]) for body in bodies]
+    loaded = load(parse_serve(flags), Group())
+    prompts = [encode_prompt(loaded.encoding, body["prompt"]) for body in bodies]
     sampling = [Sampling(body["temperature"], top_p=body["top_p"], seed=body["seed"]) for body in bodies]
     for _ in range(2):
         tokens, seconds = at_once(url, bodies)
-        out = generate(session.model, prompts, 48, session.heads, lookup=True, sampling=sampling, stop=session.stop,
-                       encoding=session.encoding)
+        out = generate(loaded.model, prompts, 48, loaded.heads, lookup=True, sampling=sampling, stop=loaded.stop,
+                       encoding=loaded.encoding)
         print(f"server {tokens / seconds:.1f} tokens per second, generate() {out.tokens_per_second:.1f}")
     print(*[line for line in httpx.get(url + "/metrics").text.splitlines() if "running" in line or "queue" in line])
 

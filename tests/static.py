@@ -29,7 +29,7 @@ import kernels
 from clover import CloverHeads
 from generate import Decoder, fixed_plan
 from model import GPT, InputError
-from tools.cli import command
+from tools.errors import command
 from tools.flags import DEMO, Parser
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -298,4 +298,5 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    with command():
+        main()

@@ -22,7 +22,7 @@ from conftest import random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from model import GPT, InputError
-from tools.cli import command
+from tools.errors import command
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {
@@ -204,12 +204,16 @@ def test_ranks_that_differ_are_refused(models, other, seed, message, tmp_path):
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     """Catches a rank that waits for one that is gone, and a traceback of what a library says about it."""
+    def action(rank):
+        with command():
+            main()
+
     def main():
         group = start(SimpleNamespace(device="cpu"))
         if group.rank:
             os.kill(os.getpid(), signal.SIGKILL)
         group.on_first(lambda: None)
-    (code, _, errors), second = run_ranks(tmp_path, lambda rank: command(main))
+    (code, _, errors), second = run_ranks(tmp_path, action)
     assert second[0] == -signal.SIGKILL
     assert code == 2 and "another process has ended" in errors and "Traceback" not in errors
 

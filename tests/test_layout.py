@@ -18,8 +18,8 @@ FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each import
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
 LINES = dict(library=10220, tests=8979)  # at most: all Python without tests, and tests
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
-    "model": {("GPT.from_pretrained", "hf"), ("GPT.save_pretrained", "hf"), ("__main__", "hf"), ("__main__", "tools")},
-    "generate": {("Decoder.__init__", "backends"), ("prepare", "tools"), ("main", "tools"), ("__main__", "tools")}}
+    "model": {("GPT.from_pretrained", "hf"), ("GPT.save_pretrained", "hf"), ("__main__", "tools")},
+    "generate": {("Decoder.__init__", "backends"), ("prepare", "tools"), ("__main__", "tools")}}
 MODULES = [f"{name}.py" for name in FILES] + sorted(
     str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))
 
@@ -56,7 +56,7 @@ def test_imports_keep_the_order(file):
     modules = {module for _, module in found}
     if file.count("/"):
         folder = file.split("/")[0]
-        assert "train_heads" not in modules or folder == "bench"
+        assert "train_heads" not in modules or folder == "bench" or file == "training/flags.py"
         assert name not in FILES, "a folder's module must not shadow a file of the root"
         assert modules & set(FOLDERS) <= set(FOLDERS[:FOLDERS.index(folder) + 1])
         return

@@ -1,6 +1,5 @@
-"""generate.py's command line, with tools/cli.py, compare.py and repl.py: it says what it did, or what went wrong."""
+"""generate.py's command line, with tools/: it says what it did, or what went wrong."""
 
-import contextlib
 import io
 import itertools
 import json
@@ -18,15 +17,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-import generate as module
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import DraftPlan, Sampling, Sequence, generate
 from hf.tokenizer import load_encoding
-from model import GPT, InputError
-from tools import cli, policy, printer, timing
+from model import GPT
+from tools import cli, errors, policy, printer, timing
 from tools.compare import first_difference
-from tools.flags import parse_generate
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -71,13 +68,21 @@ def one_step_of_each_plan(monkeypatch):
 
 def main(*flags):
     """generate.py with these flags."""
-    module.main(parse_generate([str(flag) for flag in flags]))
+    cli.main([str(flag) for flag in flags])
+
+
+def refusal(capsys, *flags):
+    """The one line in which these flags are refused."""
+    with pytest.raises(SystemExit, match="2"):
+        main(*flags)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
 
 
 def run(capsys, *flags):
     """What is printed: with --json, or without a prompt, on standard output alone."""
-    with contextlib.suppress(KeyboardInterrupt):  # raised where the texts were interrupted
-        main(*flags)
+    main(*flags)
     out, err = capsys.readouterr()
     return out + err if "--prompt" in flags and "--json" not in flags else out
 
@@ -146,10 +151,11 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     encoding = load_encoding(folder)
-    session = SimpleNamespace(texts=["abc"], args=SimpleNamespace(json=False, show_tree=False), stop=[], template=None,
-                              encoding=encoding, text_stream=encoding.stream)
-    printer.Printer(session, None).show(SimpleNamespace(ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
-    coded = session.encoding.decode([70, 71, 72, 73])
+    args = SimpleNamespace(json=False, show_tree=False, chat=False)
+    loaded = SimpleNamespace(stop=[], text_stream=encoding.stream)
+    one = printer.Printer(args, loaded, None)
+    one.show(SimpleNamespace(ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
+    coded = encoding.decode([70, 71, 72, 73])
     codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
     assert capsys.readouterr().out == "".join(painted) + coded[3]
@@ -252,8 +258,7 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     assert "temperature" not in told("--temperature", 1).split("(")[0] and told("--temperature", 0) == ""
     for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
         (chat_folder / "generation_config.json").write_text(json.dumps(settings | bad))
-        with pytest.raises(InputError, match=f"generation_config.json: {next(iter(bad)).replace('_', '-')} must be"):
-            told()
+        assert f"generation_config.json: {next(iter(bad)).replace('_', '-')} must be" in refusal(capsys, *flags)
         assert told(f"--{next(iter(bad)).replace('_', '-')}", 1)  # given, the folder's is not taken
     (chat_folder / "generation_config.json").unlink()
     assert told() == "" and "--top-p: no effect at temperature 0" in told("--top-p", 0.5)
@@ -319,10 +324,7 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("case", BAD_FLAGS)
 def test_bad_flags_are_refused_in_one_line(folder, capsys, case):
     flags, says = BAD_FLAGS[case]
-    with pytest.raises((InputError, SystemExit)) as caught:
-        main("--model", folder, "--device", "cpu", *flags)
-    line = str(caught.value) + "\n" if issubclass(caught.type, InputError) else capsys.readouterr().err
-    assert says in line and line.count("\n") == 1
+    assert says in refusal(capsys, "--model", folder, "--device", "cpu", *flags)
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8),
@@ -331,11 +333,13 @@ def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
     """Catches a traceback; other errors of torch must keep theirs."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as caught:
-        cli.command(allocate)
+        with errors.command():
+            allocate()
     said = capsys.readouterr().err
     assert caught.value.code == 2 and said.count("\n") == 1 and "out of memory" in said and "--batch-size" in said
     with pytest.raises(SystemExit) as caught:
-        cli.command(lambda: torch.ones(2) + torch.ones(3))
+        with errors.command():
+            torch.ones(2) + torch.ones(3)
     assert caught.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 
@@ -347,12 +351,11 @@ def test_bad_input_exits_with_2_and_one_line(folder):
     assert done.stderr.decode().count("\n") == 1 and done.stderr.startswith(b"generate.py: standard input is not UTF-8")
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, capsys):
     """Catches token ids beyond the embedding, which would end in an index error or garbage."""
     toy_model().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    with pytest.raises(InputError, match="do not belong together"):
-        main("--model", tmp_path, "--device", "cpu", "--prompt", "a")
+    assert "do not belong together" in refusal(capsys, "--model", tmp_path, "--device", "cpu", "--prompt", "a")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,28 +392,27 @@ def test_prompts_of_a_file(folder, capsys, tmp_path):
 @pytest.mark.parametrize("content, message", [
     ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"), ("[]", "line 1"),
     ('{"prompt": ""}', "line 1"), ("{", "line 1"), ('{"messages": [{"role": "user"}]}', "line 1: expected"),
-    ('{"messages": [{"role": "user", "content": "hi"}]}', "line 1: .* need --chat"), (None, "cannot be read")])
-def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, content, message):
+    ('{"messages": [{"role": "user", "content": "hi"}]}', "need --chat"), (None, "cannot be read")])
+def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, content, message):
     """Catches a file of which some prompts are decoded before a bad line is found."""
     file = tmp_path / "prompts.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(InputError, match=message):
-        main("--model", folder, "--device", "cpu", "--prompts", str(file))
+    assert message in refusal(capsys, "--model", folder, "--device", "cpu", "--prompts", file)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch, number, code):
     """Catches `a && b` that goes on after Ctrl-C, a stopped job that counts as done, lost text or statistics."""
     in_take(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
-    monkeypatch.setattr(cli, "received", [])
+    monkeypatch.setattr(errors, "received", [])
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     flags = ["--model", str(folder), "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", "1"]
     try:
         with patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO())) as out, pytest.raises(SystemExit) as ended:
             with patch.object(sys, "stderr", io.TextIOWrapper(io.BytesIO())) as err:
-                cli.command(lambda: main(*flags, "--explain"))
+                main(*flags, "--explain")
         assert out.buffer.getvalue().startswith(b"abc") and len(out.buffer.getvalue().strip()) > 3
         err.flush()
         assert b"1.00 tokens per step, " in err.buffer.getvalue() and b"ms per stage" not in err.buffer.getvalue()

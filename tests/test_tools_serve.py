@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
 from generate import generate
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import GPT
-from tools.cli import Session
 from tools.flags import parse_serve
+from tools.load import load, make_engine
 
 httpx = pytest.importorskip("httpx", reason="the tests of the server need pip install httpx")
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
@@ -40,8 +41,9 @@ class Running:
 
     def __init__(self, folder, *flags):
         self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
-        self.session = Session(self.args)
-        self.app = serve.App(self.session, self.session.engine([[0]] * self.args.batch_size, 127))
+        self.loaded = load(self.args, Group())
+        engine = make_engine(self.args, self.loaded, [[0]] * self.args.batch_size, 127)
+        self.app = serve.App(self.args, self.loaded, engine)
         self.engine, self.worker = self.app.engine, self.app.worker
         self.server = uvicorn.Server(uvicorn.Config(self.app.starlette, lifespan="off", log_level="critical"))
         listener = socket.create_server(("127.0.0.1", 0))
@@ -61,16 +63,16 @@ class Running:
 
     def want(self, body, chat=False):
         """(the texts of generate() for a request, why they end, its Output)"""
-        encoding = self.session.encoding
+        encoding = self.loaded.encoding
         texts = [body["messages"]] if chat else body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         prompts = [encoding.chat(text) if chat else encode_prompt(encoding, text) for text in texts]
         sampling = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        stop = [*self.session.stop, *body.get("stop", [])]
-        out = generate(self.session.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
+        stop = [*self.loaded.stop, *body.get("stop", [])]
+        out = generate(self.loaded.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
                        body["max_tokens"], stop=stop, encoding=encoding, **sampling)
-        self.session.stop, stop = stop, self.session.stop
-        texts = list(map(self.session.decode, out.tokens))
-        self.session.stop = stop
+        self.loaded.stop, stop = stop, self.loaded.stop
+        texts = list(map(self.loaded.decode, out.tokens))
+        self.loaded.stop = stop
         return texts, ["stop" if ended == "stop" else "length" for ended in out.ended], out
 
     @contextlib.contextmanager

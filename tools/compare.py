@@ -6,26 +6,28 @@ import torch
 
 from backends import cpu
 from kernels import filter_logits, gumbel
+from tools.load import make_engine
 
 # what two orders of summation may differ by, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
-def against_plain(session, output, say):
+def against_plain(args, loaded, output, say):
     """Decodes the prompts of an Output plainly and says how it compares -> (the plain Output, the
     `first_difference`); (None, None) after Ctrl-C."""
     prompts = [sequence.prompt for sequence in output.sequences]
     try:
-        engine = session.engine(prompts, heads=None, lookup=False, tree_size=1)
+        engine = make_engine(args, loaded, prompts, args.max_new_tokens, heads=None, lookup=False,
+                             tree_size=1)
         sampling = [sequence.sampling for sequence in output.sequences]
-        plain = engine.generate(prompts, session.args.max_new_tokens, session.stop,
-                                encoding=session.encoding, sampling=sampling)
+        plain = engine.generate(prompts, args.max_new_tokens, loaded.stop,
+                                encoding=loaded.encoding, sampling=sampling)
     except KeyboardInterrupt:
         print("interrupted: no comparison", file=sys.stderr)
         return None, None
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
-    difference = first_difference(session.model, prompts, output.tokens, plain.tokens, sampling)
+    difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling)
     if difference is None:
         say(f"the text is identical, all {plain.emitted} tokens")
     else:

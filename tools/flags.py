@@ -115,7 +115,7 @@ def parse_generate(argv=None):
 
 
 def parse_serve(argv=None):
-    """tools/serve.py's flags, and the defaults of the others that a `Session` reads."""
+    """tools/serve.py's flags, and the defaults of the others that `make_engine` reads."""
     parser = Parser("Serves a model by OpenAI's endpoints, and a page to chat on.",
                     prog="python -m tools.serve")
     group = parser.add_argument_group("server")
@@ -130,8 +130,7 @@ def parse_serve(argv=None):
     add_sampling_flags(parser, new_tokens=1024)
     add_drafting_flags(parser)
     add_machine_flags(parser, "texts decoded together", batch_size=8)
-    parser.set_defaults(prompt=None, prompts=None, chat=False, system=None, compare=False,
-                        show_tree=False)
+    parser.set_defaults(compare=False, show_tree=False)
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
     if not (find_spec("starlette") and find_spec("uvicorn")):

@@ -10,8 +10,9 @@ from pathlib import Path
 from clover import Tree
 from generate import Interrupted, check_prompt
 from model import InputError
-from tools import cli
+from tools import errors
 from tools.compare import against_plain
+from tools.load import make_engine, opening, utf8
 from tools.timing import explain
 
 HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
@@ -23,41 +24,24 @@ class Printer:
     the head that guessed it, or of lookup. Prints several texts in order, each when all before it
     have ended. With --json prints none; of --prompts FILE, an object for each."""
 
-    def __init__(self, session, engine):
-        self.session = session
+    def __init__(self, args, loaded, engine, texts=()):
+        self.args = args
+        self.loaded = loaded
         self.engine = engine
+        self.texts = texts  # of the prompts
         self.drafts = None
-        if session.args.show_tree:
-            self.drafts = Drafts(engine, session.encoding.decode)
-            self.emitted = [session.encoding.stream() for _ in session.texts]
+        if args.show_tree:
+            self.drafts = Drafts(engine, loaded.encoding.decode)
+            self.emitted = [loaded.encoding.stream() for _ in texts]
         self.steps = []  # of --show-tree, as dicts for --json
-        self.streams = len(session.texts) <= 1 and not session.args.json
+        self.streams = len(texts) <= 1 and not args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
-        self.stream = session.text_stream()
+        self.stream = loaded.text_stream()
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.shown = ["" if session.template else text for text in session.texts]
-
-    def run(self, prompts):
-        """Continues the prompts and prints the texts -> Output, up to where Ctrl-C ended it."""
-        session = self.session
+        self.shown = ["" if args.chat else text for text in texts]
         if self.streams:
             print("".join(self.shown), end="", flush=True)
-        try:
-            output = self.engine.generate(prompts, session.args.max_new_tokens, session.stop,
-                                          self.show, session.encoding)
-        except Interrupted as interrupt:
-            output = interrupt.output
-        if self.streams:
-            print(self.stream.finish(), flush=True)
-        else:  # what was interrupted, too
-            self.sequences |= {sequence.index: sequence for sequence in output.sequences}
-            self.print_ended()
-        full = output.ended.count("context")
-        if full and not session.args.json:
-            print(f"\n{full} of {len(prompts)} texts ended where the model's context of "
-                  f"{session.model.config.block_size} tokens is full", file=sys.stderr)
-        return output
 
     def show(self, sequence, tokens, path, plan):
         """What `Engine.generate` calls with each result of a step."""
@@ -67,7 +51,7 @@ class Printer:
             self.steps.append(dict(prompt=sequence.index, step=number, emitted=emitted)
                               | self.drafts.describe(sequence, tokens, path, plan))
         for i, token in enumerate(tokens if self.streams else []):
-            text = "" if token in self.session.stop else self.stream.feed([token])
+            text = "" if token in self.loaded.stop else self.stream.feed([token])
             if self.colours and text and i < len(path) - 1:  # the last one is the model's own
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
                 colour = LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head
@@ -78,51 +62,60 @@ class Printer:
             self.print_ended()
 
     def print_ended(self):
-        args = self.session.args
         while sequence := self.sequences.pop(self.printed, None):
-            text = self.session.decode(sequence.tokens)
-            if not args.json:
+            text = self.loaded.decode(sequence.tokens)
+            if not self.args.json:
                 print(f"{self.shown[sequence.index]}{text}\n{'-' * 40}", flush=True)
-            elif args.prompts:
-                print(json.dumps(dict(prompt=self.session.texts[sequence.index], text=text,
+            elif self.args.prompts:
+                print(json.dumps(dict(prompt=self.texts[sequence.index], text=text,
                                       tokens=sequence.tokens, ended=sequence.ended)), flush=True)
             self.printed += 1
 
+    def finish(self, output):
+        """Prints the rest of the texts, up to where Ctrl-C ended them."""
+        if self.streams:
+            print(self.stream.finish(), flush=True)
+        else:
+            self.sequences |= {sequence.index: sequence for sequence in output.sequences}
+            self.print_ended()
+        full = output.ended.count("context")
+        if full and not self.args.json:
+            print(f"\n{full} of {len(output.ended)} texts ended where the model's context of "
+                  f"{self.loaded.model.config.block_size} tokens is full", file=sys.stderr)
+
     def report(self, output):
         """Prints what the flags ask for beside the texts, or all of it as json."""
-        session = self.session
-        args = session.args
+        args = self.args
         finished = None not in output.ended
-        result = as_json(session, output)
+        result = self.as_json(output)
         say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
         if not args.quiet:
             say(f"\n{statistics(output)}")
         if self.drafts:
             result["drafts"] = self.steps
-            say("\n".join(tree_lines(self.steps, len(session.texts))))
+            say("\n".join(tree_lines(self.steps, len(self.texts))))
         if args.explain and finished:
             result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
             say("\n" + "\n".join(result["explained"]))
         if args.compare and finished:
             self.engine = self.drafts = None  # frees their memory for the next one
-            plain, difference = against_plain(session, output, say)
-            result |= dict(plain=plain and as_json(session, plain), difference=difference)
+            plain, difference = against_plain(args, self.loaded, output, say)
+            result |= dict(plain=plain and self.as_json(plain), difference=difference)
         if args.json and not args.prompts:
             print(json.dumps(result))
 
-
-def as_json(session, output):
-    """The --json object of one run."""
-    names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds", "tokens_per_step",
-             "tokens_per_second", "accepted")
-    return {name: getattr(output, name) for name in names} | dict(
-        model=Path(session.args.model).resolve().name,
-        sampling=session.sampling,
-        prompts=session.texts,
-        texts=list(map(session.decode, output.tokens)),
-        step_lengths=dict(sorted(output.step_lengths.items())),
-        plans={str(plan): dict(steps=steps, tokens=tokens)
-               for plan, (steps, tokens) in output.plans.items()})
+    def as_json(self, output):
+        """The --json object of one run."""
+        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
+                 "tokens_per_step", "tokens_per_second", "accepted")
+        return {name: getattr(output, name) for name in names} | dict(
+            model=Path(self.args.model).resolve().name,
+            sampling=self.loaded.sampling,
+            prompts=self.texts,
+            texts=list(map(self.loaded.decode, output.tokens)),
+            step_lengths=dict(sorted(output.step_lengths.items())),
+            plans={str(plan): dict(steps=steps, tokens=tokens)
+                   for plan, (steps, tokens) in output.plans.items()})
 
 
 def statistics(output):
@@ -208,43 +201,58 @@ def tree_lines(steps, prompts):
             yield f"+ {step['emitted'][-1]!r}"
 
 
-def converse(session):
-    """Reads a line, prints the model's text, and so on to the end of the input. With a chat
-    template the lines are turns of a conversation, else each is a prompt by itself."""
+def converse(args, loaded):
+    """Reads a line, prints the model's text, and so on to the end of the input. With --chat the
+    lines are turns of a conversation, else each is a prompt by itself."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    messages, engine = [], None
-    while (line := session.group.on_first(read_line)) is not None:
+    messages, engine = opening(args), None
+    while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
-            messages = []
+            messages = opening(args)
         if line.strip() in ("", "/clear"):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            prompt = session.encode(turn)
-            check_prompt(session.model, prompt)
+            prompt = loaded.encode(turn, args.chat)
+            check_prompt(loaded.model, prompt)
         except InputError as error:  # such as a conversation that is too long
-            print(f"{error}{'; /clear starts anew' if messages else ''}", file=sys.stderr)
+            hint = "; /clear starts anew" if messages != opening(args) else ""
+            print(f"{error}{hint}", file=sys.stderr)
             continue
-        needed = len(prompt) + session.args.max_new_tokens
-        if engine is None or min(needed, session.model.config.block_size) > engine.decoder.capacity:
+        needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)
+        if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = session.engine([prompt], session.args.max_new_tokens + 1024)  # room to grow
-        output = Printer(session, engine).run([prompt])
-        if not session.template:
-            print("-" * 40)
-        if not session.args.quiet:
-            print(f"[{speed(output)}]", file=sys.stderr)
+            room_to_grow = args.max_new_tokens + 1024
+            engine = make_engine(args, loaded, [prompt], room_to_grow)
+        output = reply(args, loaded, engine, prompt)
         # SIGTERM, and on ranks Ctrl-C, end more than a reply
-        if cli.received or (session.group.size > 1 and None in output.ended):
+        if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
-        if session.template:
-            messages = [*turn, dict(role="assistant", content=session.decode(output.tokens[0]))]
+        if args.chat:
+            text = loaded.decode(output.tokens[0])
+            messages = [*turn, dict(role="assistant", content=text)]
+
+
+def reply(args, loaded, engine, prompt):
+    """Prints the text that follows a prompt -> its Output, up to where Ctrl-C ended it."""
+    printer = Printer(args, loaded, engine)
+    try:
+        output = engine.generate([prompt], args.max_new_tokens, loaded.stop, printer.show,
+                                 loaded.encoding)
+    except Interrupted as interrupt:
+        output = interrupt.output
+    printer.finish(output)
+    if not args.chat:
+        print("-" * 40)
+    if not args.quiet:
+        print(f"[{speed(output)}]", file=sys.stderr)
+    return output
 
 
 def read_line():
     """The next line of standard input, None at its end."""
-    with cli.utf8("standard input"), contextlib.suppress(EOFError):
+    with utf8("standard input"), contextlib.suppress(EOFError):
         return input("> " if sys.stdin.isatty() else "")

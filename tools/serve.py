@@ -5,13 +5,18 @@
 The event loop reads requests and writes answers; one thread owns the engine. A text depends on its
 request alone, whatever runs beside it: it is what `generate()` gives for the same arguments."""
 
+import sys
+
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+    from tools.cli import serve
+    sys.exit(serve())
+
 import asyncio
 import hmac
 import json
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -20,10 +25,6 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__":  # flags are parsed before torch is loaded, so a typo is told at once
-    from tools.flags import parse_serve
-    ARGS = parse_serve()
-
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,12 +32,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from backends import tensor_parallel
 from generate import DraftPlan, Output, Sampling
 from hf import SMOLLM2, expect
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import InputError, check
-from tools.cli import Session, command, error_line
+from tools.errors import error_line
+from tools.load import load, make_engine
 from tools.printer import Drafts
 
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
@@ -58,17 +61,16 @@ class Job:
                    f"{name} must be of type {type(default).__name__}")
         expect(body.get("draft") in (None, "none"), 'draft must be "none", or left out')
         check("n", body["n"], 1, 128, whole=True)
-        session = app.session
-        limit = body.get("max_tokens", session.args.max_new_tokens)
+        limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         check("max_tokens", self.limit, 1, 2**31, whole=True)
         given = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        self.sampling = Sampling(**session.sampling | given)
+        self.sampling = Sampling(**app.loaded.sampling | given)
         stop = read_texts(body, "stop")
-        self.stop = [*session.stop, *stop]  # --stop is among them
+        self.stop = [*app.loaded.stop, *stop]  # --stop is among them
         expect(len(stop) <= 16 and "" not in self.stop,
                "stop may have 16 texts, none of them empty")
-        self.encoding = session.encoding
+        self.encoding = app.loaded.encoding
         self.body = body
         self.chat = chat
         self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")
@@ -237,16 +239,16 @@ class Worker(threading.Thread):
 class App:
     """The handlers of requests. `starlette` is the ASGI application."""
 
-    def __init__(self, session, engine):
-        args = session.args
+    def __init__(self, args, loaded, engine):
         file = Path(args.model)
-        self.session = session
+        self.args = args
+        self.loaded = loaded
         self.engine = engine
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
         self.taken = 0
-        self.longest = max(map(len, session.encoding.package.get_vocab()))  # characters of a token
-        self.worker = Worker(engine, session.encoding)
+        self.longest = max(map(len, loaded.encoding.package.get_vocab()))  # characters of a token
+        self.worker = Worker(engine, loaded.encoding)
         self.worker.start()
         self.counts = self.worker.counts
         handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
@@ -260,7 +262,7 @@ class App:
 
     async def guard(self, handler, request):
         """Calls a handler, if the request brings the key."""
-        key = self.session.args.api_key
+        key = self.args.api_key
         given = request.headers.get("authorization", "").encode("latin-1")
         open_to_all = not key or request.url.path in ("/", "/health")
         if not (open_to_all or hmac.compare_digest(given, f"Bearer {key}".encode())):
@@ -276,7 +278,7 @@ class App:
         """OpenAI's form of an error, without the model's path."""
         text = getattr(error, "detail", None) or error_line(error)
         text = text or f"{type(error).__name__} in a step; the server's log has more"
-        text = text.replace(f"{self.session.args.model}/", f"{self.name}/")
+        text = text.replace(f"{self.args.model}/", f"{self.name}/")
         text = text.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
         return dict(error=dict(message=text[:1000], type=kind, param=None, code=None))
@@ -329,7 +331,7 @@ class App:
 
     def encode(self, job):
         """Makes token ids of the texts. Those that cannot fit are refused before they cost much."""
-        encoding = self.session.encoding
+        encoding = self.loaded.encoding
         capacity = self.engine.decoder.capacity
         for text in job.texts:
             size = sum(len(message["content"]) for message in text) if job.chat else len(text)
@@ -365,7 +367,7 @@ class App:
         return JSONResponse(dict(status="ok" if alive else "failed"), 200 if alive else 503)
 
     async def models(self, request):
-        chat = self.session.encoding.template is not None
+        chat = self.loaded.encoding.template is not None
         model = dict(id=self.name, object="model", created=0, owned_by="clover", chat=chat)
         return JSONResponse(dict(object="list", data=[model]))
 
@@ -377,15 +379,16 @@ class App:
         return PlainTextResponse("".join(lines))
 
 
-def main(args):
+def run(args):
     try:
         listener = socket.create_server((args.host, args.port))
     except OSError as error:
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
-    session = Session(args)
-    expect(session.group.size == 1, "a server is one process; start it without torchrun")
-    context = min(args.context or 4096, session.model.config.block_size)
-    app = App(session, session.engine([[0]] * args.batch_size, context - 1))
+    group = tensor_parallel.start(args)
+    expect(group.size == 1, "a server is one process; start it without torchrun")
+    loaded = load(args, group)
+    context = min(args.context or 4096, loaded.model.config.block_size)
+    app = App(args, loaded, make_engine(args, loaded, [[0]] * args.batch_size, context - 1))
     server = uvicorn.Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
                                            timeout_graceful_shutdown=PATIENCE))
     server.handle_exit = partial(end, server)
@@ -400,7 +403,3 @@ def end(server, number, frame):
     if server.should_exit:
         os._exit(128 + number)
     server.should_exit = True
-
-
-if __name__ == "__main__":
-    command(partial(main, ARGS))

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from tools.flags import Parser, add_model_flags, add_number, add_quantize_flag
@@ -24,6 +25,16 @@ TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens"
 # a resumed run cannot change these
 FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary")
 SAVED = (*FIXED, "steps", "model", "data")
+
+
+def main(argv=None):
+    """python train_heads.py"""
+    args = parse_heads(argv)
+    import train_heads  # loads torch
+    from tools.errors import command
+    with command():
+        if code := train_heads.main(args):
+            sys.exit(code)
 
 
 def parse_heads(argv=None):

@@ -1,0 +1,186 @@
+"""What the flags name, loaded: model, heads, tokenizer, prompts; and the engine for them."""
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from backends import tensor_parallel
+from clover import CloverHeads, state_hash
+from generate import Sampling, prepare
+from hf import checkpoint, default_heads, expect, find_model, part_file
+from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
+from hf.families import read_config
+from hf.tokenizer import Encoding, encode_prompt, load_encoding
+from model import GPT, InputError, pick_device
+from tools.policy import choose_threads
+
+
+def load_model(args, group=None, packed=True, dtype=None):
+    """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
+    group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
+    device = pick_device(args.device)
+    vocab_size = read_config(args.model).vocab_size
+    encoding = load_encoding(args.model)
+    last = encoding.max_token_value
+    expect(last < vocab_size, f"{args.model}: the tokenizer has ids up to {last}, the model only "
+           f"{vocab_size} embeddings; they do not belong together")
+    dtype = getattr(torch, args.dtype) if args.dtype else dtype
+    return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
+
+
+@dataclass(eq=False)
+class Loaded:
+    """What the flags name; of ranks, each has read the same."""
+    model: GPT
+    encoding: Encoding
+    heads: CloverHeads | None
+    sampling: dict  # of a `Sampling`
+    stop: list      # token ids and texts that end a text
+    group: tensor_parallel.Group
+
+    def encode(self, messages, chat):
+        """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
+        since a template may look at the clock."""
+        ids = partial(encode_prompt, self.encoding, messages[-1]["content"])
+        if chat:
+            ids = partial(self.encoding.chat, messages)
+        return self.group.on_first(ids)
+
+    def decode(self, tokens):
+        """Text of token ids without the stop token or text that ended it."""
+        stream = self.text_stream()
+        return stream.feed([token for token in tokens if token not in self.stop]) + stream.finish()
+
+    def text_stream(self):
+        return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
+
+
+def load(args, group):
+    """-> `Loaded`"""
+    loaded = group.raise_together(lambda: load_alone(args, group))
+    if group.size > 1:
+        heads = loaded.heads and (state_hash(loaded.heads.state_dict()), loaded.heads.info)
+        group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
+                          loaded.sampling, loaded.stop], "have read different files")
+    return loaded
+
+
+def load_alone(args, group):
+    """As `load`, but does not wait for other ranks."""
+    sampling = sampling_flags(args) | dict(seed=args.seed)
+    model, encoding = load_model(args, group)
+    heads = None
+    path = args.heads or default_heads(args.model) or "none"
+    if args.draft not in ("lookup", "none") and path != "none":
+        heads = CloverHeads.from_pretrained(path, model, encoding.hash)
+    elif args.draft in ("heads+lookup", "heads"):
+        raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
+                         "some with train_heads.py, give --heads, or take --draft lookup")
+    stop = [*stop_tokens(args.model, encoding), *args.stop]
+    return Loaded(model, encoding, heads, sampling, stop, group)
+
+
+def make_engine(args, loaded, prompts, max_new_tokens, **options):
+    """The Engine for these prompts, by the flags and `options`. Sets the number of threads."""
+    flags = dict(heads=loaded.heads, lookup=args.draft in ("heads+lookup", "lookup", None),
+                 tree_size=args.tree_size, beams=args.beams, batch_size=args.batch_size,
+                 graph=not (args.no_graph or args.show_tree)) | options
+    engine = prepare(loaded.model, prompts, max_new_tokens, **flags, **loaded.sampling)
+    asked = (args.heads or args.draft) and flags["heads"] and flags["tree_size"] is None
+    if asked and not engine.decoder.heads:
+        print("the heads are left out, as here they are expected to cost more than they gain "
+              "(--tree-size N takes them)", file=sys.stderr)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        choose_threads(engine.decoder)
+    if args.compare:  # what is compiled or loaded comes before what is timed
+        engine.generate(prompts[:1], min(4, max_new_tokens))
+        engine.clear()
+        engine.decoder.warm_up()
+    return engine
+
+
+def sampling_flags(args):
+    """How to sample: as the flags say, else as the folder does, of which a line is printed."""
+    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    defaults = sampling_defaults(args.model)
+    if given.get("temperature", defaults["temperature"]) == 0:
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in given if given[name])
+        if filters and "temperature" not in given:
+            print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
+        return dict(temperature=0.0) | given
+    of_folder = {name: defaults[name] for name in defaults if name not in given}
+    file = part_file(find_model(args.model), "generation_config.json")
+    try:
+        Sampling(**of_folder)
+    except InputError as error:
+        raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
+    if of_folder:
+        words = ", ".join(f"{name} {value:g}" for name, value in of_folder.items())
+        print(f"sampling as {file.parent.resolve().name}/{file.name} says: "
+              f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
+    return of_folder | given
+
+
+def opening(args):
+    """The messages that a conversation begins with: --system."""
+    return [] if args.system is None else [dict(role="system", content=args.system)]
+
+
+def read_prompts(args):
+    """--prompt and --prompts -> conversations, lists of messages; checks that the model takes
+    --chat. "-" is standard input."""
+    expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
+           "leave out --chat, or take a model that was trained to chat")
+    if args.prompts:
+        found = read_file(Path(args.prompts), args.chat)
+        return [[*opening(args), *messages] for messages in found]
+    with utf8("standard input"):
+        texts = [sys.stdin.buffer.read().decode() if text == "-" else text
+                 for text in args.prompt or []]
+    return [[*opening(args), dict(role="user", content=text)] for text in texts]
+
+
+@contextlib.contextmanager
+def utf8(name):
+    """Raises InputError where the body reads text that is not UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
+
+
+def read_file(path, chat):
+    """The conversations of --prompts FILE. Raises InputError, with the line, for a bad one."""
+    try:
+        with utf8(path):
+            lines = path.read_bytes().decode().splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    conversations = [read_line(f"{path}, line {number}", line, chat) if path.suffix == ".jsonl"
+                     else [dict(role="user", content=line)]
+                     for number, line in enumerate(lines, 1) if line.strip()]
+    expect(conversations, f"{path}: holds no prompt")
+    return conversations
+
+
+def read_line(where, line, chat):
+    """The messages of one line of a .jsonl file."""
+    try:
+        value = json.loads(line)
+        messages = value.get("messages", [dict(role="user", content=value.get("prompt"))])
+        valid = messages and all(isinstance(message[key], str) and message[key]
+                                 for message in messages for key in ("role", "content"))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        valid = False
+    expect(valid, f'{where}: expected an object with "prompt", a text, or "messages", a list of '
+           'objects with "role" and "content"')
+    expect(chat or "messages" not in value, f'{where}: "messages" need --chat')
+    return messages
