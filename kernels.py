@@ -1733,20 +1733,20 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
         per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
     logits = logits / torch.where(temperature > 0, temperature, 1.0)
     V = logits.shape[1]
-    k = top_k.long().clamp(max=V)
-    if (k > 0).any():
-        kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
-        logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
+    if (top_k > 0).any():
+        k = top_k.clamp(1, V)
+        kth = logits.topk(int(k.max())).values.gather(1, k - 1)
+        logits = logits.masked_fill((logits < kth) & (top_k > 0), -math.inf)
     if (top_p < 1).any():
         total = logits.logsumexp(dim=-1, keepdim=True)
         for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
             ranked = logits.topk(n).values
             probs = (ranked - total).exp()
-            before = probs.cumsum(dim=-1) - probs
-            if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
+            kept = probs.cumsum(dim=-1) - probs < top_p
+            if not (kept[:, -1:] & (top_p < 1)).any():
                 break
-        kept = (before < top_p).sum(dim=-1, keepdim=True)
-        cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
+        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where all is NaN, none is kept
+        cut = ranked.gather(1, last)
         logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
     if (min_p > 0).any():
         cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
