@@ -244,13 +244,13 @@ class Decoder:
     def sample(self, normed, positions):
         normed = normed.flatten(0, 1)  # (B * T, C)
         sampling = self.slots.sampling
-        place = self.slots.sequence, (positions + 1).view(-1)
+        place = dict(sequence=self.slots.sequence, position=(positions + 1).view(-1))
         if self.way == FILTERED:
             sample = getattr(self.model.head, "filtered_sample", filtered_sample)
-            target = sample(self.model.head.logits(normed), *sampling.values(), *place)
+            target = sample(self.model.head.logits(normed), **sampling, **place)
         else:
             temperature = 0.0 if self.way == GREEDY else sampling["temperature"]
-            target = self.model.head.sample(normed, temperature, sampling["seed"], *place)
+            target = self.model.head.sample(normed, temperature, sampling["seed"], **place)
         return target.view_as(positions)
 
     def accept(self, plan, tree, target):

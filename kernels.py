@@ -420,6 +420,12 @@ def _order(x):
 
 
 @triton.jit
+def _value(order):
+    """The float32 number of an `_order`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pack_entries(scores, columns):
     """int64 that order as the scores do, of equal scores the lower column first."""
     return (_order(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
@@ -532,9 +538,8 @@ def _merge_lists_kernel(
             token = tl.load(vocab_ids_ptr + token)
         tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
         if lse_ptr is not None:
-            bits = (entry >> 32).to(tl.int32)
-            bits ^= (bits >> 31) & 0x7FFFFFFF  # as in `_order`, which this undoes
-            tl.store(logprobs_ptr + row * k + slot, bits.to(tl.float32, bitcast=True) - lse)
+            logprob = _value((entry >> 32).to(tl.int32)) - lse
+            tl.store(logprobs_ptr + row * k + slot, logprob)
 
 
 def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_token=0,
@@ -1539,181 +1544,125 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
 #   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
 #   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
-# Bytes: 2 * M * V float32 logits. A first pass takes the maximum and the log-sum-exp of each split
-# of a row. They bound what is kept: tokens under lse + log((1 - top_p) / V) have less than 1 -
-# top_p of the mass together, and those under the k-th largest maximum are not among the top k. A
-# second pass lists the others, some hundreds, in any order: masses are sums of integers. One
-# program per row searches the list for the top_k's cut, then the nucleus's, an integer that orders
-# as the logits do, four bits a turn: the highest of 16 with enough tokens, or mass, from it on.
+# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. Those
+# give a floor below which nothing is kept, and then only the groups that reach it are read: few, in
+# a peaked row. top_k's cut is bisected. Of what reaches the floor the best token wins if less than
+# top_p of the mass is above it; otherwise all that is kept is, and the floor rises above it. If a
+# share s of the mass that reaches the first floor is kept, it rises -ln(s) times on average.
 
-MASS_UNIT = tl.constexpr(2.0 ** 40)  # 2^17 tokens of a row's largest mass fit an int64
+MASS_UNIT = tl.constexpr(2.0 ** 40)  # masses are integers: sums are exact, of up to 2^22 tokens
 
 
 @triton.jit
-def _load_logits(logits_ptr, columns, mask, temperature):
+def _load_logits(logits_ptr, columns, V, temperature):
     """logits / temperature in float32; NaN is -inf."""
-    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
+    x = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
     x /= tl.where(temperature > 0, temperature, 1.0)
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
-def _row_mass(max_ptr, lse_ptr, m, splits, temperature, min_p, BLOCK_SPLITS: tl.constexpr):
-    """(the largest x of row m, its mass relative to that, the least of min_p, or that can win)"""
-    split = tl.arange(0, BLOCK_SPLITS)
-    offsets = m * splits + split
-    row_max = tl.max(tl.load(max_ptr + offsets, mask=split < splits, other=FINITE_MIN), 0)
-    lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
-    reach = tl.where(temperature > 0, tl.log(tl.maximum(min_p, 2e-9)), 0.0)  # noise spans < 20
-    return row_max, tl.sum(tl.exp(lse - row_max), 0), row_max + reach
+def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The number, the mass and the best entry of the tokens with _order(x) >= floor; what a caller
+    drops of these is compiled away. groups: the entries of their largest x, in order."""
+    logits_ptr, V, temperature, low, high, row_max = row
+    column = tl.arange(0, COLUMNS)[None, :]
+    number = tl.zeros([ROWS, COLUMNS], tl.int64)
+    mass = number
+    best = number + NO_ENTRY
+    for start in range(0, tl.sum((groups >> 32 >= floor).to(tl.int32), 0), ROWS):
+        group = tl.gather(groups, start + tl.arange(0, ROWS), 0).to(tl.int32) ^ NO_TOKEN
+        columns = (column // 8 * groups.shape[0] + group[:, None]) * 8 + column % 8
+        x = _load_logits(logits_ptr, columns, V, temperature)
+        scores = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
+        above = _order(x) >= floor
+        number += above.to(tl.int64)
+        mass += tl.where(above, tl.exp(x - row_max) * MASS_UNIT, 0.0).to(tl.int64)
+        best = tl.maximum(best, tl.where(above, _pack_entries(scores, columns), NO_ENTRY))
+    return tl.sum(number), tl.sum(mass), tl.max(best)
 
 
-@triton.jit(do_not_specialize=["T", "splits"])
-def _split_masses_kernel(logits_ptr, max_ptr, lse_ptr, temperature_ptr, T, V, splits,
-                         BLOCK_V: tl.constexpr):
-    """Program (row m, split): the largest x of a split, and the logarithm of its mass."""
-    m = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    columns = split * BLOCK_V + tl.arange(0, BLOCK_V)
-    temperature = tl.load(temperature_ptr + m // T)
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
-    split_max = tl.maximum(tl.max(x, 0), FINITE_MIN)
-    tl.store(max_ptr + m * splits + split, split_max)
-    tl.store(lse_ptr + m * splits + split, split_max + tl.log(tl.sum(tl.exp(x - split_max), 0)))
-
-
-@triton.jit(do_not_specialize=["T", "splits"])
-def _list_tokens_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
-    min_p_ptr, log_share, T, V, splits, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):
-    """Program (row m, split): adds a split's tokens from the bound on to the row's list."""
-    m = tl.program_id(0).to(tl.int64)
-    b = m // T
-    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    temperature = tl.load(temperature_ptr + b)
-    row_max, mass, least = _row_mass(
-        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
-    rest = tl.log(mass) + tl.log(tl.maximum(1 - tl.load(top_p_ptr + b), 1e-37)) + log_share
-    bound = tl.maximum(row_max + rest, least)
-    top_k = tl.load(top_k_ptr + b)
-    if top_k > 0:  # their mass is wanted, so all of them are listed
-        split = tl.arange(0, BLOCK_SPLITS)
-        maxima = tl.load(max_ptr + m * splits + split, mask=split < splits, other=float("-inf"))
-        ranked = tl.sort(maxima, descending=True)
-        bound = tl.max(tl.where(split >= top_k - 1, ranked, float("-inf")), 0)
-    x = _load_logits(logits_ptr + m * V, columns, columns < V, temperature)  # [BLOCK_V]
-    listed = (x >= bound) & (x > float("-inf"))
-    place = tl.cumsum(listed.to(tl.int32), 0) - 1
-    first = tl.atomic_add(count_ptr + m, tl.sum(listed.to(tl.int32), 0))
-    tl.store(list_ptr + m * V + first + place, columns, mask=listed)
-
-
-@triton.jit
-def _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V: tl.constexpr):
-    """(which entries of the list there are, their columns, their logits / temperature)"""
-    entry = start + tl.arange(0, BLOCK_V)
-    columns = tl.load(list_ptr + entry, mask=entry < count, other=0)
-    return entry < count, columns, _load_logits(logits_ptr, columns, entry < count, temperature)
-
-
-@triton.jit
-def _find_cut(logits_ptr, list_ptr, count, temperature, row_max, wanted, COUNTS: tl.constexpr,
-              BLOCK_V: tl.constexpr):
-    """The highest number with the wanted count, or mass, of tokens from it on, else -2^31."""
-    cut = tl.full([], -2147483648, tl.int32)
-    for digit in range(0, 8):
-        # [16], [BLOCK_V, 16]
-        candidates = cut + (tl.arange(0, 16) << (28 - 4 * digit))
-        sums = tl.zeros([BLOCK_V, 16], tl.int64)
-        for start in range(0, count, BLOCK_V):
-            mask, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-            weights = (mask if COUNTS else tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)[:, None]
-            sums += tl.where(_order(x)[:, None] >= candidates[None, :], weights, 0)
-        cut = tl.max(tl.where(tl.sum(sums, 0) >= wanted, candidates, cut), 0)
-    return cut
-
-
-@triton.jit(do_not_specialize=["T", "splits"])
+@triton.jit(do_not_specialize=["T"])
 def _filtered_sample_kernel(
-    logits_ptr, max_ptr, lse_ptr, count_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
-    min_p_ptr, seed_ptr, sequence_ptr, position_ptr, tokens_ptr, T, V, splits,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr,
+    position_ptr, tokens_ptr, T, V,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Program m: the cuts of a row's top_k and nucleus, then its sample."""
+    """Program m: a row's sample. Group g has columns 8 g to 8 g + 7 of every 8 * GROUPS."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
-    temperature = tl.load(temperature_ptr + b)
     logits_ptr += m * V
-    list_ptr += m * V
-    count = tl.load(count_ptr + m)
-    row_max, total, least = _row_mass(
-        max_ptr, lse_ptr, m, splits, temperature, tl.load(min_p_ptr + b), BLOCK_SPLITS)
-    cut = tl.full([], -2147483648, tl.int32)
-    mass = (total * MASS_UNIT).to(tl.int64)
-    top_k = tl.load(top_k_ptr + b)
-    if top_k > 0:
-        cut = _find_cut(logits_ptr, list_ptr, count, temperature, row_max, top_k, True, BLOCK_V)
-        kept = tl.zeros([BLOCK_V], tl.int64)  # the mass of these alone
-        for start in range(0, count, BLOCK_V):
-            _, _, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-            weights = (tl.exp(x - row_max) * MASS_UNIT).to(tl.int64)
-            kept += tl.where(_order(x) >= cut, weights, 0)
-        mass = tl.sum(kept, 0)
-    top_p = tl.load(top_p_ptr + b)
-    if top_p < 1:
-        wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-        cut = tl.maximum(cut, _find_cut(
-            logits_ptr, list_ptr, count, temperature, row_max, wanted, False, BLOCK_V))
-
+    temperature = tl.load(temperature_ptr + b)
+    group = tl.arange(0, GROUPS)
+    largest = tl.full([GROUPS], FINITE_MIN, tl.float32)
+    mass = tl.zeros([GROUPS], tl.float32)
+    for start in range(0, V, 8 * GROUPS):
+        columns = start + group[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = _load_logits(logits_ptr, columns, V, temperature)  # [GROUPS, 8]
+        before = largest
+        largest = tl.maximum(largest, tl.max(x, 1))
+        mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), 1)
+    row_max = tl.max(largest, 0)
+    mass = (tl.sum(mass * tl.exp(largest - row_max), 0) * MASS_UNIT).to(tl.int64)
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-    best = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    token = tl.full([BLOCK_V], NO_TOKEN, tl.int32)
-    for start in range(0, count, BLOCK_V):
-        mask, columns, x = _load_listed(logits_ptr, list_ptr, start, count, temperature, BLOCK_V)
-        score = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
-        better = (score > best) | ((score == best) & (columns < token))
-        better &= mask & (_order(x) >= cut) & (x >= least)
-        best = tl.where(better, score, best)
-        token = tl.where(better, columns, token)
-    token = tl.min(tl.where(best == tl.max(best, 0), token, NO_TOKEN), 0)
-    tl.store(tokens_ptr + m, tl.minimum(token, V - 1).to(tl.int64))  # a token where all are NaN
+    row = logits_ptr, V, temperature, low, high, row_max
+    groups = tl.sort(_pack_entries(largest, group), descending=True)
+    orders = groups >> 32
+
+    floor = tl.full([], -2147483648, tl.int64)
+    top_k = tl.load(top_k_ptr + b)
+    if (top_k > 0) & (top_k < V):  # the largest of top_k groups are enough; the cut is before `end`
+        floor = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
+        end = tl.max(orders, 0) + 1
+        middle = floor
+        while middle < end:
+            number, part, _ = _look(row, groups, middle, ROWS, COLUMNS)
+            end = tl.where(number > top_k, end, middle + (number == top_k).to(tl.int64))
+            floor = tl.where(number >= top_k, middle, floor)
+            mass = tl.where(number >= top_k, part, mass)
+            middle = (floor + end + 1) >> 1
+
+    top_p = tl.load(top_p_ptr + b)
+    wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
+    masses = (tl.exp(_value(orders.to(tl.int32)) - row_max) * MASS_UNIT).to(tl.int64)
+    reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by these alone
+    floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
+    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20, so lower x lose
+    least = row_max + tl.where(temperature > 0, reach, 0.0)
+    floor = tl.maximum(floor, _order(least).to(tl.int64))
+    above = wanted
+    while above >= wanted:
+        _, _, best = _look(row, groups, floor, ROWS, COLUMNS)
+        token = tl.minimum(best.to(tl.int32) ^ NO_TOKEN, V - 1)  # some token where all are NaN
+        tl.store(tokens_ptr + m, token.to(tl.int64))
+        x = _load_logits(logits_ptr, token, V, temperature)
+        floor = tl.where(top_p < 1, _order(x), NO_TOKEN).to(tl.int64) + 1
+        _, above, _ = _look(row, groups, floor, ROWS, COLUMNS)
 
 
-def filtered_sample(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
     temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`;
     argmax at temperature 0. All but position are numbers, or tensors [B] of M / B rows each."""
     M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
     _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
+    parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+                      sequence=sequence, position=position)
     if not runs_triton(logits):
-        return filtered_sample_reference(
-            logits, temperature, top_k, top_p, min_p, seed, sequence, position)
-    logits = logits.contiguous()
+        return filtered_sample_reference(logits, **parameters)
     B = len(sequence)
-    parameters = temperature, top_k, top_p, min_p, seed, sequence, position
-    parameters = [filled(x, logits, B) for x in parameters]
-    log_share = -math.log(V) - 1e-3  # a part in 1,000 lower: the sum of masses is rounded
-    BLOCK_V = max(256, triton.next_power_of_2(triton.cdiv(V, 256)))  # so at most 256 splits
-    splits = triton.cdiv(V, BLOCK_V)
-    BLOCK_SPLITS = triton.next_power_of_2(splits)
-    blocks = dict(BLOCK_V=BLOCK_V, num_warps=_num_warps(BLOCK_V, 256))
-    maxima, lse = logits.new_empty(2, M, splits)
-    count = torch.zeros(M, dtype=torch.int32, device=logits.device)
-    listed = logits.new_empty(M, V, dtype=torch.int32)
+    parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
-    _launch(_split_masses_kernel, (M, splits),
-            logits, maxima, lse, parameters[0], M // B, V, splits, **blocks)
-    _launch(_list_tokens_kernel, (M, splits),
-            logits, maxima, lse, count, listed, *parameters[:4], log_share, M // B, V, splits,
-            BLOCK_SPLITS=BLOCK_SPLITS, **blocks)
+    GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
+    COLUMNS = 8 * triton.next_power_of_2(triton.cdiv(V, 8 * GROUPS))
     _launch(_filtered_sample_kernel, (M,),
-            logits, maxima, lse, count, listed, *parameters, tokens, M // B, V, splits,
-            BLOCK_V=512, BLOCK_SPLITS=BLOCK_SPLITS, num_warps=16)
+            logits.contiguous(), *parameters, tokens, M // B, V, GROUPS=GROUPS,
+            ROWS=min(4096 // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
     return tokens
 
 
-def filtered_sample_reference(logits, temperature, top_k, top_p, min_p, seed, sequence, position):
+def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
+                              position):
     logits = filter_logits(logits, top_k, top_p, min_p, temperature)
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
 
@@ -1735,20 +1684,20 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
         per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
     logits = logits / torch.where(temperature > 0, temperature, 1.0)
     V = logits.shape[1]
-    k = top_k.long().clamp(max=V)
-    if (k > 0).any():
-        kth = logits.topk(int(k.max())).values.gather(1, (k - 1).clamp(min=0))
-        logits = logits.masked_fill((logits < kth) & (k > 0), -math.inf)
+    if (top_k > 0).any():
+        k = top_k.clamp(1, V)
+        kth = logits.topk(int(k.max())).values.gather(1, k - 1)
+        logits = logits.masked_fill((logits < kth) & (top_k > 0), -math.inf)
     if (top_p < 1).any():
         total = logits.logsumexp(dim=-1, keepdim=True)
         for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
             ranked = logits.topk(n).values
             probs = (ranked - total).exp()
-            before = probs.cumsum(dim=-1) - probs
-            if n == V or ((before[:, -1:] >= top_p) | (top_p == 1)).all():
+            kept = probs.cumsum(dim=-1) - probs < top_p
+            if not (kept[:, -1:] & (top_p < 1)).any():
                 break
-        kept = (before < top_p).sum(dim=-1, keepdim=True)
-        cut = ranked.gather(1, (kept - 1).clamp(min=0))  # where all is NaN, none is kept
+        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where all is NaN, none is kept
+        cut = ranked.gather(1, last)
         logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
     if (min_p > 0).any():
         cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)

@@ -301,10 +301,10 @@ class KernelHead:
             return super().sample(hidden, temperature, seed, sequence, position, first_token)
         return argmax(packed.multiply(hidden), temperature, seed, sequence, position, first_token)
 
-    def filtered_sample(self, logits, temperature, top_k, top_p, min_p, *noise):
+    def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, **noise):
         """As `kernels.filtered_sample`, with the noise of `sample`, bit for bit."""
         logits = filter_logits(logits, top_k, top_p, min_p, temperature)
-        return argmax(logits, 1.0 * (temperature > 0), *noise)
+        return argmax(logits, 1.0 * (temperature > 0), **noise)
 
 
 class PackedLMHead(KernelHead, PackedLinear, LMHead):

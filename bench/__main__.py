@@ -15,7 +15,7 @@ def parse(argv=None):
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="drafters against each other and plain decoding"))
     add_gpu_flags(add("gpu", help="everything that only a GPU can tell"))
-    draw = add("draw", help="pictures of README.md and docs/, tables by kind of prompts")
+    draw = add("draw", help="the pictures of README.md and docs/")
     draw.add_argument("--out", default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
     if args.command == "decode":

@@ -1,13 +1,12 @@
 """`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run;
-tables of results by kind of prompts.
-A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
+and the prediction's table. A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
 readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
 from math import log2
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from bench import ROOT, Table, cell, roofline
+from bench import ROOT, roofline
 from model import read_json
 
 WIDTH = 760
@@ -19,9 +18,6 @@ TOKENS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950"
           "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 DRAFTERS = {"plain": GREY, "medusa": GREEN, "hydra": GREEN, "clover": GREEN, "clover2": GREEN,
             "lookup": AMBER, "clover + lookup": BLUE}  # as results call them
-MEASURES = ("tokens_per_step", "tokens_per_second", "extra_over_first", "speed_up",
-            "over_llama_cpp")
-LABELS = "drafted_by", "temperature", "batch_size", "tree_size"
 
 
 def svg(title, height, shapes):
@@ -157,21 +153,8 @@ def draw_figure2():
                                           "figures of an H100: 3.35 TB/s, 989 TFLOP/s")])
 
 
-def print_kinds(rows):
-    """A table for each measure of a result of --chats, a column for each kind of prompts."""
-    for measure in [name for name in MEASURES if name in rows[0]]:
-        lines = {}  # what distinguishes it -> {kind: cell}
-        for row in rows:
-            label = tuple((name, row[name]) for name in LABELS)
-            lines.setdefault(label, {})[row["kind"]] = cell(measure, row[measure])
-        print("\n" + measure.replace("_", " "))
-        table = Table()
-        for label, cells in lines.items():
-            table.add(dict(label) | cells)
-
-
 def bench(args):
-    """Writes the pictures into args.out, and prints the prediction and tables by kind."""
+    """Writes the pictures into args.out, and prints the prediction."""
     run = read_json(ROOT / "docs" / "img" / "run.json")  # by generate.py --json --show-tree
     results = ROOT / "bench" / "results"
     heads = read_json(results / "heads-smollm2-cpu.json")
@@ -183,8 +166,3 @@ def bench(args):
         path.write_text(picture, encoding="utf-8")
         print(path)
     roofline.print_table(*roofline.NOMINAL)
-    for path in sorted(results.glob("*.json")):
-        result = read_json(path)
-        if result.get("chats"):
-            print(f"\n{path.name}")
-            print_kinds(result["decoding"])

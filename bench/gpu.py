@@ -33,9 +33,9 @@ from generate import DraftPlan, FixedPolicy, Sampling, generate
 from hf import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
-from tools.load import load_model
 from tools.compare import first_difference
 from tools.flags import DEMO
+from tools.load import load_model
 from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
 NOISE, TOP_P = Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)

@@ -233,7 +233,7 @@ def all_launches():
     found += cases("select_candidates", w=32, W=32, n=63, K=32, depth=31)
     found += cases("best_tree", K=[8, 32], n=63, tree_size=64) + cases("ngram_lookup", n=[1, 63])
     found += cases("merge_chain", T=33, n=31) + cases("merge_chain", T=1, n=63) + cases("accept_path", T=64, max_path=5)
-    found += cases("filtered_sample", V=[100, 151936], top_k=[0, 50])  # splits in one block, and in 256
+    found += cases("filtered_sample", V=[100, 8000, 50257, 128256, 262144])  # tiles of 64 groups x 8 to 16 x 256
     found += [launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])]
     return signatures(found)
 

@@ -274,26 +274,22 @@ def test_accept_equals_a_plain_walk(device):
 # filtered_sample
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [
-    (0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (9999, 0.5, 0), (0, 1, 0.3)])
-@pytest.mark.parametrize("V, scale", [(5, 1.0), (300, 0.01), (1500, 5.0)])
+FILTERS = [(0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (999, 0.5, 0), (0, 1, 0.3)]
+FLAT = [(6000, 0.1, 0, 0.9, 0), (6000, 0.1, 0, 0.3, 0), (6000, 0.1, 700, 0.9, 0)]  # more groups than a tile has
+
+
+@pytest.mark.parametrize("V, scale, top_k, top_p, min_p", FLAT + [
+    (*sizes, *filters) for sizes in [(5, 1.0), (300, 0.01), (1500, 5.0)] for filters in FILTERS])
 def test_filtered_sample_draws_what_the_reference_draws(V, scale, top_k, top_p, min_p, device):
-    """Bug: a cut one token too high or low, a tie cut in two (0.0 and -0.0 are one), a bound that is too high."""
+    """Bug: a cut one token too high or low, a tie cut in two (0.0 and -0.0 are one), a floor that is too high."""
     logits = normal(4, V) * scale
     logits[1] = logits[1].round()  # many ties
     logits[2, ::2] = -math.inf
-    args = 0.7, top_k, top_p, min_p, 7, torch.arange(4), torch.arange(4) * 3
-    on_device = (x.to(device) if torch.is_tensor(x) else x for x in args)
-    got = kernels.filtered_sample(every_second(logits.to(device)), *on_device)
-    assert torch.equal(got.cpu(), kernels.filtered_sample_reference(logits, *args))
-
-
-def test_filtered_sample_of_many_rows_is_that_of_each(device):
-    """Bug: a row's token that depends on the batch, or on the order in which its list was made."""
-    logits, index = (normal(40, 40) * 3).to(device), torch.arange(40, device=device)
-    tokens = kernels.filtered_sample(logits, 1.0, 0, 0.8, 0.0, 3, index, index)
-    for row in (slice(0, 1), slice(20, 21), slice(39, 40)):
-        assert kernels.filtered_sample(logits[row], 1.0, 0, 0.8, 0.0, 3, index[row], index[row]) == tokens[row]
+    args = dict(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=7, sequence=torch.arange(4),
+                position=torch.arange(4) * 3)
+    on_device = {name: x.to(device) if torch.is_tensor(x) else x for name, x in args.items()}
+    got = kernels.filtered_sample(every_second(logits.to(device)), **on_device)
+    assert torch.equal(got.cpu(), kernels.filtered_sample_reference(logits, **args))
 
 
 MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2, 0],
@@ -332,7 +328,8 @@ def test_filtered_sample_survives_nan(device):
     logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [math.nan, 3.0, -math.inf]]).to(device)
     index = torch.arange(3, device=device)
     for top_k, top_p in ((0, 0.5), (2, 1.0), (2, 0.5)):
-        tokens = kernels.filtered_sample(logits, 1.0, top_k, top_p, 0.0, 1, index, index)
+        tokens = kernels.filtered_sample(
+            logits, temperature=1.0, top_k=top_k, top_p=top_p, min_p=0.0, seed=1, sequence=index, position=index)
         assert tokens[:2].amin() >= 0 and tokens[:2].amax() < 3
         assert tokens[2] == 1 or not INTERPRETED  # torch ranks NaN as the largest
 
