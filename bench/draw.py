@@ -1,5 +1,6 @@
 """`python -m bench draw`: the pictures of README.md and docs/ as SVG, from results and a saved run;
-and the prediction's table. A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
+prints the prediction's table.
+A page of GitHub is white or nearly black: a chart has no background and mid-tones that are
 readable on both; a run is on a dark card, its tokens in generate.py's colours."""
 
 from math import log2

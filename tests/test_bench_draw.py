@@ -60,20 +60,6 @@ def test_hostile_tokens_are_shown():
     assert {"<b>&\"'", "\ufffd[31m", "\ufffd" * 3, "⇥" * 10} < {*colours(draw.draw_tree(run(tree)))}
 
 
-def test_tables_by_kind_have_a_row_for_each_drafter(capsys):
-    """Bug: a cell in another's place, two tree sizes in one row, a table of what was not measured."""
-    row = lambda kind, heads, T, value: dict(kind=kind, drafted_by=heads, temperature=0.0, batch_size=1, tree_size=T,
-                                             tokens_per_step=value, speed_up=value)
-    draw.print_kinds([row(kind, heads, T, value + T) for kind, value in (("code", 0.125), ("all", 0.25))
-                      for heads, T in (("medusa", 5), ("clover", 5), ("clover", 9))])
-    first, second = capsys.readouterr().out.split("\nspeed up\n")
-    label = "drafted by | temperature | batch size | tree size"
-    assert first.splitlines()[1:] == ["tokens per step", "", f"| {label} | code | all |", "|" + 6 * " --- |",
-                                      "| medusa | 0 | 1 | 5 | 5.12 | 5.25 |", "| clover | 0 | 1 | 5 | 5.12 | 5.25 |",
-                                      "| clover | 0 | 1 | 9 | 9.12 | 9.25 |"]
-    assert second.splitlines()[-1] == "| clover | 0 | 1 | 9 | 9.12x | 9.25x |"
-
-
 def test_a_predicted_step_is_the_sum_that_is_written_down():
     """Bug: weights, heads, beams or caches counted wrongly. Here by the modules themselves, norms and biases too."""
     config, (B, T, K, W) = size_config("32b"), (3, 16, 4, 4)
