@@ -16,7 +16,7 @@ from training import flags as train_flags
 ROOT = Path(__file__).parent.parent
 FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
 FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
-LINES = dict(library=10224, tests=8972)  # at most: all Python without tests, and tests
+LINES = dict(library=10224, tests=8973)  # at most: all Python without tests, and tests
 REACHES = {  # where the first four files import from a folder, and from which; nowhere else
     "model": {("GPT.from_pretrained", "hf"), ("GPT.save_pretrained", "hf"), ("__main__", "tools")},
     "generate": {("Decoder.__init__", "backends"), ("prepare", "tools"), ("__main__", "tools")}}

@@ -88,8 +88,9 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
 
 def test_a_folder_can_be_looked_at(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["model.py", str(checkpoint)])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit) as ended:
         runpy.run_path(models.__file__, run_name="__main__")
+    assert not ended.value.code
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu").parameters())
     assert f"parameters    {parameters / 1e3:.1f} k\n" in capsys.readouterr().out
 
