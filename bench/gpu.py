@@ -269,7 +269,7 @@ def transformer_steps(run):
         model(tokens, past_key_values=cache)  # allocates
         lengths = torch.zeros(c.n_layer, dtype=torch.int64, device=run.device)
         for layer, length in zip(cache.layers, lengths):
-            layer.cumulative_length = length
+            layer.cumulative_length = length  # so that one launch resets all of them
 
         def step():
             lengths.fill_(prefix)  # each layer has added the token
@@ -339,7 +339,7 @@ class Run:
 
     def forget_models(self):
         self.models.clear()
-        gc.collect()  # graphs and decoders are in cycles
+        gc.collect()  # no cycle may keep gigabytes
 
     def write(self, row):
         short = lambda x: float(f"{x:.4g}") if isinstance(x, float) else x
@@ -364,8 +364,9 @@ def bench(args):
     for i, name in enumerate(parts, 1):
         run_part(run, name)
         if not is_usable(run.device) and parts[i:]:
-            rest = [*sys.argv[1:], "--parts", *parts[i:]]  # the last --parts counts
-            os.execv(sys.executable, [sys.executable, "-m", "bench", *rest])
+            left = int(run.seconds * sum(PARTS[name][1] for name in parts[i:]))
+            rest = ["--seconds", str(max(left, 1)), "--parts", *parts[i:]]  # the last ones count
+            os.execv(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:], *rest])
 
 
 def run_part(run, name):

@@ -181,8 +181,8 @@ def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_p
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
     part = lambda run: (row for row in ())
     parts_of(monkeypatch, tmp_path, first=part, second=part, third=part)
-    assert started == [[sys.executable, "-m", "bench", *flags, "--parts", *rest]
-                       for rest in (("second", "third"), ("third",))]
+    assert started == [[sys.executable, "-m", "bench", *flags, "--seconds", seconds, "--parts", *rest]
+                       for seconds, rest in (("3", ("second", "third")), ("1", ("third",)))]  # of 5
     assert bench.parse(started[0][3:]).parts == ["second", "third"]
 
 

@@ -22,7 +22,7 @@ HEAD_BYTES = 18e6  # on a CPU: the weights that are read in the time of a head's
 # a step of many rows, seconds of the launches of a layer, or of a draft head, in a CUDA graph
 BANDWIDTH = 3e12
 COMPUTE = 5.5e14
-LAUNCHES = 12 * 2e-6
+LAUNCH_SECONDS = 12 * 2e-6
 WORTH = 1.1        # heads that read in every step must be expected to gain this factor
 PRIORS = (0, 1), (0.5, 2), (1, 2), (1.5, 2), (2, 2)  # lookup: right and wrong tokens, by match
 MEMORY = 64       # steps that counts of tokens look back on
@@ -50,7 +50,7 @@ def guessed_costs(model, heads):
     weights = group_of(model).broadcast(model.weight_bytes())  # ranks hold unequal parts
     if model.device.type != "cuda":
         return ROW["cpu"], HEAD_BYTES / weights, 0
-    seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCHES
+    seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
     plain = seconds(weights, model.config.n_layer)
     arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
     head = 0
@@ -128,8 +128,8 @@ class AdaptivePolicy:
     def __init__(self, model, heads, lookup, batch_size, temperature):
         self.plans = draft_plans(model, heads, lookup, batch_size, temperature)
         self.group = group_of(model)
-        self.batch = batch_size  # slots that the next step runs
-        self.runs_all_slots = model.device.type == "cuda"
+        self.batch = batch_size  # slots that the next step runs, on a CPU those with a sequence
+        self.slots = batch_size if model.device.type == "cuda" else None
         tables = heads and heads.info.get("acceptance")
         self.by_heads = {plan.head_nodes: expected_tokens(tables, plan.head_nodes + 1, temperature)
                          for plan in self.plans}
@@ -177,8 +177,7 @@ class AdaptivePolicy:
             return
         if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % 8 == 0 else None
-        if not self.runs_all_slots:
-            self.batch = len(results)
+        self.batch = self.slots or len(results)
         if seconds:  # half of a surprise says something of the plan, half of the machine
             self.unit = self.unit or seconds / self.seconds(plan)
             surprise = math.log(seconds / self.seconds(plan))
