@@ -286,8 +286,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
     splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial, lse = out, None  # one split writes the result; 128 rows would spill when rounding it
-    if splits > 1 or BLOCK_Q > 64:
+    partial, lse = out, None  # one split writes the result
+    if splits > 1:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     _launch(_tree_attention_kernel, (grid_rows, splits),
@@ -743,7 +743,7 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
                     num_stages=2, TAIL_STAGES=2, maxnreg=224 if aligned or BLOCK_D <= 64 else None)
     biased = alibi or windowed
-    largest = 128 if D in (64, 128) else 32 if biased and BLOCK_D == 256 else 64
+    largest = 32 if biased and BLOCK_D == 256 else 64
     BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
     BLOCK_S = min(64, 4096 // BLOCK_D)
     halved = biased and BLOCK_Q * BLOCK_S > 1024
@@ -766,10 +766,10 @@ def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
     """The number of splits, from `fewest` on, for which a full cache takes the least time: waves *
     rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and min_split for its start. A
     partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean. The
-    launch that combines them counts as 192 rows; tiles of over 64 query rows need it anyway."""
+    launch that combines them counts as 192 rows."""
     def time(splits):
         waves = grid_rows * splits / at_once
-        combine = 192 if splits > 1 and BLOCK_Q <= 64 else 0
+        combine = 192 if splits > 1 else 0
         return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split) + combine
     return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
 
