@@ -49,4 +49,5 @@ def print_table(bandwidth, rate):
     table = Table()
     for name, (tokens, rates, last) in predict(bandwidth, rate).items():
         cells = {f"B = {B}": f"{rates[B - 1]:,.0f}" for B in (1, 4, 16, 32, 64, 128, 256)}
-        table.add(dict(drafted=name, tokens_per_step=tokens, **cells, pays_up_to_B=last or None))
+        table.add(dict(drafted=name, tokens_per_step=f"{tokens:.2f}", **cells,
+                       pays_up_to_B=last or None))
