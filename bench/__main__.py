@@ -27,24 +27,23 @@ def parse(argv=None):
 def add_decode_flags(parser):
     flags.add_model_flags(parser)
     flags.add_quantize_flag(parser)
-    work = parser.add_mutually_exclusive_group()
-    add_data_flag(work)
-    work.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
-                      "bench/prompts.jsonl; default: continue held-out texts of --data")
-    work.add_argument("--random-weights", choices=SIZES, help="time steps of this size instead")
+    input_of = parser.add_mutually_exclusive_group()
+    add_data_flag(input_of)
+    input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
+                          "bench/prompts.jsonl; default: continue held-out texts of --data")
+    input_of.add_argument("--random-weights", choices=SIZES, help="time steps of this size instead")
     parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
                         "lookup, or both: DIR+lookup; default: the model's own heads, and lookup")
-
-    def number(flag, low, high, kind=int, several=False, **options):
-        nargs = dict(nargs="+") if several else {}
-        flags.add_number(parser, flag, low, high, kind, metavar="N", **nargs, **options)
-    number("--tree-sizes", 1, 64, several=True, auto=True, default=[5, 17, None],
+    several = dict(nargs="+", metavar="N")
+    number = lambda *flag, **options: flags.add_number(parser, *flag, **options)
+    number("--tree-sizes", 1, 64, auto=True, default=[5, 17, None], **several,
            help="nodes of a drafted tree, or auto; default: 5 17 auto")
-    number("--batch-sizes", 1, 1024, several=True, default=[1], help="prompts decoded together")
-    number("--temperatures", 0, 1e4, float, several=True, default=[0.0], help="0: greedy")
-    number("--prompts", 1, 10**6, help="default: 16, or the largest batch; all of --chats")
-    number("--max-new-tokens", 1, 10**6, default=128, help="per prompt")
-    number("--runs", 1, 10**6, default=3, help="rounds, of which the median is printed")
+    number("--batch-sizes", 1, 1024, default=[1], **several, help="sequences together")
+    number("--temperatures", 0, 1e4, float, default=[0.0], **several, help="0: greedy")
+    number("--prompts", 1, 10**6, metavar="N",
+           help="default: 16, or the largest batch; all of --chats")
+    number("--max-new-tokens", 1, 10**6, default=128, help="of each prompt")
+    number("--runs", 1, 10**6, default=3, help="rounds; medians count")
     parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
                         "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")

@@ -79,20 +79,20 @@ def load_prompts(args, encoding):
     return groups, stop_tokens(args.model, encoding)
 
 
-def decode_once(model, prompts, new, stop=(), **options):
-    """`Measured` with an engine of its own, warmed up by plain steps, from which its policy learns
-    nothing. options: of `prepare`."""
-    engine = prepare(model, prompts, new, **options)
+def decode_once(model, texts, new, stop=(), **options):
+    """The `Measured` of an engine of its own, warmed up, whose policy learnt nothing from that.
+    options: of `prepare`."""
+    engine = prepare(model, texts, new, **options)
     forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
     policy = engine.policy
     engine.policy = FixedPolicy(DraftPlan())
     for _ in range(2):  # the first run compiles the plain step, the second captures it
-        engine.generate(prompts[:engine.decoder.batch_size], 1, on_step=forget)
+        engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)
     engine.clear()
     engine.decoder.warm_up()
-    first = engine.generate(prompts, 1, on_step=forget)
+    first = engine.generate(texts, 1, on_step=forget)
     engine.policy = policy
-    out = engine.generate(prompts, new, stop, forget)
+    out = engine.generate(texts, new, stop, forget)
     return Measured(out.tokens, out.steps, out.seconds, out.emitted - first.emitted,
                     out.batch_steps - first.batch_steps, out.seconds - first.seconds)
 

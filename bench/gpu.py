@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from functools import partial
-from itertools import chain, islice, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,9 +176,10 @@ def tests(run):
 
 
 def run_process(run, log, *command):
-    """(what a command printed, which is added to a log, and its exit code; None where it was killed
-    at the part's deadline)"""
-    with tempfile.TemporaryFile("w+") as file:
+    """(what a command printed, also into a log, and its exit code; None where it was killed at the
+    part's deadline)"""
+    with open(run.out / log, "a+") as file:
+        start = file.tell()
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
                                    start_new_session=True)
         try:
@@ -187,33 +188,14 @@ def run_process(run, log, *command):
             os.killpg(process.pid, signal.SIGKILL)  # with its workers, which hold the GPU
             process.wait()
             code = None
-        file.seek(0)
-        output = file.read()
-    with open(run.out / log, "a") as file:
-        file.write(output)
-    return output, code
+        file.seek(start)
+        return file.read(), code
 
 
-def kernels(run):
+def kernels(run, make_cases):
     """Kernels beside their bounds and the same work by torch."""
-    c = size_config(run.sizes.large)
-    yield from timed(run, chain(
-        ops.attention_cases(c, run.device, run.sizes, ops.sdpa),
-        ops.lm_head_cases(c, run.device, run.sizes.rows),
-        ops.commit_cases(c, run.device, run.sizes.batch_sizes)))
-
-
-def flex(run):
-    """Three shapes of FlexAttention, which takes long to compile."""
-    sizes = SimpleNamespace(**vars(run.sizes) | dict(tree_sizes=run.sizes.tree_sizes[1:]))
-    cases = ops.attention_cases(size_config(run.sizes.large), run.device, sizes, ops.compiled_flex,
-                                name="flex_attention")
-    yield from timed(run, islice(cases, 3))
-
-
-def timed(run, cases):
     bandwidth = copy_bandwidth(run.device)
-    for case in cases:
+    for case in make_cases(size_config(run.sizes.large), run.device, run.sizes):
         yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
@@ -268,8 +250,9 @@ PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
     "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
-    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05), "flex": (flex, 0.08),
-    "sanitizer": (sanitizer, 0.2)}
+    "kernels": (partial(kernels, make_cases=ops.kernel_cases), 0.08),
+    "transformers": (transformer_steps, 0.05),
+    "flex": (partial(kernels, make_cases=ops.flex_cases), 0.08), "sanitizer": (sanitizer, 0.2)}
 
 
 # --------------------------------------------------------------------------------------------------

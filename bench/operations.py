@@ -3,10 +3,11 @@
 
 import math
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import kernels
 from backends import cpu
@@ -24,9 +25,20 @@ random = partial(torch.randn, dtype=torch.bfloat16)
 # Kernels. A case is (name, shape, bytes that must be moved, what makes inputs, our function,
 # torch's). c: the GPTConfig that they are parts of.
 
-def attention_cases(c, device, sizes, make_other, name="tree_attention"):
-    """make_other: `sdpa` or `compiled_flex`."""
-    for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
+def kernel_cases(c, device, sizes):
+    yield from attention_cases(c, device, sizes, sizes.tree_sizes[:4], "tree_attention", sdpa)
+    yield from lm_head_cases(c, device, sizes.rows)
+    yield from commit_cases(c, device, sizes.batch_sizes)
+
+
+def flex_cases(c, device, sizes):
+    """Three shapes of FlexAttention, which takes long to compile."""
+    return islice(attention_cases(c, device, sizes, sizes.tree_sizes[1:4], "flex_attention",
+                                  compiled_flex), 3)
+
+
+def attention_cases(c, device, sizes, tree_sizes, name, make_other):
+    for prefix, T, B in product(sizes.prefixes[::-1], tree_sizes, sizes.batch_sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
@@ -34,8 +46,8 @@ def attention_cases(c, device, sizes, make_other, name="tree_attention"):
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
                         *random(2, B, c.n_kv_head, S, c.head_size, device=device),
                         lengths, ancestors)
-        shape = dict(batch=B, prefix=prefix, T=T)
-        yield name, shape, size, make, kernels.tree_attention, make_other(*make())
+        yield (name, dict(batch=B, prefix=prefix, T=T), size, make, kernels.tree_attention,
+               make_other(*make()))
 
 
 def visible(lengths, ancestors, b, head, node, row):
@@ -50,9 +62,9 @@ def sdpa(q, k, v, lengths, ancestors):
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]
-    b, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
-    seen = visible(lengths, ancestors, b[:, None, None], None, node[:, None], row)  # (B, T, S..)
-    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
+    rows = math.ceil(S / 8) * 8
+    seen = create_mask(partial(visible, lengths, ancestors), B, 1, T, rows, device=q.device)
+    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
     mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
 
     def attend(q, k, v, *_):
@@ -64,7 +76,6 @@ def sdpa(q, k, v, lengths, ancestors):
 
 def compiled_flex(q, k, v, lengths, ancestors):
     """As sdpa, by FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
     compiled = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
     B, T, *_ = q.shape

@@ -133,13 +133,9 @@ def spent(*seconds):
 
 def test_runs_alternate_and_ratios_are_those_of_a_round():
     """Bug: a ratio of medians, or the wrong way round; all runs of a program in a row; only first texts compared."""
-    order, runs = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
-    runs["other", 5][2].tokens[0] = [8] * 12
-
-    def program(name, texts, new):
-        order.append((name, texts, new))
-        return runs[name].pop(0)
-    ways = {name: partial(program, name) for name in runs}
+    order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
+    done["other", 5][2].tokens[0] = [8] * 12
+    ways = {way: lambda *arguments, way=way: order.append((way, *arguments)) or done[way].pop(0) for way in done}
     (kind, runs), = decoding.alternate(ways, dict(text=[[1], [2]]), 12, rounds=3)
     assert order == [(way, [[1], [2]], 12) for way in ways] * 3 and kind == "text"
     assert [out.seconds for out in runs["other", 5]] == [4, 1, 2]
@@ -152,28 +148,23 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     """Bug: a run whose policy learnt from an earlier run, or from warming up."""
     once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
     ways = {("plain", 1): partial(once, tree_size=1), ("auto", "auto"): partial(once, lookup=True)}
-    steps_before, generate = [], Engine.generate
-
-    def noted(engine, prompts, new, stop=(), on_step=None):
-        steps_before.append((new, getattr(engine.policy, "steps", 0)))
-        return generate(engine, prompts, new, stop, on_step)
-    launched, launch = [], Decoder.launch
-    monkeypatch.setattr(Decoder, "launch", lambda decoder, plan: launched.append(plan) or launch(decoder, plan))
-    monkeypatch.setattr(Engine, "generate", noted)
+    launched, launch, learnt, run = [], Decoder.launch, [], Engine.generate
+    monkeypatch.setattr(Decoder, "launch", lambda decoder, plan, *_: launched.append(plan) or launch(decoder, plan))
+    monkeypatch.setattr(Engine, "generate", lambda engine, *arguments, **options: learnt.append(
+        getattr(engine.policy, "steps", 0)) or run(engine, *arguments, **options))
     (_, runs), = decoding.alternate(ways, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
-    assert runs["auto", "auto"][0].tokens == runs["auto", "auto"][1].tokens
+    assert runs["auto", "auto"][0].tokens == runs["auto", "auto"][1].tokens and {*learnt} == {0}
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
     plans = AdaptivePolicy(toy, None, True, 2, 1.0).plans
-    assert all(launched.count(plan) >= 2 * 2 for plan in plans)  # compiled and captured before it is timed
-    assert steps_before == 4 * [(1, 0), (1, 0), (1, 0), (40, 0)]
+    assert all(launched.count(plan) >= 2 for plan in plans)  # compiled and captured before it is timed
 
 
 def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
     """Bug: a prompt of which the text before has left rows in the cache, which other programs must read anew."""
-    starts, next_prompts = [], Engine.next_prompts
-    monkeypatch.setattr(Engine, "next_prompts", lambda engine: starts.append(next_prompts(engine)) or starts[-1])
+    starts, prefill = [], Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda decoder, *where: starts.append(where[-1]) or prefill(decoder, *where))
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
-    assert [start for _, _, start in starts] == [0] * 6 and (out.decoded, out.batch_steps) == (6, 6)
+    assert {*starts} == {0} and (out.decoded, out.batch_steps) == (6, 6)
 
 
 class FakeServer:
@@ -256,7 +247,7 @@ def test_real_sizes_are_those_of_the_models():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("decode --tree-sizes 65", "--tree-sizes: expected auto or a"), ("gpu", "--out"),
+    ("decode --runs 0", "--runs: expected"), ("gpu", "--out"),
     ("decode --drafters a/clover b/clover/", "same name"),
     ("decode --random-weights 8b --quantize int8", "are not quantized"),
     ("decode --random-weights 8b --chats x.jsonl", "not allowed with"),
