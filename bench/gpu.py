@@ -45,10 +45,11 @@ FULL = SimpleNamespace(
     matmul=8192,                 # rows and columns of a large one
     new_tokens=128,
     copies=64,                   # at most, of a kernel's inputs
-    tests=("-m", "gpu", "-n", "12", "--continue-on-collection-errors"))
+    workers=("-n", "12"),        # of pytest, by pytest-xdist
+    tests=("-m", "gpu", "--continue-on-collection-errors"))
 TINY = SimpleNamespace(
     large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
-    matmul=64, new_tokens=8, copies=1, tests=("-m", "not gpu", "tests/test_model.py"))
+    matmul=64, new_tokens=8, copies=1, workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,9 +167,10 @@ def toy(run):
 
 def tests(run):
     """The tests that need a GPU; the one that counts free memory runs alone."""
-    for chosen in ("not memory_of_a_graph", "memory_of_a_graph"):
+    alone = "memory_of_a_graph"
+    for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
         output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
-                                   "--tb=short", "-k", chosen, *run.sizes.tests)
+                                   "--tb=short", *flags, *run.sizes.tests)
         counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
                   for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
         failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
@@ -202,19 +204,14 @@ def kernels(run, make_cases):
 @torch.inference_mode()
 def transformer_steps(run):
     """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
     c = size_config(run.sizes.large)
     config = LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
         num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, head_dim=c.head_size,
         num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    rotary = type(model.model.rotary_emb)(config).to(run.device)  # has values of its own
-    model = model.to_empty(device=run.device).eval()
-    model.model.rotary_emb = rotary
-    for p in model.parameters():
-        p.normal_(0, 0.02)
+    with run.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prefix = run.sizes.prefixes[0]
     for B in run.sizes.batch_sizes:
         cache = StaticCache(config=config, max_cache_len=prefix + 1)

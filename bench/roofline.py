@@ -43,7 +43,7 @@ def predict(bandwidth, rate, prefix=256):
     return predicted
 
 
-def print_table(bandwidth, rate):
+def print_table(bandwidth=NOMINAL[0], rate=NOMINAL[1]):
     print(f"\nPredicted tokens per second at {bandwidth / 1e12:.2f} TB/s, "
           f"{rate / 1e12:.0f} TFLOP/s")
     table = Table()

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
@@ -162,7 +163,7 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
 def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
     """Bug: a prompt of which the text before has left rows in the cache, which other programs must read anew."""
     starts, prefill = [], Decoder.prefill
-    monkeypatch.setattr(Decoder, "prefill", lambda decoder, *where: starts.append(where[-1]) or prefill(decoder, *where))
+    monkeypatch.setattr(Decoder, "prefill", lambda *where: starts.append(where[-1]) or prefill(*where))
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
     assert {*starts} == {0} and (out.decoded, out.batch_steps) == (6, 6)
 
@@ -261,6 +262,12 @@ def test_bad_flags_are_refused(flags, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_flags_are_parsed_without_torch():
+    """Bug: seconds before a typo is told."""
+    code = "import sys; from bench.__main__ import parse; parse(['decode']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # draw, roofline
 
@@ -307,7 +314,7 @@ def test_the_prediction_is_the_same_in_table_and_text(capsys):
     """Bug: a page that says other batch sizes than the function; one where a tree does not stop paying."""
     page = (ROOT / "docs" / "results.md").read_text()
     words = " ".join(page.split())
-    roofline.print_table(*roofline.NOMINAL)
+    roofline.print_table()
     title, table = capsys.readouterr().out.strip().split("\n\n")
     assert title.endswith(" at 3.35 TB/s, 989 TFLOP/s") and table in page
     predicted = roofline.predict(*roofline.NOMINAL)
