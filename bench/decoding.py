@@ -72,8 +72,9 @@ def load_prompts(args, encoding):
         return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
     file = Path(args.chats)
     groups = {}
+    conversations = read_file(file, chat=True)[:args.prompts]
     lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
-    for messages, line in zip(read_file(file, chat=True)[:args.prompts], lines):
+    for messages, line in zip(conversations, lines):
         kind = str(json.loads(line).get("kind", "chat"))
         groups.setdefault(kind, []).append(encoding.chat(messages))
     return groups, stop_tokens(args.model, encoding)

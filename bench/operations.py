@@ -191,7 +191,6 @@ def bench(args):
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
-    print(f"{args.random_weights} with random weights; {PREFIX} tokens in each cache")
     sizes = [T for T in args.tree_sizes if T]  # "auto" selects by what is accepted
     table = Table()
     for temperature in args.temperatures:

