@@ -10,12 +10,11 @@ from training.flags import add_data_flag
 
 
 def parse(argv=None):
-    """Loads no torch, so that a typo is told at once."""
     parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="drafters against each other and plain decoding"))
     add_gpu_flags(add("gpu", help="everything that only a GPU can tell"))
-    draw = add("draw", help="the pictures of README.md and docs/")
+    draw = add("draw", help="the pictures of README.md")
     draw.add_argument("--out", default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
     if args.command == "decode":
@@ -51,7 +50,7 @@ def add_decode_flags(parser):
 
 
 def check_decode_flags(parser, args):
-    """Checks what argparse cannot know, and gives --drafters its default."""
+    """Checks what argparse cannot know, and sets the default of --drafters."""
     if args.drafters is None:
         own = default_heads(args.model)
         args.drafters = [str(own), "lookup", f"{own}+lookup"] if own else ["lookup"]
@@ -61,7 +60,7 @@ def check_decode_flags(parser, args):
     if args.random_weights and args.quantize:
         parser.error("--random-weights are not quantized; give --dtype")
     if args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
-        parser.error("--llama-cpp decodes a GGUF file, one text at a time; give one as --model, "
+        parser.error("--llama-cpp decodes a GGUF file, one prompt at a time; give one as --model, "
                      "and --batch-sizes 1")
     if args.chats and not args.chats.endswith(".jsonl"):
         parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
@@ -80,14 +79,13 @@ def add_gpu_flags(parser):
 def main(args):
     from bench import decoding, draw, finish, gpu, operations
     if args.command == "decode":
-        run = operations.bench_steps if args.random_weights else decoding.bench
-        finish(args, run(args))
+        finish(args, (operations if args.random_weights else decoding).bench(args))
     else:
-        dict(gpu=gpu.bench, draw=draw.bench)[args.command](args)
+        dict(gpu=gpu, draw=draw)[args.command].bench(args)
 
 
 if __name__ == "__main__":
-    ARGS = parse()
+    arguments = parse()  # before torch is loaded
     from tools.errors import command
     with command():
-        main(ARGS)
+        main(arguments)

@@ -1,18 +1,17 @@
-"""`python -m bench decode`: drafters beside plain decoding, over temperatures, batch sizes and tree
-sizes. What is compared takes turns, so that other work on the machine meets all alike; with --chats
-it does so once for each kind of prompts."""
+"""`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
+sizes. Runs alternate, so that other work on the machine slows all of them alike."""
 
 import json
-from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import product
+from operator import add
 from pathlib import Path
 from statistics import fmean, median
 
-from bench import Table
+from bench import Measured, Table
 from bench.llama_cpp import PLAIN, llama_cpp_ways
 from clover import CloverHeads
-from generate import DraftPlan, FixedPolicy, Output, prepare
+from generate import DraftPlan, FixedPolicy, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.load import load_model, read_file
@@ -21,33 +20,31 @@ from training.data import load_tokens, prompts
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
 
 
-@dataclass
-class Measured(Output):
-    """An `Output`, and what it takes to tell prefill from decoding."""
-    first: Output | None = None  # of the same prompts with one new token each, by plain steps
-
-
 def bench(args):
-    """`bench decode`: prints the table -> the result."""
+    """`bench decode`: prints the table -> the result. Kinds of --chats are measured one by one."""
     model, encoding = load_model(args)
     drafters = load_drafters(args.drafters, model, encoding)
     groups, stop = load_prompts(args, encoding)
     fewest = min(map(len, groups.values()))
     if max(args.batch_sizes) > fewest:
-        raise InputError(f"there are {fewest} prompts of a kind, fewer than decode together; give "
+        raise InputError(f"there are {fewest} prompts of a kind, fewer than a batch has; give "
                          f"--batch-sizes up to {fewest}")
-    longest = max(len(text) for texts in groups.values() for text in texts)
+    options = {("plain", 1): dict(tree_size=1)}
+    for (name, drafter), T in product(drafters.items(), args.tree_sizes):
+        if T is None or T > bool(drafter["heads"]) + drafter["lookup"]:  # has a guess of each
+            options[name, T or "auto"] = dict(tree_size=T, **drafter)
+    longest = max(len(prompt) for group in groups.values() for prompt in group)
     table = Table()
     for temperature, B in product(args.temperatures, args.batch_sizes):
-        ways = drafting_ways(drafters, args.tree_sizes, partial(
-            decode_once, model, stop=stop, batch_size=B, temperature=temperature))
+        ways = {way: partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature,
+                             **own) for way, own in options.items()}
         if args.llama_cpp:
             ways |= llama_cpp_ways(args.model, model.device, longest + args.max_new_tokens,
                                    temperature, stop)
-        for kind, outputs in decode_in_turns(ways, groups, args.max_new_tokens, args.runs):
-            for (name, T), row in compared(outputs, first=next(iter(drafters))).items():
-                table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B)
-                          | row | dict(tree_size=T))
+        for kind, runs in alternate(ways, groups, args.max_new_tokens, args.runs):
+            for (name, T), row in compare(runs).items():
+                table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B,
+                               tree_size=T) | row)
     accuracy = {name: drafter["heads"].info.get("accuracy", [])
                 for name, drafter in drafters.items() if drafter["heads"]}
     return dict(device=str(model.device), dtype=str(model.dtype), accuracy=accuracy,
@@ -55,7 +52,7 @@ def bench(args):
 
 
 def load_drafters(drafters, model, encoding):
-    """{name: what `prepare` takes for it} of --drafters."""
+    """--drafters -> {name: options of `prepare`}"""
     heads = {"lookup": None}
     options = {}
     for drafter in drafters:
@@ -68,35 +65,19 @@ def load_drafters(drafters, model, encoding):
 
 
 def load_prompts(args, encoding):
-    """{kind: prompts}, and the tokens that end a text: none do where prompts are held-out texts,
-    which are of one kind."""
-    if args.chats:
-        groups = chat_prompts(Path(args.chats), encoding, args.prompts)
-        return groups, stop_tokens(args.model, encoding)
-    n = args.prompts or max(16, *args.batch_sizes)
-    heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
-    return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
-
-
-def chat_prompts(file, encoding, n):
-    """{kind: token ids of each prompt} of a .jsonl file's first n chats; None: of all."""
+    """({kind: prompts}, stop tokens): --chats, or held-out texts, which nothing stops."""
+    if not args.chats:
+        n = args.prompts or max(16, *args.batch_sizes)
+        heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
+        return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
+    file = Path(args.chats)
     groups = {}
+    conversations = read_file(file, chat=True)[:args.prompts]
     lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
-    for messages, line in zip(read_file(file, chat=True)[:n], lines):
+    for messages, line in zip(conversations, lines):
         kind = str(json.loads(line).get("kind", "chat"))
         groups.setdefault(kind, []).append(encoding.chat(messages))
-    return groups
-
-
-def drafting_ways(drafters, tree_sizes, decode):
-    """{(drafter, tree size): a function of prompts and new tokens}, plain decoding first. decode: a
-    function of these, and of what `prepare` takes for a drafter and its tree size."""
-    ways = {("plain", 1): partial(decode, tree_size=1)}
-    for (name, drafter), T in product(drafters.items(), tree_sizes):
-        least = 3 if drafter["heads"] and drafter["lookup"] else 2
-        if T is None or T >= least:
-            ways[name, T or "auto"] = partial(decode, tree_size=T, **drafter)
-    return ways
+    return groups, stop_tokens(args.model, encoding)
 
 
 def decode_once(model, texts, new, stop=(), **options):
@@ -112,67 +93,43 @@ def decode_once(model, texts, new, stop=(), **options):
     engine.decoder.warm_up()
     first = engine.generate(texts, 1, on_step=forget)
     engine.policy = policy
-    return Measured(**vars(engine.generate(texts, new, stop, forget)), first=first)
+    out = engine.generate(texts, new, stop, forget)
+    return Measured(out.tokens, out.steps, out.seconds, out.emitted - first.emitted,
+                    out.batch_steps - first.batch_steps, out.seconds - first.seconds)
 
 
-def decode_in_turns(ways, groups, new, runs):
-    """Decodes the prompts in each way, `runs` times in turns: yields (kind, {way: Outputs}) for
-    each kind of prompts, and at last for "all", whose rounds are the sums of theirs.
-    ways: {way: a function of prompts and new tokens}."""
+def alternate(ways, groups, new, rounds):
+    """Decodes each group of prompts in all ways, `rounds` times: yields (kind, {way: `Measured` of
+    each round}), and at last the sums of all kinds. ways: {way: a function of prompts and new}."""
     results = []
-    for kind, texts in groups.items():
-        outputs = {way: [] for way in ways}
-        for way, decode in runs * list(ways.items()):
-            outputs[way].append(decode(texts, new))
-        results.append(outputs)
-        yield kind, outputs
+    for kind, group in groups.items():
+        runs = {way: [] for way in ways}
+        for way, decode in rounds * list(ways.items()):
+            runs[way].append(decode(group, new))
+        results.append(runs)
+        yield kind, runs
     if len(results) > 1:
-        yield "all", {way: list(map(total, *(outputs[way] for outputs in results))) for way in ways}
+        sums = lambda rounds: [Measured(*(reduce(add, x) for x in zip(*runs))) for runs in rounds]
+        yield "all", {way: sums(zip(*(runs[way] for runs in results))) for way in ways}
 
 
-def total(*outputs):
-    """One Output of several."""
-    firsts = [getattr(output, "first", None) for output in outputs]  # None: llama.cpp's
-    return Measured(sequences=sum((output.sequences for output in outputs), []),
-                    steps=sum(output.steps for output in outputs),
-                    batch_steps=sum(output.batch_steps for output in outputs),
-                    seconds=sum(output.seconds for output in outputs),
-                    tree_size=outputs[0].tree_size, first=total(*firsts) if all(firsts) else None)
-
-
-def medians(outputs):
-    """{way: row} of {way: Outputs}, plain decoding first."""
-    plain = next(iter(outputs.values()))
+def compare(runs):
+    """{way: row} of {way: its runs}, plain decoding first. Figures are those of the run of median
+    duration, ratios the medians over the rounds."""
+    plain = next(iter(runs.values()))
+    emitted = lambda run: sum(map(len, run.tokens))
+    speed = lambda run: emitted(run) / run.seconds
+    ratio = lambda ours, theirs: median(speed(a) / speed(b) for a, b in zip(ours, theirs))
     rows = {}
-    for way, done in outputs.items():
-        out = sorted(done, key=lambda out: out.seconds)[len(done) // 2]
-        same = [a == b for ours, its in zip(done, plain) for a, b in zip(ours.tokens, its.tokens)]
-        first = getattr(out, "first", None)
-        rate = None
-        if first and first.seconds < out.seconds:
-            rate = (out.emitted - first.emitted) / (out.seconds - first.seconds)
-        rows[way] = dict(tree_size=out.tree_size,
-                         tokens_per_step=out.tokens_per_step,
-                         tokens_per_second=out.tokens_per_second,
-                         decoding_per_second=rate,
-                         speed_up=paired_ratio(done, plain),
-                         identical=fmean(same) if out.tree_size else None)  # else not ours
-    return rows
-
-
-def paired_ratio(done, others):
-    """Tokens per second over those of others: the median over the rounds."""
-    return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(done, others))
-
-
-def compared(outputs, first):
-    """The rows of `medians`, also compared to the drafter `first` in trees of the same size, and to
-    llama.cpp where that decoded."""
-    rows = medians(outputs)
-    extra = {way: row["tokens_per_step"] - 1 for way, row in rows.items()}
-    for way, row in rows.items():
-        of_first = extra.get((first, way[1]))
-        row["extra_over_first"] = extra[way] / of_first if of_first else None
-        if PLAIN in outputs:
-            row["over_llama_cpp"] = paired_ratio(outputs[way], outputs[PLAIN])
+    for way, own in runs.items():
+        run = sorted(own, key=lambda run: run.seconds)[len(own) // 2]
+        same = [x == y for a, b in zip(own, plain) for x, y in zip(a.tokens, b.tokens)]
+        rows[way] = dict(
+            tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
+            decoding_per_second=(run.decoded / run.decode_seconds if run.decode_seconds > 0
+                                 else None),
+            speed_up=ratio(own, plain),
+            identical=fmean(same) if way[1] else None)  # llama.cpp's tokens are only counted
+        if PLAIN in runs:
+            rows[way]["over_llama_cpp"] = ratio(own, runs[PLAIN])
     return rows

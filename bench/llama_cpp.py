@@ -1,13 +1,12 @@
-"""llama.cpp beside ours, for `python -m bench decode --llama-cpp`: it decodes the same file and
-prompts on as many threads, in the server of the package xllamacpp, called without HTTP."""
+"""llama.cpp beside ours, for `python -m bench decode --llama-cpp`: the server of the package
+xllamacpp, called without HTTP, decodes the same file and prompts on as many threads."""
 
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
-from generate import Output
+from bench import Measured
 from model import InputError
 
 PLAIN = "llama.cpp", None
@@ -15,8 +14,7 @@ DRAFTERS = "", " ngram_simple", " ngram_cache", " ngram_map_k"  # ngram_mod reca
 
 
 def llama_cpp_ways(path, device, capacity, temperature, stop):
-    """{(drafter, None): a function of prompts and new tokens} for each of DRAFTERS, by a server of
-    its own. Raises InputError without the package."""
+    """{(drafter, None): a function of prompts and new tokens}, each with a server of its own."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -42,18 +40,16 @@ def llama_cpp_ways(path, device, capacity, temperature, stop):
     return ways
 
 
-def decode(server, request, texts, new):
-    """An Output of what the server made of each prompt, after a few tokens that wake its threads.
-    It knows how many tokens there are, not which."""
-    output = Output(tree_size=None)
-    server.handle_completions(request | dict(prompt=texts[0], n_predict=min(8, new)))
+def decode(server, request, prompts, new):
+    """`Measured` with a server, after a few tokens that wake its threads. Its answers tell how many
+    tokens there are, not which."""
+    ask = lambda prompt, n: server.handle_completions(request | dict(prompt=prompt, n_predict=n))
+    ask(prompts[0], min(8, new))
     started = time.perf_counter()
-    for prompt in texts:
-        answer = server.handle_completions(request | dict(prompt=prompt, n_predict=new))
-        if "error" in answer:
-            raise InputError(f"llama.cpp: {answer['error']['message']}")
-        n = answer["timings"]["predicted_n"]
-        output.sequences.append(SimpleNamespace(tokens=[None] * n))
-        output.steps += n - answer["timings"].get("draft_n_accepted", 0)
-    output.seconds = time.perf_counter() - started
-    return output
+    answers = [ask(prompt, new) for prompt in prompts]
+    seconds = time.perf_counter() - started
+    if errors := [answer["error"] for answer in answers if "error" in answer]:
+        raise InputError(f"llama.cpp: {errors[0]['message']}")
+    tokens = [[None] * answer["timings"]["predicted_n"] for answer in answers]
+    accepted = sum(answer["timings"].get("draft_n_accepted", 0) for answer in answers)
+    return Measured(tokens, sum(map(len, tokens)) - accepted, seconds)

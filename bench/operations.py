@@ -1,17 +1,17 @@
-"""What is timed against the memory's bandwidth: kernels, for `python -m bench gpu`, against what
-torch has for each; and steps at the sizes of real models, for `decode --random-weights SIZE` too. A
-kernel's case is (bytes that must be moved, what makes inputs, our function, torch's)."""
+"""What is timed against the memory's bandwidth: the kernels, beside the same work by torch, for
+`python -m bench gpu`; and steps at the sizes of real models, for `decode --random-weights` too."""
 
 import math
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import kernels
 from backends import cpu
-from bench import SIZES, Table, size_config
+from bench import Table, size_config
 from clover import CloverHeads, preset
 from generate import DraftPlan, Sampling, capture
 from model import GPT, check_memory, free_memory, pick_device
@@ -21,16 +21,33 @@ DRAFT_VOCABULARY = 8192  # of heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
 
-def attention_case(device, model, make_other, batch, prefix, T):
-    c = size_config(model)
-    S = math.ceil((prefix + T) / 64) * 64
-    size = 4 * batch * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
-    lengths = torch.full((batch,), prefix, device=device, dtype=torch.int32)
-    ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(batch, 1)  # of a chain
-    make = lambda: (random(batch, T, c.n_head, c.head_size, device=device),
-                    *random(2, batch, c.n_kv_head, S, c.head_size, device=device),
-                    lengths, ancestors)
-    return size, make, kernels.tree_attention, make_other(*make())
+# --------------------------------------------------------------------------------------------------
+# Kernels. A case is (name, shape, bytes that must be moved, what makes inputs, our function,
+# torch's). c: the GPTConfig that they are parts of.
+
+def kernel_cases(c, device, sizes):
+    yield from attention_cases(c, device, sizes, sizes.tree_sizes[:4], "tree_attention", sdpa)
+    yield from lm_head_cases(c, device, sizes.rows)
+    yield from commit_cases(c, device, sizes.batch_sizes)
+
+
+def flex_cases(c, device, sizes):
+    """Three shapes of FlexAttention, which takes long to compile."""
+    return islice(attention_cases(c, device, sizes, sizes.tree_sizes[1:4], "flex_attention",
+                                  compiled_flex), 3)
+
+
+def attention_cases(c, device, sizes, tree_sizes, name, make_other):
+    for prefix, T, B in product(sizes.prefixes[::-1], tree_sizes, sizes.batch_sizes):
+        S = math.ceil((prefix + T) / 64) * 64
+        size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
+        lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
+        ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)  # of a chain
+        make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
+                        *random(2, B, c.n_kv_head, S, c.head_size, device=device),
+                        lengths, ancestors)
+        yield (name, dict(batch=B, prefix=prefix, T=T), size, make, kernels.tree_attention,
+               make_other(*make()))
 
 
 def visible(lengths, ancestors, b, head, node, row):
@@ -45,9 +62,9 @@ def sdpa(q, k, v, lengths, ancestors):
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]
-    b, node, row = (torch.arange(n, device=q.device) for n in (B, T, math.ceil(S / 8) * 8))
-    seen = visible(lengths, ancestors, b[:, None, None], None, node[:, None], row)  # (B, T, S..)
-    mask = torch.where(seen[:, None], 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
+    rows = math.ceil(S / 8) * 8
+    seen = create_mask(partial(visible, lengths, ancestors), B, 1, T, rows, device=q.device)
+    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
     mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
 
     def attend(q, k, v, *_):
@@ -59,7 +76,6 @@ def sdpa(q, k, v, lengths, ancestors):
 
 def compiled_flex(q, k, v, lengths, ancestors):
     """As sdpa, by FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
     compiled = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
     B, T, *_ = q.shape
@@ -69,22 +85,25 @@ def compiled_flex(q, k, v, lengths, ancestors):
                                         block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+def lm_head_cases(c, device, rows):
+    C, V = c.n_embd, c.vocab_size
+    for M in rows:
+        make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
+        size = 2 * C * (V + M)
+        row = torch.arange(M, device=device)
+        yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
+               partial(topk, k=8))
+        for t in (0.0, 0.8):
+            ours = partial(kernels.project_sample, temperature=t, seed=0, sequence=row,
+                           position=row)
+            yield ("project_sample", dict(M=M, temperature=t), size, make, ours,
+                   partial(sample, temperature=t))
+
+
 def topk(hidden, weight, k):
     logits = hidden @ weight.T
     values, tokens = logits.topk(k)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
-
-
-def head_inputs(device, model, M):
-    """(bytes of the LM head and M hidden states, what makes them)"""
-    c = size_config(model)
-    C, V = c.n_embd, c.vocab_size
-    make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
-    return 2 * C * (V + M), make
-
-
-def topk_case(device, model, k, M):
-    return *head_inputs(device, model, M), partial(kernels.project_topk, k=k), partial(topk, k=k)
 
 
 def sample(hidden, weight, temperature):
@@ -94,37 +113,34 @@ def sample(hidden, weight, temperature):
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
 
 
-def sample_case(device, model, temperature, M):
-    sequence = torch.arange(M, device=device)
-    ours = partial(kernels.project_sample, temperature=temperature, seed=0, sequence=sequence,
-                   position=sequence)
-    return *head_inputs(device, model, M), ours, partial(sample, temperature=temperature)
+def commit_cases(c, device, batch_sizes, P=5):
+    """Paths of P nodes of which every row but the root's moves, against torch's indexing."""
+    for B in batch_sizes:
+        lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
+        path = (2 * torch.arange(P, device=device)).repeat(B, 1)
+        b = torch.arange(B, device=device)[:, None]
+        source, target = (lengths[:, None] + x for x in (path, path // 2))
+
+        def move(kv, *_):
+            kv[:, :, b, :, target] = kv[:, :, b, :, source]
+        make = lambda: (random(c.n_layer, 2, B, c.n_kv_head, 64, c.head_size, device=device),
+                        lengths, path, torch.full_like(lengths, P))
+        size = 2 * 2 * B * (P - 1) * 2 * c.n_layer * c.n_kv_head * c.head_size
+        yield "commit_path", dict(batch=B), size, make, kernels.commit_path, move
 
 
-def commit_case(device, model, batch, P=5):
-    """A path of which every row but the root's moves, against torch's indexing."""
-    c = size_config(model)
-    shape = c.n_layer, 2, batch, c.n_kv_head, 64, c.head_size
-    lengths = torch.full((batch,), 20, device=device, dtype=torch.int32)
-    path = (2 * torch.arange(P, device=device)).repeat(batch, 1)
-    b = torch.arange(batch, device=device)[:, None]
-    source, target = (lengths[:, None] + x for x in (path, path // 2))
-
-    def move(kv, *_):
-        kv[:, :, b, :, target] = kv[:, :, b, :, source]
-    make = lambda: (random(shape, device=device), lengths, path, torch.full_like(lengths, P))
-    moved = batch * (P - 1) * 2 * c.n_layer * c.n_kv_head * c.head_size
-    return 2 * 2 * moved, make, kernels.commit_path, move
-
-
-def call_us(function, inputs, device):
-    """Microseconds of a call. On CUDA all are replayed in one graph, without launch gaps."""
-    body = lambda: [function(*x) for x in inputs]
-    return 1e6 * seconds(in_graph(body, device), device) / len(inputs)
+def kernel_row(case, device, bandwidth, copies):
+    """The row of a case. Copies of its inputs, up to 100 MB, alternate: no cache holds the next."""
+    name, shape, size, make, ours, other = case
+    inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, copies))]
+    us, torch_us = (1e6 * seconds(in_graph(lambda: [function(*x) for x in inputs], device), device)
+                    / len(inputs) for function in (ours, other))
+    return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
+                                            torch_us=torch_us, speed_up=torch_us / us)
 
 
 def in_graph(body, device):
-    """A function that runs body(); on CUDA it replays a graph of it."""
+    """A function that runs body(); on CUDA it replays a graph of it, without launch gaps."""
     with torch.inference_mode():  # as in `capture`, for which torch.compile would compile anew
         body()
     return capture(body, device) if device.type == "cuda" else body
@@ -169,13 +185,12 @@ def step_rows(model, heads, shapes, bandwidth):
         yield row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()}
 
 
-def bench_steps(args):
+def bench(args):
     """`bench decode --random-weights`: prints the time of a step of each shape -> the result."""
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
-    print(f"{SIZES[args.random_weights][0]} with random weights; {PREFIX} tokens in each cache")
     sizes = [T for T in args.tree_sizes if T]  # "auto" selects by what is accepted
     table = Table()
     for temperature in args.temperatures:

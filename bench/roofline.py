@@ -43,10 +43,11 @@ def predict(bandwidth, rate, prefix=256):
     return predicted
 
 
-def print_table(bandwidth, rate):
+def print_table(bandwidth=NOMINAL[0], rate=NOMINAL[1]):
     print(f"\nPredicted tokens per second at {bandwidth / 1e12:.2f} TB/s, "
           f"{rate / 1e12:.0f} TFLOP/s")
     table = Table()
     for name, (tokens, rates, last) in predict(bandwidth, rate).items():
         cells = {f"B = {B}": f"{rates[B - 1]:,.0f}" for B in (1, 4, 16, 32, 64, 128, 256)}
-        table.add(dict(drafted=name, tokens_per_step=tokens, **cells, pays_up_to_B=last or None))
+        table.add(dict(drafted=name, tokens_per_step=f"{tokens:.2f}", **cells,
+                       pays_up_to_B=last or None))

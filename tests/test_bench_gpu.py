@@ -1,4 +1,4 @@
-"""bench gpu: torch's versions do the same work, rows hold what was timed, every part runs."""
+"""bench gpu: torch's versions do the same work, rows hold what was timed, every part runs, none takes others along."""
 
 import contextlib
 import fcntl
@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from importlib.util import find_spec
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import kernels
 from bench import __main__ as bench
-from bench import gpu, operations
+from bench import gpu, operations, size_config
 from generate import generate
 from model import InputError
 from test_kernels import as_int64, random_forest
@@ -27,9 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 @pytest.mark.parametrize("T", [1, 13, 64])
 @pytest.mark.parametrize("other", ["sdpa", "compiled_flex"])
-def test_torch_computes_the_same_attention(monkeypatch, other, T):
+def test_torch_computes_the_same_attention(other, T):
     """Bug: the benchmark compares with something easier, or with a wrong mask."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     masks = as_int64([random_forest(T, (), torch.Generator().manual_seed(b)) for b in range(3)])
     tree = torch.full((3,), 70, dtype=torch.int32), masks
     inputs = lambda: (torch.randn(3, T, 8, 16), *torch.randn(2, 3, 2, 140, 16), *tree)
@@ -38,17 +38,19 @@ def test_torch_computes_the_same_attention(monkeypatch, other, T):
     torch.testing.assert_close(attend(*x), kernels.tree_attention(*x), atol=1e-5, rtol=0)
 
 
-def test_torch_computes_the_same_projections():
-    hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
-    want = kernels.project_topk(hidden, weight, 4)
-    for got, expected in zip(operations.topk(hidden, weight, 4), want):
-        assert torch.allclose(got, expected, atol=1e-5)
-
-
 @torch.inference_mode()
-def test_torch_moves_the_same_rows():
-    """Bug: an easier move in the place of commit_path's, or bytes of rows that stay."""
-    size, make, ours, other = operations.commit_case("cpu", "tiny", batch=3)
+def test_torch_computes_the_same_projections_samples_and_moves():
+    """Bug: noise of another distribution, or none, beside which ours looks slow; an easier move in the place of
+    commit_path's, or bytes of rows that stay."""
+    hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
+    for ours, theirs in zip(kernels.project_topk(hidden, weight, 4), operations.topk(hidden, weight, 4)):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    hidden, weight = hidden[:1], weight[:5] / 4
+    tokens = operations.sample(hidden.expand(20_000, 16), weight, 0.7)
+    share = torch.bincount(tokens, minlength=5) / len(tokens)
+    torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
+    assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
+    (_, _, size, make, ours, other), = operations.commit_cases(size_config("tiny"), "cpu", [3])
     assert size == 2 * 2 * 3 * 4 * 2 * 2 * 2 * 16
     a, *rest = make()
     b = a.clone()
@@ -57,26 +59,18 @@ def test_torch_moves_the_same_rows():
     assert torch.equal(a, b) and not torch.equal(a[..., 21, :], a[..., 22, :])
 
 
-def test_torch_samples_the_same_distribution():
-    """Bug: noise of another distribution, or none, beside which ours looks slow."""
-    hidden, weight = torch.randn(1, 16), torch.randn(5, 16) / 4
-    tokens = operations.sample(hidden.expand(20_000, 16), weight, 0.7)
-    share = torch.bincount(tokens, minlength=5) / len(tokens)
-    torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
-    assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# bench gpu
-
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
-    """Bug: a part that raises, or measures nothing, found when a GPU is there; rows of other shapes or lost."""
-    for module in gpu, operations, timing:
+    """Bug: a part that raises, or measures nothing, found when a GPU is there; rows of other shapes or lost; a tree
+    beside a plain step that samples otherwise, or of another batch."""
+    clock = count(1)
+    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
+    for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     bench.main(bench.parse(["gpu", "--dry-run", "--out", str(tmp_path)]))
     rows = rows_of(tmp_path)
@@ -84,77 +78,60 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
     ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
     assert [*ends] == [name for name in gpu.PARTS if name != "chats"]
-    needs = dict(sanitizer=shutil.which("compute-sanitizer"), transformers=find_spec("transformers"),
-                 tests=find_spec("xdist"))
-    for name, end in ends.items():
-        assert end in ("done", "out of time") or end.startswith("skipped: ") and not needs.get(name, True), (name, end)
+    needs = dict(sanitizer=shutil.which("compute-sanitizer"), transformers=find_spec("transformers"))
+    select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
     for part, end in ends.items():
         found = [row for row in rows if row["part"] == part and "ended" not in row]
-        assert end.startswith("skipped") or found, part
-    select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
-    plain, *_, tree = [row for row in select("steps", "step_ms") if row["batch_size"] == 2]
-    assert (plain["tree_size"], plain["over_plain"], tree["tree_size"]) == (1, 1, 4)
+        assert (end in ("done", "out of time") and found) or not needs.get(part, True), (part, end)
+    steps, plain = select("steps", "step_ms"), {}
+    for row in steps:
+        case = row["batch_size"], row["temperature"], row["top_p"]
+        assert plain.setdefault(case, row)["tree_size"] == 1
+        assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[case]["step_ms"], rel=1e-3)
+    assert len(steps) == 2 * len(plain) == 3 * 2 * 2
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "tree_attention", "project_topk", "project_sample", "commit_path"}
     assert all(row["us"] == 1000 for row in select("kernels", "us"))
     first = select("kernels", "T")[0]  # 1 sequence, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
-    copy = 2 * 2**28 / 0.001  # bytes per second
-    assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == pytest.approx(copy / 1e9, rel=1e-3)
-    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / copy / 0.001, rel=1e-3)
-    assert all(row["identical"] for row in select("toy", "heads") if row["dtype"] == "torch.float32")
-    assert len(select("toy", "heads")) == 4 * 2 * 3
-    assert {row["drafter"] for row in select("demo", "drafter")} > {"plain", "lookup 7", "heads 7", "auto"}
-    engine = [row["engine_ms"] for row in select("demo", "engine_ms")]
-    assert len(engine) == 2 * 2 * 7 and sorted(engine)[14] > 0  # other work may spoil a few
-    assert all(row["bugs"] == 0 for row in select("demo", "bugs"))
-    for row in select("tests", "passed")[:1]:
-        assert row["passed"] > 20 and row["failed"] == row["exit_code"] == 0
-    assert {*os.listdir(tmp_path)} - {"tests.log"} == {"results.jsonl"}
-
-
-def test_a_step_is_compared_with_the_plain_step_that_samples_alike(monkeypatch):
-    """Bug: a sampled tree beside a greedy plain step, or one of another batch."""
-    def rows(model, heads, shapes, bandwidth):
-        for ms, (B, T, prefix, sampling) in enumerate(shapes, 1):
-            yield dict(batch_size=B, tree_size=T, prefix=prefix, temperature=sampling.temperature,
-                       top_p=sampling.top_p, step_ms=ms)
-    monkeypatch.setattr(operations, "step_rows", rows)
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
-    run = SimpleNamespace(sizes=gpu.TINY, device=None, random_model=lambda name: (None, None))
-    found = [*gpu.steps(run, large=True)]
-    plain = {(row["batch_size"], row["temperature"], row["top_p"]): row["step_ms"]
-             for row in found if row["tree_size"] == 1}
-    assert len(found) == 3 * 2 * 2 and len(plain) == 3 * 2
-    for row in found:
-        assert row["over_plain"] == row["step_ms"] / plain[row["batch_size"], row["temperature"], row["top_p"]]
+    assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
+    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
+    assert [row["identical"] for row in select("toy", "heads") if row["dtype"] == "torch.float32"] == [True] * 4 * 3
+    decoded = select("demo", "drafter")
+    assert {row["drafter"] for row in decoded} > {"plain", "lookup 7", "heads 7", "auto"}
+    assert len(decoded) == 2 * 2 * 7 and all(row["bugs"] == 0 for row in decoded)
+    assert sorted(row["engine_ms"] for row in decoded)[14] > 0  # other work may spoil a few
+    assert select("tests", "passed")[0]["passed"] > 20 and select("tests", "passed")[0]["exit_code"] == 0
+    assert {*os.listdir(tmp_path)} - {"sanitizer.log"} == {"results.jsonl", "tests.log"}
 
 
 def test_outputs_that_differ_are_told_apart(toy):
     """Bug: a wrong token that is counted as a tie, or a difference that is not counted."""
-    outputs = [generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2)]
-    assert gpu.differences(toy, *outputs) == dict(ties=0, bugs=0)
-    outputs[0].sequences[1].tokens[3] ^= 1
-    assert gpu.differences(toy, *outputs) == dict(ties=0, bugs=1)
+    ours, plain = (generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2))
+    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=0)
+    ours.sequences[1].tokens[3] ^= 1
+    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
 
 
 def test_a_process_that_is_late_ends_with_its_children(tmp_path):
     """Bug: workers that hold the GPU while the next part is timed. Here a child holds a lock."""
     file = str(tmp_path / "lock")
     script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
-    assert gpu.run_process([sys.executable, "-u", "-c", script], 0) == ("1\n", None)
+    run = SimpleNamespace(out=tmp_path, deadline=0)
+    assert gpu.run_process(run, "log", sys.executable, "-u", "-c", script) == ("1\n", None)
     with open(file) as lock:
         for attempt in range(10**6):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
     assert attempt < 10**6 - 1
-    assert gpu.run_process([sys.executable, "-c", "print(3); exit(4)"], math.inf) == ("3\n", 4)
+    run.deadline = math.inf
+    assert gpu.run_process(run, "log", sys.executable, "-c", "print(3); exit(4)") == ("3\n", 4)
+    assert (tmp_path / "log").read_text() == "1\n3\n"
 
 
-def parts_of(monkeypatch, tmp_path, *parts, **functions):
+def parts_of(monkeypatch, tmp_path, **functions):
     monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=parts or tuple(functions), model=None, dry_run=True,
-                              seconds=5))
+    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], model=None, dry_run=True, seconds=5))
     return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
 
 
@@ -177,7 +154,7 @@ def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_p
     """Bug: every part after an illegal access fails with the first one's error."""
     started, flags = [], ["gpu", "--dry-run", "--out", str(tmp_path / "new"), "--parts", "first", "second", "third"]
     monkeypatch.setattr(sys, "argv", ["bench", *flags])
-    monkeypatch.setattr(gpu, "is_usable", lambda device: False)
+    monkeypatch.setattr(gpu, "frees_memory", lambda device: False)
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
     part = lambda run: (row for row in ())
     parts_of(monkeypatch, tmp_path, first=part, second=part, third=part)
