@@ -376,16 +376,17 @@ class Decoder:
         self.slots.cache.lengths[slot].fill_(rows)
 
     def resize(self, busy):
-        """Sets which slots run, and moves these busy ones there -> {slot: its new number}. All run
-        on a GPU, where a graph needs tensors to stay where they are. A CPU, where an idle slot
-        costs as much as a busy one and a new batch size costs more, runs the first few: up to an
-        eighth of the batch more than are busy."""
-        B = self.batch_size
-        multiple = B if self.steps_ahead else max(B // 8, 1)
-        n = math.ceil(len(busy) / multiple) * multiple
-        numbers = {slot: slot for slot in range(B)}
+        """Sets how many slots run, and moves these busy ones to the front -> {slot: its new
+        number}. On a GPU all run and stay, for a graph holds addresses. On a CPU, where an idle
+        slot costs as much as a busy one, up to an eighth of the batch run beside the busy ones: a
+        new batch size costs more."""
+        n = self.batch_size
+        numbers = {slot: slot for slot in range(n)}
+        if self.steps_ahead == 0:
+            multiple = max(n // 8, 1)
+            n = math.ceil(len(busy) / multiple) * multiple
         idle = [slot for slot in range(n) if slot not in busy]
-        for a, b in zip((slot for slot in busy if slot >= n), idle):
+        for a, b in zip([slot for slot in busy if slot >= n], idle):
             self.buffers.swap(a, b)
             numbers |= {a: b, b: a}
         if n != self.width:
@@ -479,12 +480,13 @@ class Engine:
         """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling:
         default the Decoder's. index: the noise is a function of it. The rest as in `generate`."""
         decoder = self.decoder
+        context = decoder.model.config.block_size
         check_prompt(decoder.model, prompt, index)
-        sequence = Sequence(index, prompt, max_new_tokens, decoder.model.config.block_size, stop,
-                            encoding, sampling or decoder.sampling)
-        if (length := len(prompt) + sequence.limit) > decoder.capacity:
-            raise InputError(f"a text of {length} tokens does not fit an engine made for "
-                             f"{decoder.capacity}; make a larger one")
+        sequence = Sequence(index, prompt, max_new_tokens, context, stop, encoding,
+                            sampling or decoder.sampling)
+        if len(prompt) + sequence.limit > decoder.capacity:
+            raise InputError(f"a text of {len(prompt) + sequence.limit} tokens does not fit an "
+                             f"engine made for {decoder.capacity}; make a larger one")
         self.waiting.append(sequence)
         return sequence
 
@@ -531,10 +533,9 @@ class Engine:
         slot = max(starts, key=starts.get)
         self.prefill_start = starts[slot]
         may_share = self.decoder.steps_ahead > 0 and self.prefill_start == 0
-        longest = len(prompt)
         while self.waiting and slot in self.cached_prefix:
-            longest = max(longest, len(self.waiting[0].prompt))
-            fits = (len(self.prefilling) + 1) * (longest - 1) <= PREFILL_CHUNK
+            sequences = [*self.prefilling.values(), self.waiting[0]]
+            fits = len(sequences) * max(len(s.prompt) - 1 for s in sequences) <= PREFILL_CHUNK
             if self.prefilling and not (may_share and fits):
                 break
             self.prefilling[slot] = self.waiting.popleft()
@@ -563,8 +564,9 @@ class Engine:
         """Frees a slot; its cache holds the text but for the last token."""
         self.prefilling.pop(slot, None)
         sequence = self.running.pop(slot, None)
-        self.cached_prefix[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
-        self.decoder.release(slot, max(len(self.cached_prefix[slot]) - 1, 0))
+        text = [*sequence.prompt, *sequence.tokens] if sequence else ()
+        self.cached_prefix[slot] = text
+        self.decoder.release(slot, max(len(text) - 1, 0))
 
     @torch.inference_mode()
     def cancel(self, sequence):
