@@ -212,7 +212,7 @@ class Decoder:
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
         self.width = 0  # the slots that run are the first `width`
-        self.resize(range(batch_size))
+        self.clear()
         # (plan, sampling mode) of the steps so far -> a function that replays the graph, or None
         self.graphs = {}
         self.pool = None  # the memory of all graphs; None: steps run eagerly
@@ -369,6 +369,13 @@ class Decoder:
             slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
+    @torch.inference_mode()
+    def clear(self):
+        """Makes all slots idle."""
+        self.resize(range(self.batch_size))
+        self.release(slice(None))
+
+    @torch.inference_mode()
     def release(self, slot, rows=0):
         """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, and writes
         its trees after these rows of its cache."""
@@ -453,24 +460,22 @@ class Engine:
     their end. `add` them, and `step` while it is `busy`. Reusable for any prompts that fit its
     capacity. policy: selects each step's plan, default plain decoding. options: the Decoder's."""
 
-    def __init__(self, model, heads=None, *, policy=None, **options):
-        self.policy = policy or FixedPolicy(DraftPlan())
-        heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
-        self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
+    def __init__(self, model, heads=None, *, policy=FixedPolicy(DraftPlan()), **options):
+        self.policy = policy
+        heads = heads if any(plan.head_nodes for plan in policy.plans) else None
+        self.decoder = Decoder(model, heads, plans=policy.plans, **options)
         self.clear()
 
-    @torch.inference_mode()
     def clear(self):
         """Drops all sequences."""
-        slots = range(self.decoder.batch_size)
+        self.decoder.clear()
         self.waiting = deque()
-        self.cached_prefix = dict.fromkeys(slots, ())  # free slot -> the text its cache holds
+        # free slot -> the text that its cache holds
+        self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())
         self.prefilling = {}      # slot -> sequence, of the prefill pass that goes on
         self.prefill_start = 0    # its next token
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
-        self.decoder.resize(slots)
-        self.decoder.release(slice(None))
 
     @property
     def busy(self):
@@ -480,10 +485,9 @@ class Engine:
         """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling:
         default the Decoder's. index: the noise is a function of it. The rest as in `generate`."""
         decoder = self.decoder
-        context = decoder.model.config.block_size
         check_prompt(decoder.model, prompt, index)
-        sequence = Sequence(index, prompt, max_new_tokens, context, stop, encoding,
-                            sampling or decoder.sampling)
+        sequence = Sequence(index, prompt, max_new_tokens, decoder.model.config.block_size, stop,
+                            encoding, sampling or decoder.sampling)
         if len(prompt) + sequence.limit > decoder.capacity:
             raise InputError(f"a text of {len(prompt) + sequence.limit} tokens does not fit an "
                              f"engine made for {decoder.capacity}; make a larger one")
@@ -502,11 +506,10 @@ class Engine:
             self.cached_prefix = {new[slot]: held for slot, held in self.cached_prefix.items()}
             self.admit()
             if self.running:
-                running = list(self.running.values())
-                plan = self.policy.select(running)
-                decoder.sampling_mode = max(sequence.sampling.mode for sequence in running)
-                launched = decoder.launch(plan, with_trees)
-                self.in_flight.append((plan, dict(self.running), launched))
+                plan = self.policy.select(self.running.values())
+                decoder.sampling_mode = max(s.sampling.mode for s in self.running.values())
+                wait = decoder.launch(plan, with_trees)
+                self.in_flight.append((plan, dict(self.running), wait))
         if not self.in_flight or (self.running and len(self.in_flight) <= decoder.steps_ahead):
             return []
         return self.retire()
@@ -525,13 +528,10 @@ class Engine:
                 self.prefilling = {}
 
     def next_prompts(self):
-        """Begins a prefill pass of the next prompt, in the free slot that holds most of it, else
-        the one free the longest. A GPU reads several short prompts as fast as one: if this one
-        starts at 0, those behind it share the pass, in the next slots, while all fit in a chunk."""
-        prompt = self.waiting[0].prompt
-        starts = {slot: shared_rows(text, prompt) for slot, text in self.cached_prefix.items()}
-        slot = max(starts, key=starts.get)
-        self.prefill_start = starts[slot]
+        """Begins a prefill pass of the next prompt. A GPU reads several short prompts as fast as
+        one: if this one starts at 0, those behind it share the pass, in the next slots, while all
+        fit in a chunk."""
+        slot, self.prefill_start = best_slot(self.cached_prefix, self.waiting[0].prompt)
         may_share = self.decoder.steps_ahead > 0 and self.prefill_start == 0
         while self.waiting and slot in self.cached_prefix:
             sequences = [*self.prefilling.values(), self.waiting[0]]
@@ -564,11 +564,9 @@ class Engine:
         """Frees a slot; its cache holds the text but for the last token."""
         self.prefilling.pop(slot, None)
         sequence = self.running.pop(slot, None)
-        text = [*sequence.prompt, *sequence.tokens] if sequence else ()
-        self.cached_prefix[slot] = text
+        text = self.cached_prefix[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
         self.decoder.release(slot, max(len(text) - 1, 0))
 
-    @torch.inference_mode()
     def cancel(self, sequence):
         """Ends a sequence, waiting or in a slot, between two steps."""
         if sequence in self.waiting:
@@ -607,11 +605,16 @@ class Engine:
         return output
 
 
-def shared_rows(text, prompt):
-    """Where a prompt starts after what it shares with the text in a slot's cache. The heads' row of
-    a token depends on the next one, and the last row gives the heads' state."""
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
-    return max(min(same - 1, len(prompt) - 2), 0)
+def best_slot(cached_prefix, prompt):
+    """The slot whose cached text begins with most of a prompt, else the one free the longest, and
+    where the prompt starts there."""
+    starts = {}
+    for slot, text in cached_prefix.items():
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
+        # the heads' row of a token depends on the next one; the last row gives the heads' state
+        starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
+    slot = max(starts, key=starts.get)
+    return slot, starts[slot]
 
 
 class Sequence:
