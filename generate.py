@@ -313,7 +313,6 @@ class Decoder:
         slots, their `Tree`s of lists or None, and the step's own seconds: None for the first step
         of a plan and sampling mode, which compiles and captures it."""
         is_steady = (plan, self.sampling_mode) in self.graphs
-
         device = self.model.device
         to_host = lambda x: x.to("cpu", non_blocking=True)  # before another graph overwrites it
         start = mark(device)
@@ -552,7 +551,7 @@ class Engine:
                 continue  # a step earlier, when this step was already in flight
             tokens, path = accepted[slot]
             tree = trees and trees[slot]
-            if tree:  # a tree of the root alone has the next root by now
+            if tree:  # plain decoding's tree shows the next root by now
                 tree.tokens[0] = (sequence.tokens or sequence.prompt)[-1]
             results.append(StepResult(sequence, sequence.take(tokens), path, plan, tree))
             if sequence.ended:

@@ -323,9 +323,12 @@ def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, start, prefilled):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention by MATH."""
     world, model, heads = start(name, dtype=dtype)
-    decode(model, heads)
+    engine = decode(model, heads)
     assert len(world.graphs) == len(MIXED) and all(graph.replays for graph in world.graphs)
     assert prefilled[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts at once, one long one in chunks
+    shown = []
+    engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # a graph's trees are copied, too
+    assert all(len(column) == step.plan.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
 
 
 @needs_triton
