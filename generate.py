@@ -14,7 +14,7 @@ beams, C hidden size, V vocabulary."""
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
     from tools.cli import main
     sys.exit(main())
 
@@ -409,7 +409,7 @@ def send(values, device, dtype=torch.int64):
 
 
 def mark(device):
-    """The time on a device's own clock: a point in the work it was given."""
+    """The time on a device's own clock: when it gets here in the work that is queued."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -640,19 +640,19 @@ class Sequence:
         self.stream = encoding.stream(texts) if texts else None
 
     def take(self, tokens):
-        """Appends a step's tokens up to the sequence's end -> the tokens taken."""
-        taken = []
+        """Appends a step's tokens, up to where the sequence ends -> those appended."""
+        new = []
         for token in tokens[:self.limit - len(self.tokens)]:
-            taken.append(token)
+            new.append(token)
             if self.stream:
                 self.stream.feed([token])
             if token in self.stop_tokens or (self.stream and self.stream.stopped):
                 self.ended = "stop"
                 break
-        self.tokens += taken
+        self.tokens += new
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
-        return taken
+        return new
 
 
 class StepResult(NamedTuple):
@@ -768,7 +768,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     """The Engine that `generate` runs, of the same arguments."""
     sampling = Sampling(**sampling)
     if not prompts:
-        raise InputError("no prompt was given; give at least one")
+        raise InputError("there is no prompt; give at least one")
     for index, prompt in enumerate(prompts):
         check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)

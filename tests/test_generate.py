@@ -223,22 +223,6 @@ def test_a_steps_seconds_are_its_own(toy, monkeypatch):
     assert told == [None] + [1] * (len(told) - 1) and len(told) > 90
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_the_host_may_look_one_step_late(toy, plain, steps_ahead):
-    """Catches a token of the step after a text's end, given to the slot's next prompt or to none."""
-    for heads, tree_size in ((None, 1), (random_heads(toy), 9)):
-        made = new_engine(toy, heads, batch_size=3, capacity=150, tree_size=tree_size)
-        made.decoder.steps_ahead = steps_ahead
-        held = lambda x: (*x.plain_tree, x.slots.root, x.slots.cache.kv, x.slots.cache.lengths)
-        addresses = lambda: [x.data_ptr() for x in held(made.decoder)]
-        before = addresses()
-        for _ in range(2):  # an engine can be used again
-            out = made.generate(PROMPTS, 24)
-            assert out.tokens == plain["greedy"] and sum(out.step_lengths.values()) == out.steps
-        if steps_ahead:  # a graph would hold these addresses
-            assert addresses() == before
-
-
 def test_a_slot_whose_text_has_ended_stays_idle(toy):
     """Bug: an idle slot left active. On a GPU, where slots are not compacted, its length would grow without end. And
     steps must not overwrite the text that it holds: all rows but the last token's, which has none."""

@@ -84,7 +84,7 @@ class Running:
         barrier.wait()
 
     def idle(self):
-        return (self.app.taken == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
+        return (self.app.texts == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
                 and len(self.engine.cached_prefix) == self.args.batch_size)
 
 
@@ -224,7 +224,7 @@ def test_a_full_queue_says_when_to_come_again(served):
     with ThreadPoolExecutor(8) as pool:
         with served.paused():
             asked = [pool.submit(served.post, ask(temperature=1, seed=seed)) for seed in range(8)]
-            until(lambda: served.app.taken == 8)
+            until(lambda: served.app.texts == 8)
             refused = served.post(ask())
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
@@ -246,7 +246,7 @@ def test_a_client_that_goes_away_frees_its_slot(served, stream):
             served.worker.step()
             sequences = list(served.worker.jobs)
             assert (len(served.engine.running), len(served.engine.waiting)) == (3, 4)
-        until(lambda: served.app.taken == 0)
+        until(lambda: served.app.texts == 0)
     until(served.idle)
     assert all(sequence.ended == "cancelled" and len(sequence.tokens) <= 7 for sequence in sequences)
 

@@ -8,7 +8,7 @@ arguments."""
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
     from tools.cli import serve
     sys.exit(serve())
 
@@ -65,8 +65,8 @@ class Job:
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         check("max_tokens", self.limit, 1, 2**31, whole=True)
-        given = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        self.sampling = Sampling(**app.loaded.sampling | given)
+        asked = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
+        self.sampling = Sampling(**app.loaded.sampling | asked)
         stop = read_texts(body, "stop")
         self.stop = [*app.loaded.stop, *stop]  # --stop is among them
         expect(len(stop) <= 16 and "" not in self.stop,
@@ -158,8 +158,8 @@ async def read_object(request):
 
 
 class PlainOnRequest:
-    """The policy that it is given, or plain decoding while all running sequences ask for it: a plan
-    is of a step, not of a sequence. jobs: {sequence: its Job}."""
+    """Selects as `policy` does, or plain decoding while all running sequences ask for it: a plan is
+    of a step, not of a sequence. jobs: {sequence: its Job}."""
 
     def __init__(self, policy, jobs):
         self.policy = policy
@@ -260,7 +260,7 @@ class App:
         self.engine = make_engine(args, loaded, prompts, context - 1, policy)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
-        self.taken = 0
+        self.texts = 0  # running or waiting
         self.longest = max(map(len, loaded.encoding.package.get_vocab()))  # characters of a token
         self.worker = Worker(self.engine, jobs)
         self.worker.start()
@@ -277,9 +277,9 @@ class App:
     async def guard(self, handler, request):
         """Calls a handler, if the request brings the key."""
         key = self.args.api_key
-        given = request.headers.get("authorization", "").encode("latin-1")
+        header = request.headers.get("authorization", "").encode("latin-1")
         open_to_all = not key or request.url.path in ("/", "/health")
-        if not (open_to_all or hmac.compare_digest(given, f"Bearer {key}".encode())):
+        if not (open_to_all or hmac.compare_digest(header, f"Bearer {key}".encode())):
             raise HTTPException(401, "the API key is missing or wrong")
         return await handler(request)
 
@@ -307,13 +307,13 @@ class App:
         job = Job(body, chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine has ended; start the server anew")
-        if self.taken + job.count > self.room:
+        if self.texts + job.count > self.room:
             raise HTTPException(429, "too many texts wait; try again", {"retry-after": "1"})
         return partial(self.respond, job)
 
     async def respond(self, job, scope, receive, send):
         """Answers, until the client goes away."""
-        self.taken += job.count
+        self.texts += job.count
         timed = lambda message: asyncio.wait_for(send(message), PATIENCE)  # to a client that reads
         answer = asyncio.create_task(self.answer(job, scope, receive, timed))
         gone = asyncio.create_task(receive())  # what comes after a body
@@ -322,7 +322,7 @@ class App:
             if answer.done():
                 answer.result()
         finally:
-            self.taken -= job.count
+            self.texts -= job.count
             answer.cancel()
             gone.cancel()
             self.worker.calls.put(partial(self.worker.cancel, job))
