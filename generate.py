@@ -4,17 +4,17 @@
     python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
-A tree is drafted by the heads, by lookup in the text itself, or by both, as a `DraftPlan` says.
-Plain decoding is the same loop with trees of one node. The text never depends on what drafted it,
-so each step may take another plan. On CUDA each plan's step is captured in a graph once and
-replayed, and the host reads a step's tokens while the next step runs.
+The heads, n-gram lookup, or both draft a tree, as a `DraftPlan` says. Plain decoding is the same
+loop with trees of one node. The output does not depend on the drafter, so each step may use another
+plan. On CUDA each plan's step is captured in a graph once and replayed, and the host reads a step's
+tokens while the next step runs.
 
 Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
 beams, C hidden size, V vocabulary."""
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
     from tools.cli import main
     sys.exit(main())
 
@@ -32,16 +32,18 @@ import torch
 
 from clover import MAX_BEAMS, Tree, root_tree
 from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge_chain, ngram_lookup
-from model import MAX_TREE, InputError, KVCache, check, needs_folders
+from model import MAX_TREE, InputError, KVCache, check
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
-DEFAULT_TREE = 5     # nodes, for heads without an acceptance table
-GREEDY, NOISE, FILTERED = range(3)  # ways to sample: a later one gives a text the same tokens
+DEFAULT_TREE = 5     # nodes
+DEFAULT_BATCH = 8    # sequences
+# sampling modes: a later one costs more, and gives a sequence of an earlier one the same tokens
+GREEDY, NOISE, FILTERED = range(3)
 
 
 class DraftPlan(NamedTuple):
-    """What a step drafts: how many nodes of its tree the heads guess, and how long lookup's chain
-    is, which shares the tree with them. With neither it is plain decoding."""
+    """What a step drafts: nodes guessed by the heads, and tokens of lookup's chain in the same
+    tree. With neither it is plain decoding."""
     head_nodes: int = 0
     lookup_tokens: int = 0
 
@@ -74,34 +76,45 @@ class Sampling:
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
 
     @property
-    def way(self):
-        """The cheapest way to sample so."""
+    def mode(self):
+        """The cheapest sampling mode for these parameters."""
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return GREEDY if self.temperature == 0 else FILTERED if filtered else NOISE
 
 
 class FixedPolicy:
-    """Selects one plan for all steps. Every policy has these three: `plans` to select among,
-    `select` and `update`. `tools.policy.AdaptivePolicy` has several plans."""
+    """One plan for all steps. Every policy has these three: `plans` to select among, `select` and
+    `update`. `tools.policy.AdaptivePolicy` selects among several plans."""
 
     def __init__(self, plan):
         self.plans = (plan,)
 
-    def select(self):
-        """The plan of the next step."""
+    def select(self, sequences=()):
+        """The plan of the next step, in which these sequences run."""
         return self.plans[0]
 
     def update(self, plan, results, seconds=None):
-        """Learns from a step's results [(sequence, tokens, path)] and its seconds or None."""
+        """Learns from a step's `StepResult`s and its seconds, or None."""
 
 
 class Accepted(NamedTuple):
-    """What one step accepted: views of one tensor, `packed`, which is all that the host reads."""
-    packed: torch.Tensor  # int64 [B, 2 P + 2]
+    """What a step accepted of B trees: views of one tensor, `packed`, all that the host copies."""
+    packed: torch.Tensor  # int64 [B, 2 P + 2], of `accept_path`
     tokens: torch.Tensor  # [B, P]: accepted guesses, then the bonus token, the next root
     path: torch.Tensor    # [B, P]: the accepted nodes, root first
     count: torch.Tensor   # [B]: how many there are
     last: torch.Tensor    # [B]: the index of the last
+
+    @classmethod
+    def unpack(cls, packed):
+        P = packed.shape[1] // 2 - 1
+        tokens, path, ends = packed.split((P, P, 2), dim=1)
+        return cls(packed, tokens, path, *ends.unbind(1))
+
+    def to_lists(self):
+        """(tokens, path) of each sequence."""
+        rows = zip(self.tokens.tolist(), self.path.tolist(), self.count.tolist())
+        return [(tokens[:n], path[:n]) for tokens, path, n in rows]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,10 +151,9 @@ class Slots:
             x[[a, b]] = x[[b, a]]
 
     def set_sampling(self, samplings):
-        """Sets how each slot samples. The host does not wait for the copies to a GPU."""
+        """Sets the `Sampling` of each slot."""
         for name, rows in self.sampling.items():
-            values = torch.tensor([getattr(s, name) for s in samplings], dtype=rows.dtype)
-            rows.copy_(values.pin_memory() if rows.is_cuda else values, non_blocking=True)
+            rows.copy_(send([getattr(s, name) for s in samplings], rows.device, rows.dtype))
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
@@ -163,11 +175,11 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
 
 
 class Decoder:
-    """Decodes B sequences, one in each slot, step by step. heads: they read in every step, also
-    where lookup drafts. capacity: the most tokens of a sequence, prompt included; default: the
-    model's context. plans: those that a step may take. beams, graph: as in `generate`. sampling: of
-    texts without their own; `way`: the next step's, as its texts need. Raises InputError for sizes
-    out of range and caches without room in memory."""
+    """Decodes B sequences, one in each slot, step by step. heads: they read every accepted token,
+    also in steps that do not use them. capacity: most tokens of a sequence, prompt included;
+    default: the model's context. plans: those that a step may take. beams, graph: as in `generate`.
+    sampling: of sequences without their own. Raises InputError for sizes out of range and caches
+    without room in memory."""
 
     @torch.inference_mode()
     def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
@@ -181,7 +193,7 @@ class Decoder:
         self.plans = plans
         self.beams = beams
         self.sampling = sampling or Sampling()
-        self.way = self.sampling.way
+        self.sampling_mode = self.sampling.mode  # of the next step
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = contextlib.nullcontext
@@ -197,12 +209,13 @@ class Decoder:
         self.buffers.set_sampling([self.sampling] * batch_size)
         # made once and only viewed from here on, as the buffers are: captured graphs hold addresses
         self.root_trees = root_tree(self.buffers.root)
-        self.run_first(batch_size)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
-        self.runs = Counter()  # of each (plan, way)
-        self.graphs = {}  # (plan, way) -> a function that replays its step
-        self.pool = None  # the memory of all graphs; None: there are none
+        self.width = 0  # the slots that run are the first `width`
+        self.clear()
+        # (plan, sampling mode) of the steps so far -> a function that replays the graph, or None
+        self.graphs = {}
+        self.pool = None  # the memory of all graphs; None: steps run eagerly
         if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
 
@@ -220,7 +233,7 @@ class Decoder:
         target = self.sample(normed, positions)        # [B, T]: the model's own next tokens
         accepted = self.accept(plan, tree, target)     # tokens, path [B, P], count [B]
         self.commit(plan, hidden, accepted)
-        return accepted.packed
+        return accepted, tree
 
     def draft(self, plan):
         tree = self.plain_tree
@@ -245,19 +258,17 @@ class Decoder:
         normed = normed.flatten(0, 1)  # (B * T, C)
         sampling = self.slots.sampling
         place = dict(sequence=self.slots.sequence, position=(positions + 1).view(-1))
-        if self.way == FILTERED:
+        if self.sampling_mode == FILTERED:
             sample = getattr(self.model.head, "filtered_sample", filtered_sample)
             target = sample(self.model.head.logits(normed), **sampling, **place)
         else:
-            temperature = 0.0 if self.way == GREEDY else sampling["temperature"]
+            temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             target = self.model.head.sample(normed, temperature, sampling["seed"], **place)
         return target.view_as(positions)
 
     def accept(self, plan, tree, target):
-        P = self.max_path(plan)
-        packed = accept_path(*tree, target, self.slots.active, P)
-        tokens, path, ends = packed.split((P, P, 2), dim=1)
-        return Accepted(packed, tokens, path, *ends.unbind(1))
+        packed = accept_path(*tree, target, self.slots.active, self.max_path(plan))
+        return Accepted.unpack(packed)
 
     def commit(self, plan, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
@@ -281,51 +292,62 @@ class Decoder:
         torch.gather(accepted.tokens, 1, last, out=slots.root[:, None])
         lengths += accepted.count
 
-    def body(self, plan=None):
-        """A function that runs one step of a plan, by default the first -> `Accepted.packed`. With
-        graphs its first step in each way runs eagerly, which compiles it; then it is captured."""
-        key = plan or self.plans[0], self.way
-        self.runs[key] += 1
-        step = partial(self.step, key[0])
-        if self.pool is None or self.runs[key] == 1:
-            return step
-        if key not in self.graphs:
-            self.graphs[key] = capture(step, self.model.device, self.pool)
-        return self.graphs[key]
+    # What the host does around steps
+
+    def run(self, plan):
+        """Runs one step -> what `step` returns. With graphs the first step of each plan and
+        sampling mode runs eagerly, which compiles its kernels, and is then captured; later ones
+        replay it."""
+        key = plan, self.sampling_mode
+        if replay := self.graphs.get(key):
+            return replay()
+        result = self.step(plan)
+        self.graphs[key] = None
+        if self.pool is not None:
+            self.graphs[key] = capture(partial(self.step, plan), self.model.device, self.pool)
+        return result
 
     @torch.inference_mode()
-    def launch(self, plan):
-        """Starts one step -> a function that waits for it and returns ([(tokens, path)] of the
-        slots, seconds of this step alone; None for a plan's first two, which compile and capture
-        it)."""
-        P = self.max_path(plan)
-        packed, wait_seconds = timed(self.body(plan), self.model.device)
-        is_steady = self.runs[plan, self.way] > 2
+    def launch(self, plan, with_trees=False):
+        """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
+        slots, their `Tree`s of lists or None, and the step's own seconds: None for the first step
+        of a plan and sampling mode, which compiles and captures it."""
+        is_steady = (plan, self.sampling_mode) in self.graphs
+        device = self.model.device
+        to_host = lambda x: x.to("cpu", non_blocking=True)  # before another graph overwrites it
+        start = mark(device)
+        accepted, tree = self.run(plan)
+        packed = to_host(accepted.packed)
+        columns = [to_host(x) for x in tree] if with_trees else None
+        end = mark(device)
 
         def wait():
-            seconds = wait_seconds()
-            accepted = [(row[:row[-2]], row[P:P + row[-2]]) for row in packed.tolist()]
-            return accepted, seconds if is_steady else None
+            seconds = seconds_between(start, end)
+            trees = columns and list(map(Tree, *(x.tolist() for x in columns)))
+            return Accepted.unpack(packed).to_lists(), trees, seconds if is_steady else None
         return wait
 
     def warm_up(self):
         """Compiles and captures every plan, while all slots are idle."""
-        for plan in 2 * self.plans:
+        for plan in self.plans:
             with self.context():
                 self.launch(plan)()
 
-    def prefill(self, slot, sequences, start):
-        """Reads the next chunk of a prompt, from token `start`, into a slot -> where it ends; after
-        the last chunk the slot runs. The prompts of several `Sequence`s that fit in one chunk are
-        read at once, into the slots from this one on.
+    def prefill(self, sequences, start):
+        """Reads the next chunk of prompts, from token `start`, into adjacent slots -> where it
+        ends; after the last chunk the slots run. sequences: {slot: Sequence}, one, or several whose
+        prompts fit in one chunk.
 
         A prompt's last token is not read here: it is the root of the first step, which is then like
         any other. Steps between two chunks write their trees where the next chunk goes."""
-        n = len(sequences)
-        slots = self.slots.view(slot, n)
+        device = self.model.device
+        slots = self.slots.view(min(sequences), len(sequences))
+        sequences = list(sequences.values())
         longest = max(len(s.prompt) for s in sequences) - 1
         end = min(start + PREFILL_CHUNK, longest)
-        tokens, last, numbers = chunk_tensors(sequences, start, end, self.model.device)
+        padded = [[*s.prompt[start:end + 1], *[0] * (end + 1 - len(s.prompt))] for s in sequences]
+        tokens = send(padded, device)  # (n, end + 1 - start)
+        last = send([[min(end, len(s.prompt) - 1)] for s in sequences], device)  # (n, 1)
         if end > start:
             hidden = self.model.prefill(tokens[:, :-1], slots.cache, start)
             if self.heads:
@@ -341,56 +363,66 @@ class Decoder:
         torch.gather(tokens, 1, last - start, out=slots.root[:, None])
         slots.cache.lengths.copy_(last[:, 0])
         if end == longest:
-            slots.sequence.copy_(numbers[:, 0])
+            slots.sequence.copy_(send([s.index for s in sequences], device))
             slots.set_sampling([s.sampling for s in sequences])
             slots.active.fill_(1)  # on a GPU, [:] = 1 would wait for it
         return end
 
+    @torch.inference_mode()
+    def clear(self):
+        """Makes all slots idle."""
+        self.resize(range(self.batch_size))
+        self.release(slice(None))
+
+    @torch.inference_mode()
     def release(self, slot, rows=0):
         """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, and writes
         its trees after these rows of its cache."""
         self.slots.active[slot].zero_()
         self.slots.cache.lengths[slot].fill_(rows)
 
-    def run_first(self, n):
-        """Steps run the first n slots alone from now on; with a graph all, for it has addresses."""
-        self.slots = self.buffers.view(0, n)
-        self.plain_tree = Tree(*(x[:n] for x in self.root_trees))  # its tokens are the roots
+    def resize(self, busy):
+        """Sets how many slots run, and moves these busy ones to the front -> {slot: its new
+        number}. On a GPU all run and stay, for a graph holds addresses. On a CPU, where an idle
+        slot costs as much as a busy one, up to an eighth of the batch run beside the busy ones: a
+        new batch size costs more."""
+        n = self.batch_size
+        numbers = {slot: slot for slot in range(n)}
+        if self.steps_ahead == 0:
+            multiple = max(n // 8, 1)
+            n = math.ceil(len(busy) / multiple) * multiple
+        idle = [slot for slot in range(n) if slot not in busy]
+        for a, b in zip([slot for slot in busy if slot >= n], idle):
+            self.buffers.swap(a, b)
+            numbers |= {a: b, b: a}
+        if n != self.width:
+            self.width = n
+            self.slots = self.buffers.view(0, n)
+            self.plain_tree = Tree(*(x[:n] for x in self.root_trees))  # its tokens are the roots
+        return numbers
 
 
-def chunk_tensors(sequences, start, end, device):
-    """Tokens start, ..., end of prompts, padded [n, end + 1 - start], where each prompt's last of
-    these is [n, 1], and the sequences' numbers [n, 1]. The host does not wait for the copy to a
-    GPU."""
-    rows = []
-    for s in sequences:
-        padding = [0] * (end + 1 - len(s.prompt))
-        last = min(end, len(s.prompt) - 1)
-        rows.append([*s.prompt[start:end + 1], *padding, last, s.index])
-    rows = torch.tensor(rows)
-    if device.type == "cuda":
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    return rows.split((end + 1 - start, 1, 1), dim=1)
+def send(values, device, dtype=torch.int64):
+    """A tensor of the host's values on a device; the host does not wait for the copy to a GPU."""
+    x = torch.tensor(values, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def timed(body, device):
-    """Starts body(), which returns a tensor -> (the tensor on the host, a function that waits for
-    it and returns the seconds that body() took on the device)."""
+def mark(device):
+    """The time on a device's own clock: when it gets here in the work that is queued."""
     if device.type != "cuda":
-        started = time.perf_counter()
-        result = body()
-        seconds = time.perf_counter() - started
-        return result, lambda: seconds
-    stream = torch.cuda.current_stream(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(stream)
-    result = body().to("cpu", non_blocking=True)  # before another graph overwrites it
-    end.record(stream)
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
-    def wait():
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    return result, wait
+
+def seconds_between(start, end):
+    """Seconds between two marks; waits for the later one."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def capture(body, device, pool=None):
@@ -411,8 +443,9 @@ def capture(body, device, pool=None):
 
 
 def fixed_plan(tree_size, heads, lookup):
-    """The `DraftPlan` of T nodes. Where both draft, lookup has half of the guesses, and the heads
-    have a single one. Checks T."""
+    """The `DraftPlan` of T nodes, default DEFAULT_TREE. With both drafters, lookup has half of the
+    guesses, and a single guess is the heads'. Without any it is plain. Checks T."""
+    tree_size = DEFAULT_TREE if tree_size is None else tree_size
     check("tree size", tree_size, 1, MAX_TREE, whole=True)
     chain = (tree_size - 1) // (2 if heads else 1) if lookup else 0
     return DraftPlan(tree_size - 1 - chain if heads else 0, chain)
@@ -422,175 +455,146 @@ def fixed_plan(tree_size, heads, lookup):
 # The engine: continuous batching
 
 class Engine:
-    """Prompts wait, are admitted to free slots of a `Decoder`, run, and retire: `add` them, and
-    `step` while it is `busy`. Reusable for any prompts that fit its capacity. policy: what selects
-    each step's plan, default plain decoding. options: the Decoder's."""
+    """Schedules prompts: they wait in a queue, are read into free slots of a `Decoder`, and run to
+    their end. `add` them, and `step` while it is `busy`. Reusable for any prompts that fit its
+    capacity. policy: selects each step's plan, default plain decoding. options: the Decoder's."""
 
-    def __init__(self, model, heads=None, *, policy=None, **options):
-        self.policy = policy or FixedPolicy(DraftPlan())
-        heads = heads if any(plan.head_nodes for plan in self.policy.plans) else None
-        self.decoder = Decoder(model, heads, plans=self.policy.plans, **options)
+    def __init__(self, model, heads=None, *, policy=FixedPolicy(DraftPlan()), **options):
+        self.policy = policy
+        heads = heads if any(plan.head_nodes for plan in policy.plans) else None
+        self.decoder = Decoder(model, heads, plans=policy.plans, **options)
         self.clear()
 
-    @torch.inference_mode()
     def clear(self):
         """Drops all sequences."""
+        self.decoder.clear()
         self.waiting = deque()
-        self.kept = dict.fromkeys(range(self.decoder.batch_size), ())  # free slot -> text it holds
-        self.prefilling = None    # (slot, sequences, where the next chunk of their prompts starts)
+        # free slot -> the text that its cache holds
+        self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())
+        self.prefilling = {}      # slot -> sequence, of the prefill pass that goes on
+        self.prefill_start = 0    # its next token
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
-        self.decoder.run_first(self.decoder.batch_size)
-        self.decoder.release(slice(None))
 
     @property
     def busy(self):
         return bool(self.waiting or self.prefilling or self.running)
 
     def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0):
-        """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling: None
-        for the Decoder's. index: of which the noise is a function. The rest as in `generate`."""
-        model, capacity = self.decoder.model, self.decoder.capacity
-        check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-        check_prompt(model, prompt, index)
-        sequence = Sequence(index, prompt, max_new_tokens, model.config.block_size, stop, encoding,
-                            sampling or self.decoder.sampling)
-        length = len(prompt) + sequence.limit
-        if length > capacity:
-            raise InputError(f"a text of {length} tokens does not fit an engine made for "
-                             f"{capacity}; make a larger one")
+        """Queues a prompt (token ids) -> its `Sequence`, to which steps add tokens. sampling:
+        default the Decoder's. index: the noise is a function of it. The rest as in `generate`."""
+        decoder = self.decoder
+        check_prompt(decoder.model, prompt, index)
+        sequence = Sequence(index, prompt, max_new_tokens, decoder.model.config.block_size, stop,
+                            encoding, sampling or decoder.sampling)
+        if len(prompt) + sequence.limit > decoder.capacity:
+            raise InputError(f"a text of {len(prompt) + sequence.limit} tokens does not fit an "
+                             f"engine made for {decoder.capacity}; make a larger one")
         self.waiting.append(sequence)
         return sequence
 
     @torch.inference_mode()
-    def step(self):
-        """Admits prompts and runs one step of all slots -> [(sequence, new tokens, path, plan)].
-        path: the accepted nodes, root first, of which those after plan.head_nodes are lookup's. On
-        a GPU the results are those of the step before: the host reads them while this one runs."""
-        with self.decoder.context():
-            self.resize()
+    def step(self, with_trees=False):
+        """Admits prompts and runs one step of all slots -> `StepResult`s, on a GPU those of the
+        step before: the host reads them while this one runs."""
+        decoder = self.decoder
+        with decoder.context():
+            run_all = self.waiting or self.prefilling
+            new = decoder.resize(range(decoder.batch_size) if run_all else self.running)
+            self.running = {new[slot]: held for slot, held in self.running.items()}
+            self.cached_prefix = {new[slot]: held for slot, held in self.cached_prefix.items()}
             self.admit()
             if self.running:
-                plan = self.policy.select()
-                self.decoder.way = max(s.sampling.way for s in self.running.values())
-                self.in_flight.append((plan, dict(self.running), self.decoder.launch(plan)))
-        if not self.in_flight or (self.running and len(self.in_flight) <= self.decoder.steps_ahead):
+                plan = self.policy.select(self.running.values())
+                decoder.sampling_mode = max(s.sampling.mode for s in self.running.values())
+                wait = decoder.launch(plan, with_trees)
+                self.in_flight.append((plan, dict(self.running), wait))
+        if not self.in_flight or (self.running and len(self.in_flight) <= decoder.steps_ahead):
             return []
         return self.retire()
 
     def admit(self):
         """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
         budget = PREFILL_CHUNK
-        while budget > 0 and (self.prefilling or (self.waiting and self.kept)):
-            slot, sequences, start = self.prefilling or self.next_prompts()
-            end = self.decoder.prefill(slot, sequences, start)
-            budget -= max(end - start, 1) * len(sequences)
-            self.prefilling = slot, sequences, end
-            if end == max(len(s.prompt) for s in sequences) - 1:
-                self.running |= dict(enumerate(sequences, slot))
-                self.prefilling = None
+        while budget > 0 and (self.prefilling or (self.waiting and self.cached_prefix)):
+            if not self.prefilling:
+                self.next_prompts()
+            start = self.prefill_start
+            self.prefill_start = self.decoder.prefill(self.prefilling, start)
+            budget -= max(self.prefill_start - start, 1) * len(self.prefilling)
+            if self.prefill_start == max(len(s.prompt) for s in self.prefilling.values()) - 1:
+                self.running |= self.prefilling
+                self.prefilling = {}
 
     def next_prompts(self):
-        """(slot, sequences, where they start): the next prompt that waits, in the free slot with
-        most of it, else the one free the longest; and on a GPU, which takes as long for one short
-        prompt as for many, those after it that start there too, and fit in one chunk with it and
-        in the free slots after its own."""
-        slot, start = max(self.starts().items(), key=lambda item: item[1])
-        sequences = [self.waiting.popleft()]
-        longest = len(sequences[0].prompt)
-        while self.decoder.steps_ahead and self.waiting:
-            starts = self.starts()
-            n = len(sequences)
-            longest = max(longest, len(self.waiting[0].prompt))
-            alike = starts.get(slot + n) == start == max(starts.values())
-            if (n + 1) * (longest - 1 - start) > PREFILL_CHUNK or not alike:
+        """Begins a prefill pass of the next prompt. A GPU reads several short prompts as fast as
+        one: if this one starts at 0, those behind it share the pass, in the next slots, while all
+        fit in a chunk."""
+        slot, self.prefill_start = best_slot(self.cached_prefix, self.waiting[0].prompt)
+        may_share = self.decoder.steps_ahead > 0 and self.prefill_start == 0
+        while self.waiting and slot in self.cached_prefix:
+            sequences = [*self.prefilling.values(), self.waiting[0]]
+            fits = len(sequences) * max(len(s.prompt) - 1 for s in sequences) <= PREFILL_CHUNK
+            if self.prefilling and not (may_share and fits):
                 break
-            sequences.append(self.waiting.popleft())
-        for i in range(len(sequences)):
-            del self.kept[slot + i]
-        return slot, sequences, start
-
-    def starts(self):
-        """{free slot: where the next prompt would start, after what its text shares with it}"""
-        prompt = self.waiting[0].prompt
-        same = lambda text: len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
-        # the heads' row of a token depends on the next one; the last row gives the heads' state
-        start = lambda text: max(min(same(text) - 1, len(prompt) - 2), 0)
-        return {slot: start(text) for slot, text in self.kept.items()}
-
-    def resize(self):
-        """Runs all slots while prompts wait; then, on a CPU, only the busy ones, moved to the
-        front, and up to an eighth of the batch more: an idle slot costs as much as a busy one, and
-        a new batch size costs more. On a GPU a graph needs tensors to stay where they are."""
-        decoder = self.decoder
-        n = decoder.batch_size
-        if not (decoder.steps_ahead or self.waiting or self.prefilling):
-            multiple = max(n // 8, 1)
-            n = math.ceil(len(self.running) / multiple) * multiple
-        if n == len(decoder.slots.root):
-            return
-        for source in sorted((slot for slot in self.running if slot >= n), reverse=True):
-            free = next(slot for slot in self.kept if slot < n)
-            decoder.buffers.swap(source, free)
-            self.running[free] = self.running.pop(source)
-            self.kept = {source if slot == free else slot: x for slot, x in self.kept.items()}
-        decoder.run_first(n)
+            self.prefilling[slot] = self.waiting.popleft()
+            del self.cached_prefix[slot]
+            slot += 1
 
     def retire(self):
-        """Reads the oldest step in flight, frees the slots of the texts that end with it, and tells
-        the policy -> [(sequence, new tokens, path, plan)]."""
+        """Reads the oldest step in flight and frees the slots of sequences that end with it."""
         plan, sequences, wait = self.in_flight.popleft()
-        accepted, seconds = wait()
+        accepted, trees, seconds = wait()
         results = []
         for slot, sequence in sequences.items():
             if sequence.ended:
                 continue  # a step earlier, when this step was already in flight
             tokens, path = accepted[slot]
-            results.append((sequence, sequence.take(tokens), path))
+            tree = trees and trees[slot]
+            if tree:  # plain decoding's tree shows the next root by now
+                tree.tokens[0] = (sequence.tokens or sequence.prompt)[-1]
+            results.append(StepResult(sequence, sequence.take(tokens), path, plan, tree))
             if sequence.ended:
                 self.free(slot)
         self.policy.update(plan, results, seconds)
-        return [(*result, plan) for result in results]
+        return results
 
     def free(self, slot):
-        """Gives a slot back, with the text that its caches hold."""
+        """Frees a slot; its cache holds the text but for the last token."""
+        self.prefilling.pop(slot, None)
         sequence = self.running.pop(slot, None)
-        self.kept[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
-        self.decoder.release(slot, max(len(self.kept[slot]) - 1, 0))
+        text = self.cached_prefix[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
+        self.decoder.release(slot, max(len(text) - 1, 0))
 
-    @torch.inference_mode()
     def cancel(self, sequence):
-        """Ends a text wherever it is, between two steps; the next step may use its slot."""
-        slots = [slot for slot, running in self.running.items() if running is sequence]
+        """Ends a sequence, waiting or in a slot, between two steps."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        elif self.prefilling and sequence in self.prefilling[1]:  # of several chunks, so alone
-            slots = [self.prefilling[0]]
-            self.prefilling = None
-        for slot in slots:
-            self.free(slot)
+        for slot, held in [*self.running.items(), *self.prefilling.items()]:
+            if held is sequence:
+                self.free(slot)
         sequence.ended = sequence.ended or "cancelled"
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
-                 sampling=None):
-        """Adds the prompts and steps until all texts have ended -> `Output`; calls on_step with
-        each result of `step`. sampling: one for each prompt. Raises InputError as `add` does,
-        Interrupted on Ctrl-C."""
-        sampling = sampling or [None] * len(prompts)
+                 sampling=None, with_trees=False):
+        """Adds the prompts and steps until all have ended -> `Output`; calls on_step with each
+        `StepResult`. sampling: one for each prompt. Raises InputError as `add` does, Interrupted on
+        Ctrl-C."""
         output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
                         batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
-            for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+            for index, prompt in enumerate(prompts):
+                own = sampling[index] if sampling else None
                 sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
                 output.sequences.append(sequence)
             while self.busy:
-                results = self.step()
+                results = self.step(with_trees)
                 output.batch_steps += len(results) > 0
-                for sequence, tokens, path, plan in results:
-                    output.count(tokens, path, plan)
+                for result in results:
+                    output.count(result)
                     if on_step:
-                        on_step(sequence, tokens, path, plan)
+                        on_step(result)
         except KeyboardInterrupt:
             raise Interrupted(output) from None
         finally:
@@ -600,12 +604,24 @@ class Engine:
         return output
 
 
+def best_slot(cached_prefix, prompt):
+    """The slot whose cached text begins with most of a prompt, else the one free the longest, and
+    where the prompt starts there."""
+    starts = {}
+    for slot, text in cached_prefix.items():
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt))))
+        # the heads' row of a token depends on the next one; the last row gives the heads' state
+        starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
+    slot = max(starts, key=starts.get)
+    return slot, starts[slot]
+
+
 class Sequence:
-    """One prompt and the text that grows from it. ended: None, "stop" (a stop token or text),
-    "length" (max_new_tokens), "context" (the model's is full) or "cancelled". Checks what is to
-    stop it."""
+    """A prompt and the tokens that follow it. ended: None, "stop" (a stop token or text), "length"
+    (max_new_tokens), "context" (the model's is full) or "cancelled". Checks these arguments."""
 
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None):
+        check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         self.index = index
         self.prompt = prompt
         self.sampling = sampling
@@ -624,19 +640,34 @@ class Sequence:
         self.stream = encoding.stream(texts) if texts else None
 
     def take(self, tokens):
-        """Appends a step's tokens up to the text's end -> the tokens taken."""
-        taken = []
+        """Appends a step's tokens, up to where the sequence ends -> those appended."""
+        new = []
         for token in tokens[:self.limit - len(self.tokens)]:
-            taken.append(token)
+            new.append(token)
             if self.stream:
                 self.stream.feed([token])
             if token in self.stop_tokens or (self.stream and self.stream.stopped):
                 self.ended = "stop"
                 break
-        self.tokens += taken
+        self.tokens += new
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
-        return taken
+        return new
+
+
+class StepResult(NamedTuple):
+    """What one step brought one sequence."""
+    sequence: Sequence
+    tokens: list       # the new ones; sequence.tokens has them already
+    path: list         # the accepted nodes, root first; path[i + 1] guessed tokens[i]
+    plan: DraftPlan
+    tree: Tree = None  # of lists, if `step` was asked for trees
+
+    @property
+    def drafters(self):
+        """"heads" or "lookup" for each guessed token; the one after them is the model's own."""
+        guessed = self.path[1:len(self.tokens) + 1]  # a sequence may end inside the path
+        return ["lookup" if node > self.plan.head_nodes else "heads" for node in guessed]
 
 
 @dataclass
@@ -652,14 +683,14 @@ class Output:
     tree_size: int = 1    # T, the largest
     batch_size: int = 1   # B
 
-    def count(self, tokens, path, plan):
-        """Counts one step. path[i + 1] guessed tokens[i], and no node the bonus token."""
+    def count(self, result):
+        """Counts a `StepResult`."""
+        emitted = len(result.tokens)
         self.steps += 1
-        self.step_lengths[len(tokens)] += 1
-        for node in path[1:len(tokens) + 1]:
-            self.accepted["lookup" if node > plan.head_nodes else "heads"] += 1
-        steps, emitted = self.plans.get(plan, (0, 0))
-        self.plans[plan] = [steps + 1, emitted + len(tokens)]
+        self.step_lengths[emitted] += 1
+        self.accepted.update(result.drafters)
+        steps, tokens = self.plans.get(result.plan, (0, 0))
+        self.plans[result.plan] = [steps + 1, tokens + emitted]
 
     @property
     def tokens(self):
@@ -708,13 +739,14 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, graph=True, sampling=None):
+             on_tokens=None, encoding=None, graph=True, sampling=None, policy=None):
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
-    lookup      drafts from the text itself, too
-    tree_size   nodes T verified per step, root included; 1: plain decoding; None: each step takes
-                what brings most tokens per second
+    lookup      also draft by n-gram lookup
+    tree_size   nodes T verified per step, root included; 1: plain decoding; default: 5
+    policy      selects each step's plan, in place of lookup and tree_size. What the command line
+                does by default is policy=tools.policy.pick_policy(model, prompts, heads, lookup)
     beams       W, default about the square root of the heads' nodes
     stop        token ids and, with an `encoding` to read them by, texts that end a sequence
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
@@ -723,32 +755,25 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     sampling    a `Sampling` for each prompt, in place of temperature, ..., seed
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
-                     beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
-                     top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+                     beams=beams, batch_size=batch_size, graph=graph, policy=policy,
+                     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling and (len(sampling) != len(prompts) or engine.decoder.sampling != Sampling()):
         raise InputError("sampling takes one for each prompt, in place of temperature, ..., seed")
-    on_step = on_tokens and (lambda sequence, tokens, *_: on_tokens(sequence.index, tokens))
+    on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
     return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
             batch_size=None, graph=True, policy=None, **sampling):
-    """The Engine that `generate` runs, of the same arguments. policy: default as tree_size says."""
+    """The Engine that `generate` runs, of the same arguments."""
     sampling = Sampling(**sampling)
     if not prompts:
-        raise InputError("no prompt was given; give at least one")
+        raise InputError("there is no prompt; give at least one")
     for index, prompt in enumerate(prompts):
         check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
-    batch_size = min(len(prompts), 8 if batch_size is None else batch_size)
-    fits = lookup or (heads and heads.info.get("acceptance"))
-    if policy is None and tree_size is None and fits:
-        with needs_folders(", or give a tree_size"):
-            from tools.policy import AdaptivePolicy
-        policy = AdaptivePolicy(model, heads, lookup, batch_size, sampling.temperature)
-    elif policy is None:
-        default = DEFAULT_TREE if heads else 1
-        policy = FixedPolicy(fixed_plan(default if tree_size is None else tree_size, heads, lookup))
+    batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
+    policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
     return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
                   beams=beams, sampling=sampling, graph=graph)

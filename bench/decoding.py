@@ -15,6 +15,7 @@ from generate import DraftPlan, FixedPolicy, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.load import load_model, read_file
+from tools.policy import pick_policy
 from training.data import load_tokens, prompts
 
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
@@ -80,15 +81,17 @@ def load_prompts(args, encoding):
     return groups, stop_tokens(args.model, encoding)
 
 
-def decode_once(model, texts, new, stop=(), **options):
+def decode_once(model, texts, new, stop=(), policy=None, **options):
     """The `Measured` of an engine of its own, warmed up, whose policy learnt nothing from that.
-    options: of `prepare`."""
-    engine = prepare(model, texts, new, **options)
-    forget = lambda *_: engine.kept.update(dict.fromkeys(engine.kept, ()))  # reads whole prompts
-    policy = engine.policy
+    policy: default that of the options, as `pick_policy` and `prepare` take them."""
+    policy = policy or pick_policy(model, texts, **options)
+    engine = prepare(model, texts, new, policy=policy, **options)
+
+    def forget(step):
+        """Lets every prompt be read as a whole."""
+        engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
     engine.policy = FixedPolicy(DraftPlan())
-    for _ in range(2):  # the first run compiles the plain step, the second captures it
-        engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)
+    engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)  # compiles the plain step
     engine.clear()
     engine.decoder.warm_up()
     first = engine.generate(texts, 1, on_step=forget)

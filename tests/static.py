@@ -90,7 +90,8 @@ class Launches(TorchDispatchMode):
 def step_launches(model, heads=None, **options):
     """Counter of the launches of a Decoder's step, by operation; its modules must be on meta."""
     with recorded() as launches:
-        step = Decoder(model, heads, graph=False, **options).body()
+        decoder = Decoder(model, heads, graph=False, **options)
+        step = partial(decoder.step, *decoder.plans)
         step()  # with what only the first one does
         launches.clear()
         with Launches() as operations:

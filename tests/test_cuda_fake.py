@@ -231,9 +231,9 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, 
 
 
 def read_packed(packed):
-    """`Accepted.packed` as lists: one token of each slot, from memory that the host may read."""
+    """What `Accepted.to_lists` reads: one token of each slot, from memory that the host may read."""
     assert packed.device.type == "cpu"
-    return [[1] + [0] * (packed.shape[1] - 3) + [1, 0]] * len(packed)
+    return np.ones(packed.shape, int).tolist()
 
 
 @pytest.fixture
@@ -323,9 +323,12 @@ def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, start, prefilled):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention by MATH."""
     world, model, heads = start(name, dtype=dtype)
-    decode(model, heads)
+    engine = decode(model, heads)
     assert len(world.graphs) == len(MIXED) and all(graph.replays for graph in world.graphs)
     assert prefilled[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts at once, one long one in chunks
+    shown = []
+    engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # a graph's trees are copied, too
+    assert all(len(column) == step.plan.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
 
 
 @needs_triton
@@ -352,14 +355,14 @@ def test_every_way_to_sample_runs_on_a_fake_gpu(options, kernel, start):
 
 @needs_triton
 def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
-    """Bug: a graph of another way to sample, a wait for parameters, filters or noise where no text has any."""
+    """Bug: a graph of another sampling mode, a wait for parameters, filters or noise where no text has any."""
     world, model, heads = start(kind=None)
     engine = Engine(model, policy=InTurns(DraftPlan(0, 3)), batch_size=2, capacity=100)
-    for way, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
+    for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
         world.launches.clear()
         engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
-        assert engine.decoder.way == way and len(world.graphs) == way + 1
-        assert ("_filtered_sample_kernel" in world.launches) == (way == 2) != ("_project_kernel" in world.launches)
+        assert engine.decoder.sampling_mode == mode and len(world.graphs) == mode + 1
+        assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
 
 @needs_triton
@@ -383,8 +386,8 @@ def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
         engine.decoder.warm_up()
     engine.generate(PROMPTS, 40)
     for index, plan in enumerate(MIXED):
-        first, told = engine.policy.seconds[plan][:2], engine.policy.seconds[plan][2:]
-        assert first == [(1 + index) / 1e3 if warm else None] * 2 and told == [(1 + index) / 1e3] * len(told) != []
+        first, *told = engine.policy.seconds[plan]
+        assert first == ((1 + index) / 1e3 if warm else None) and told == [(1 + index) / 1e3] * len(told) != []
 
 
 def cancel_all(engine):

@@ -19,7 +19,7 @@ import torch
 
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
-from generate import DraftPlan, Sampling, Sequence, generate
+from generate import DraftPlan, Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
 from model import GPT
 from tools import cli, errors, policy, printer, timing
@@ -153,8 +153,9 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     encoding = load_encoding(folder)
     args = SimpleNamespace(json=False, show_tree=False, chat=False)
     loaded = SimpleNamespace(stop=[], text_stream=encoding.stream)
-    one = printer.Printer(args, loaded, None)
-    one.show(SimpleNamespace(ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6))
+
+    sequence = SimpleNamespace(index=0, ended=None)
+    printer.Printer(args, loaded).show(StepResult(sequence, [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6)))
     coded = encoding.decode([70, 71, 72, 73])
     codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
     painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]

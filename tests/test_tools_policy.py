@@ -15,7 +15,7 @@ from kernels import ngram_lookup_reference
 from model import GPTConfig
 from test_clover import random_heads
 from tools import policy as module
-from tools.policy import AdaptivePolicy, Text, choose_threads, draft_plans, expected_tokens
+from tools.policy import AdaptivePolicy, Text, choose_threads, draft_plans, expected_tokens, pick_policy
 from tools.timing import stage_times, step_time, timing_decoder
 
 RECORD = Path(__file__).parent.parent / "bench" / "results" / "gpu-h100.jsonl"
@@ -220,7 +220,8 @@ def test_auto_gives_the_plain_text(large, has_heads):
     heads.info["acceptance"] = {"0": [[0.9, 0.0], [0.0, 0.8]]}
     prompts = random_prompts([5, 40, 9])
     plain = generate(large, prompts, 40, tree_size=1)
-    auto = generate(large, prompts, 40, heads if has_heads else None, lookup=True)
+    used = heads if has_heads else None
+    auto = generate(large, prompts, 40, used, policy=pick_policy(large, prompts, used, lookup=True))
     assert auto.tokens == plain.tokens and len(auto.plans) > 1
     assert any(plan.head_nodes for plan in auto.plans) == has_heads
 

@@ -24,7 +24,7 @@ from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import GPT
 from tools.flags import parse_serve
-from tools.load import load, make_engine
+from tools.load import load
 
 httpx = pytest.importorskip("httpx", reason="the tests of the server need pip install httpx")
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
@@ -42,8 +42,7 @@ class Running:
     def __init__(self, folder, *flags):
         self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
         self.loaded = load(self.args, Group())
-        engine = make_engine(self.args, self.loaded, [[0]] * self.args.batch_size, 127)
-        self.app = serve.App(self.args, self.loaded, engine)
+        self.app = serve.App(self.args, self.loaded, context=128)
         self.engine, self.worker = self.app.engine, self.app.worker
         self.server = uvicorn.Server(uvicorn.Config(self.app.starlette, lifespan="off", log_level="critical"))
         listener = socket.create_server(("127.0.0.1", 0))
@@ -85,8 +84,8 @@ class Running:
         barrier.wait()
 
     def idle(self):
-        return (self.app.taken == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
-                and len(self.engine.kept) == self.args.batch_size)
+        return (self.app.texts == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
+                and len(self.engine.cached_prefix) == self.args.batch_size)
 
 
 def until(condition):
@@ -225,7 +224,7 @@ def test_a_full_queue_says_when_to_come_again(served):
     with ThreadPoolExecutor(8) as pool:
         with served.paused():
             asked = [pool.submit(served.post, ask(temperature=1, seed=seed)) for seed in range(8)]
-            until(lambda: served.app.taken == 8)
+            until(lambda: served.app.texts == 8)
             refused = served.post(ask())
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
@@ -247,7 +246,7 @@ def test_a_client_that_goes_away_frees_its_slot(served, stream):
             served.worker.step()
             sequences = list(served.worker.jobs)
             assert (len(served.engine.running), len(served.engine.waiting)) == (3, 4)
-        until(lambda: served.app.taken == 0)
+        until(lambda: served.app.texts == 0)
     until(served.idle)
     assert all(sequence.ended == "cancelled" and len(sequence.tokens) <= 7 for sequence in sequences)
 
@@ -258,10 +257,10 @@ def test_an_error_in_a_step_ends_the_texts_in_it(served, monkeypatch, error, say
     """Bug: a server that dies or hangs, texts that wait which are lost, a wrong text afterwards."""
     step, errors = served.engine.step, [error]
 
-    def fail():
+    def fail(with_trees):
         if errors and served.engine.running and next(iter(served.worker.jobs)).tokens:
             raise errors.pop()
-        return step()
+        return step(with_trees)
     with ThreadPoolExecutor(5) as pool:
         with served.paused():
             monkeypatch.setattr(served.engine, "step", fail)

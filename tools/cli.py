@@ -1,5 +1,7 @@
 """The `main` of generate.py, model.py and tools/serve.py. Each parses its flags before it imports
-what loads torch, so a typo is told at once."""
+what loads torch, so a typo is reported at once."""
+
+import json
 
 from tools.flags import parse_folder, parse_generate, parse_serve
 
@@ -20,15 +22,19 @@ def main(argv=None):
             return converse(args, loaded)
         prompts = [loaded.encode(messages, args.chat) for messages in conversations]
         engine = make_engine(args, loaded, prompts, args.max_new_tokens)
-        printer = Printer(args, loaded, engine, [chat[-1]["content"] for chat in conversations])
+        printer = Printer(args, loaded, [chat[-1]["content"] for chat in conversations])
         try:
             output = engine.generate(prompts, args.max_new_tokens, loaded.stop, printer.show,
-                                     loaded.encoding)
+                                     loaded.encoding, with_trees=args.show_tree)
         except Interrupted as interrupt:
             output = interrupt.output
         printer.finish(output)
-        del engine  # the printer's alone, which frees its memory before --compare makes another
-        printer.report(output)
+        result = printer.report(output, engine)
+        del engine  # frees its memory before --compare makes another
+        if args.compare and None not in output.ended:
+            result |= printer.compare(output)
+        if args.json and not args.prompts:
+            print(json.dumps(result))
         if None in output.ended:
             raise KeyboardInterrupt
 

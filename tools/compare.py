@@ -5,6 +5,7 @@ import sys
 import torch
 
 from backends import cpu
+from generate import DraftPlan, FixedPolicy
 from kernels import filter_logits, gumbel
 from tools.load import make_engine
 
@@ -17,8 +18,8 @@ def against_plain(args, loaded, output, say):
     `first_difference`); (None, None) after Ctrl-C."""
     prompts = [sequence.prompt for sequence in output.sequences]
     try:
-        engine = make_engine(args, loaded, prompts, args.max_new_tokens, heads=None, lookup=False,
-                             tree_size=1)
+        plainly = FixedPolicy(DraftPlan())
+        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plainly)
         sampling = [sequence.sampling for sequence in output.sequences]
         plain = engine.generate(prompts, args.max_new_tokens, loaded.stop,
                                 encoding=loaded.encoding, sampling=sampling)

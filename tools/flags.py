@@ -97,7 +97,7 @@ def parse_generate(argv=None):
     add = parser.add_argument_group("output").add_argument
     add("--explain", action="store_true", help="say what drafted, why, and where time goes")
     add("--show-tree", action="store_true",
-        help="print the trees of the first steps; with --json of all; runs without a graph")
+        help="print the trees of the first steps; with --json of all")
     add("--compare", action="store_true", help="also decode plainly; compare speed and text")
     add("--quiet", action="store_true", help="leave out the statistics that end a run")
     add("--json", action="store_true", help="print one json object instead of text")
@@ -130,7 +130,7 @@ def parse_serve(argv=None):
     add_sampling_flags(parser, new_tokens=1024)
     add_drafting_flags(parser)
     add_machine_flags(parser, "texts decoded together", batch_size=8)
-    parser.set_defaults(compare=False, show_tree=False)
+    parser.set_defaults(compare=False)
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
     if not (find_spec("starlette") and find_spec("uvicorn")):

@@ -18,7 +18,7 @@ from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, pick_device
-from tools.policy import choose_threads
+from tools.policy import choose_threads, pick_policy
 
 
 def load_model(args, group=None, packed=True, dtype=None):
@@ -86,16 +86,11 @@ def load_alone(args, group):
     return Loaded(model, encoding, heads, sampling, stop, group)
 
 
-def make_engine(args, loaded, prompts, max_new_tokens, **options):
-    """The Engine for these prompts, by the flags and `options`. Sets the number of threads."""
-    flags = dict(heads=loaded.heads, lookup=args.draft in ("heads+lookup", "lookup", None),
-                 tree_size=args.tree_size, beams=args.beams, batch_size=args.batch_size,
-                 graph=not (args.no_graph or args.show_tree)) | options
-    engine = prepare(loaded.model, prompts, max_new_tokens, **flags, **loaded.sampling)
-    asked = (args.heads or args.draft) and flags["heads"] and flags["tree_size"] is None
-    if asked and not engine.decoder.heads:
-        print("the heads are left out, as here they are expected to cost more than they gain "
-              "(--tree-size N takes them)", file=sys.stderr)
+def make_engine(args, loaded, prompts, max_new_tokens, policy=None):
+    """The Engine for these prompts, by the flags. Sets the number of threads."""
+    engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
+                     policy=policy or make_policy(args, loaded, prompts), beams=args.beams,
+                     batch_size=args.batch_size, graph=not args.no_graph, **loaded.sampling)
     if args.threads:
         torch.set_num_threads(args.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -105,6 +100,18 @@ def make_engine(args, loaded, prompts, max_new_tokens, **options):
         engine.clear()
         engine.decoder.warm_up()
     return engine
+
+
+def make_policy(args, loaded, prompts):
+    """What selects each step's plan, by the flags."""
+    heads, lookup = loaded.heads, args.draft in ("heads+lookup", "lookup", None)
+    policy = pick_policy(loaded.model, prompts, heads, lookup, args.tree_size, args.batch_size,
+                         loaded.sampling["temperature"])
+    asked = (args.heads or args.draft) and heads and args.tree_size is None
+    if asked and not any(plan.head_nodes for plan in policy.plans):
+        print("the heads are left out, as here they are expected to cost more than they gain "
+              "(--tree-size N takes them)", file=sys.stderr)
+    return policy
 
 
 def sampling_flags(args):

@@ -5,6 +5,7 @@ steps correct it. How often lookup is right is counted in every step, for each l
 Seconds: guessed, and corrected by the steps; timing them in advance brought nothing."""
 
 import math
+import time
 from collections import Counter
 from functools import partial
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from backends.tensor_parallel import group_of
-from generate import DEFAULT_TREE, DraftPlan, timed
+from generate import DEFAULT_BATCH, DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_plan
 
 TREE_SIZES = dict(cpu=(2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48), cuda=(2, 4, 8, 16, 32, 64))
 CHAINS = dict(cpu=(1, 4, 10), cuda=(1, 3, 15))  # tokens of lookup
@@ -158,7 +159,7 @@ class AdaptivePolicy:
             total += sum(p ** i for i in range(1, plan.lookup_tokens + 1)) + (1 - p) * by_heads
         return 1 + total / len(matches)
 
-    def select(self):
+    def select(self, sequences=()):
         """The plan of the next step."""
         self.steps += 1
         rates = {plan: self.tokens(plan) / self.seconds(plan) for plan in self.plans}
@@ -172,7 +173,7 @@ class AdaptivePolicy:
         return plan
 
     def update(self, plan, results, seconds=None):
-        """Learns from a step's results [(sequence, tokens, path)] and its duration."""
+        """Learns from a step's results [(sequence, tokens, path, ...)] and its duration."""
         if not results:
             return
         if self.group.size > 1:  # all ranks see the same tokens, but clocks of their own
@@ -185,15 +186,26 @@ class AdaptivePolicy:
             self.unit *= math.exp(change)
             self.log_ratio[plan] += change
         if plan.head_nodes and not plan.lookup_tokens:
-            right = sum(len(path) - 1 for _, _, path in results)
+            right = sum(len(path) - 1 for _, _, path, *_ in results)
             expected = len(results) * (self.by_heads[plan.head_nodes] - 1)
             self.heads_right = faded(self.heads_right, right, expected)
         self.texts = {sequence: self.texts.get(sequence) or Text(sequence.prompt)
-                      for sequence, _, _ in results}
-        for sequence, tokens, _ in results:
+                      for sequence, *_ in results}
+        for sequence, tokens, *_ in results:
             match, right, wrong = self.texts[sequence].add(tokens)
             if match:
                 self.lookup_right[match] = faded(self.lookup_right[match], right, wrong)
+
+
+def pick_policy(model, prompts, heads=None, lookup=False, tree_size=None, batch_size=None,
+                temperature=0.0):
+    """The policy of --tree-size for an Engine that `generate.prepare` makes of these arguments. It
+    adapts if no size is given and something is known of the drafters."""
+    known = lookup or (heads and heads.info.get("acceptance"))
+    if tree_size is not None or not known:
+        return FixedPolicy(fixed_plan(tree_size, heads, lookup))
+    batch_size = min(len(prompts), batch_size or DEFAULT_BATCH)
+    return AdaptivePolicy(model, heads, lookup, batch_size, temperature)
 
 
 def faded(counts, *more):
@@ -219,4 +231,6 @@ def choose_threads(decoder):
 
 def step_seconds(decoder):
     with decoder.context():
-        return timed(partial(decoder.step, DraftPlan()), decoder.model.device)[1]()
+        started = time.perf_counter()
+        decoder.step(DraftPlan())
+        return time.perf_counter() - started

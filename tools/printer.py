@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
-from clover import Tree
 from generate import Interrupted, check_prompt
 from model import InputError
 from tools import errors
@@ -21,19 +19,15 @@ LOOKUP_COLOUR = 33
 
 class Printer:
     """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
-    the head that guessed it, or of lookup. Prints several texts in order, each when all before it
-    have ended. With --json prints none; of --prompts FILE, an object for each."""
+    its drafter. Prints several texts in order, each when all before it have ended. With --json
+    prints none; of --prompts FILE, an object for each."""
 
-    def __init__(self, args, loaded, engine, texts=()):
+    def __init__(self, args, loaded, texts=()):
         self.args = args
         self.loaded = loaded
-        self.engine = engine
-        self.texts = texts  # of the prompts
-        self.drafts = None
-        if args.show_tree:
-            self.drafts = Drafts(engine, loaded.encoding.decode)
-            self.emitted = [loaded.encoding.stream() for _ in texts]
-        self.steps = []  # of --show-tree, as dicts for --json
+        self.texts = texts   # of the prompts
+        self.steps = []      # of --show-tree, as dicts
+        self.emitted = [loaded.encoding.stream() for _ in texts] if args.show_tree else []
         self.streams = len(texts) <= 1 and not args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -43,22 +37,23 @@ class Printer:
         if self.streams:
             print("".join(self.shown), end="", flush=True)
 
-    def show(self, sequence, tokens, path, plan):
-        """What `Engine.generate` calls with each result of a step."""
-        if self.drafts:
-            emitted = [self.emitted[sequence.index].feed([token]) for token in tokens]
-            number = 1 + sum(step["prompt"] == sequence.index for step in self.steps)
-            self.steps.append(dict(prompt=sequence.index, step=number, emitted=emitted)
-                              | self.drafts.describe(sequence, tokens, path, plan))
-        for i, token in enumerate(tokens if self.streams else []):
+    def show(self, step):
+        """Prints a `StepResult`."""
+        index = step.sequence.index
+        if self.args.show_tree:
+            emitted = [self.emitted[index].feed([token]) for token in step.tokens]
+            number = 1 + sum(one["prompt"] == index for one in self.steps)
+            self.steps.append(dict(prompt=index, step=number, emitted=emitted)
+                              | describe(step, self.loaded.encoding.decode))
+        for i, token in enumerate(step.tokens if self.streams else []):
             text = "" if token in self.loaded.stop else self.stream.feed([token])
-            if self.colours and text and i < len(path) - 1:  # the last one is the model's own
+            if self.colours and text and i < len(step.drafters):  # else the model's own
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
-                colour = LOOKUP_COLOUR if path[i + 1] > plan.head_nodes else head
+                colour = LOOKUP_COLOUR if step.drafters[i] == "lookup" else head
                 text = f"\x1b[{colour}m{text}\x1b[0m"
             print(text, end="", flush=True)
-        if sequence.ended and not self.streams:
-            self.sequences[sequence.index] = sequence
+        if step.sequence.ended and not self.streams:
+            self.sequences[index] = step.sequence
             self.print_ended()
 
     def print_ended(self):
@@ -79,30 +74,32 @@ class Printer:
             self.sequences |= {sequence.index: sequence for sequence in output.sequences}
             self.print_ended()
         full = output.ended.count("context")
-        if full and not self.args.json:
-            print(f"\n{full} of {len(output.ended)} texts ended where the model's context of "
-                  f"{self.loaded.model.config.block_size} tokens is full", file=sys.stderr)
+        if full:
+            self.say(f"\n{full} of {len(output.ended)} texts ended where the model's context of "
+                     f"{self.loaded.model.config.block_size} tokens is full")
 
-    def report(self, output):
-        """Prints what the flags ask for beside the texts, or all of it as json."""
-        args = self.args
-        finished = None not in output.ended
+    def say(self, text):
+        """Prints what is not the model's text."""
+        if not self.args.json:
+            print(text, file=sys.stderr)
+
+    def report(self, output, engine):
+        """Prints what the flags ask for beside the texts -> the --json object."""
         result = self.as_json(output)
-        say = (lambda text: None) if args.json else partial(print, file=sys.stderr)
-        if not args.quiet:
-            say(f"\n{statistics(output)}")
-        if self.drafts:
+        if not self.args.quiet:
+            self.say(f"\n{statistics(output)}")
+        if self.args.show_tree:
             result["drafts"] = self.steps
-            say("\n".join(tree_lines(self.steps, len(self.texts))))
-        if args.explain and finished:
-            result["explained"] = "\n".join(explain(self.engine, output)).splitlines()
-            say("\n" + "\n".join(result["explained"]))
-        if args.compare and finished:
-            self.engine = self.drafts = None  # frees their memory for the next one
-            plain, difference = against_plain(args, self.loaded, output, say)
-            result |= dict(plain=plain and self.as_json(plain), difference=difference)
-        if args.json and not args.prompts:
-            print(json.dumps(result))
+            self.say("\n".join(tree_lines(self.steps, len(self.texts))))
+        if self.args.explain and None not in output.ended:
+            result["explained"] = "\n".join(explain(engine, output)).splitlines()
+            self.say("\n" + "\n".join(result["explained"]))
+        return result
+
+    def compare(self, output):
+        """Decodes the prompts plainly, says how that compares -> what --json adds of it."""
+        plain, difference = against_plain(self.args, self.loaded, output, self.say)
+        return dict(plain=plain and self.as_json(plain), difference=difference)
 
     def as_json(self, output):
         """The --json object of one run."""
@@ -137,49 +134,22 @@ def speed(output):
             "per second")
 
 
-class Drafts:
-    """Records the trees of an engine's steps, and what the model accepted of them; not of a graph,
-    which is replayed. Where it can, no step runs ahead. `wanted`: whether to record."""
-
-    def __init__(self, engine, decode):
-        self.engine = engine
-        self.decode = decode
-        self.trees = {}  # sequence -> the tree of its last step
-        self.wanted = engine.decoder.pool is None
-        if self.wanted:
-            engine.decoder.steps_ahead = 0
-            self.draft = engine.decoder.draft
-            engine.decoder.draft = self.record
-
-    def record(self, plan):
-        """Takes the place of Decoder.draft."""
-        tree = self.draft(plan)
-        self.trees = {}
-        if self.wanted:
-            columns = [column.tolist() for column in tree]
-            self.trees = {sequence: Tree(*(column[slot] for column in columns))
-                          for slot, sequence in self.engine.running.items()}
-        return tree
-
-    def describe(self, sequence, tokens, path, plan):
-        """A result of `Engine.step` as a dict: what guessed its tokens, and, where it was recorded,
-        the tree, and what the model accepted of it."""
-        path = path[:len(tokens) + 1]  # a text may end inside it
-        guessed = ["lookup" if node > plan.head_nodes else f"head {depth}"
-                   for depth, node in enumerate(path[1:], start=1)]
-        result = dict(plan=str(plan), guessed_by=[*guessed, "model"][:len(tokens)])
-        tree = self.trees.get(sequence)
-        if not tree:
-            return result
-        used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
-        number = {node: i for i, node in enumerate(used)}
-        drafters = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
-        drafters[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
-        return result | dict(
-            nodes=[self.decode([tree.tokens[node]]) for node in used],
-            drafted_by=[drafters[node] for node in used],
-            parents=[number[tree.parents[node]] if node else -1 for node in used],
-            path=[number[node] for node in path])
+def describe(step, decode):
+    """A `StepResult` with a tree as a dict: the drafters of its tokens, the tree, and the path that
+    the model accepted."""
+    plan, tree = step.plan, step.tree
+    by = lambda drafter, depth: f"head {depth}" if drafter == "heads" else drafter
+    guessed_by = [by(drafter, depth) for depth, drafter in enumerate(step.drafters, start=1)]
+    drafted_by = ["root", *(by("heads", depth) for depth in tree.depths[1:])]
+    drafted_by[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
+    used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
+    number = {node: i for i, node in enumerate(used)}
+    return dict(plan=str(plan),
+                guessed_by=[*guessed_by, "model"][:len(step.tokens)],
+                nodes=[decode([tree.tokens[node]]) for node in used],
+                drafted_by=[drafted_by[node] for node in used],
+                parents=[number[tree.parents[node]] if node else -1 for node in used],
+                path=[number[node] for node in step.path[:len(step.tokens) + 1]])
 
 
 def tree_lines(steps, prompts):
@@ -238,7 +208,7 @@ def converse(args, loaded):
 
 def reply(args, loaded, engine, prompt):
     """Prints the text that follows a prompt -> its Output, up to where Ctrl-C ended it."""
-    printer = Printer(args, loaded, engine)
+    printer = Printer(args, loaded)
     try:
         output = engine.generate([prompt], args.max_new_tokens, loaded.stop, printer.show,
                                  loaded.encoding)

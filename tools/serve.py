@@ -2,12 +2,13 @@
 
     python -m tools.serve --model smollm2 --port 8000
 
-The event loop reads requests and writes answers; one thread owns the engine. A text depends on its
-request alone, whatever runs beside it: it is what `generate()` gives for the same arguments."""
+The event loop reads requests and writes answers; one thread owns the engine. The output depends on
+its request alone, regardless of other requests: it is what `generate()` gives for the same
+arguments."""
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
     from tools.cli import serve
     sys.exit(serve())
 
@@ -39,8 +40,8 @@ from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
 from model import InputError, check
 from tools.errors import error_line
-from tools.load import load, make_engine
-from tools.printer import Drafts
+from tools.load import load, make_engine, make_policy
+from tools.printer import describe
 
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
 MAX_BODY = 4 * 2**20  # bytes of a request
@@ -64,8 +65,8 @@ class Job:
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         check("max_tokens", self.limit, 1, 2**31, whole=True)
-        given = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        self.sampling = Sampling(**app.loaded.sampling | given)
+        asked = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
+        self.sampling = Sampling(**app.loaded.sampling | asked)
         stop = read_texts(body, "stop")
         self.stop = [*app.loaded.stop, *stop]  # --stop is among them
         expect(len(stop) <= 16 and "" not in self.stop,
@@ -156,19 +157,32 @@ async def read_object(request):
     return value
 
 
-class Worker(threading.Thread):
-    """Owns the engine. `calls`: functions that others want to run between two steps. What steps
-    bring goes to the `events` of jobs."""
+class PlainOnRequest:
+    """Selects as `policy` does, or plain decoding while all running sequences ask for it: a plan is
+    of a step, not of a sequence. jobs: {sequence: its Job}."""
 
-    def __init__(self, engine, encoding):
+    def __init__(self, policy, jobs):
+        self.policy = policy
+        self.plans = policy.plans
+        self.update = policy.update
+        self.jobs = jobs
+
+    def select(self, sequences):
+        if all("draft" in self.jobs[sequence].body for sequence in sequences):
+            return DraftPlan()
+        return self.policy.select(sequences)
+
+
+class Worker(threading.Thread):
+    """Owns the engine. jobs: {sequence: its Job}, to whose `events` it sends the results of steps.
+    `calls`: functions to run between two steps."""
+
+    def __init__(self, engine, jobs):
         super().__init__(daemon=True)
         self.engine = engine
-        self.jobs = {}  # sequence -> its Job
+        self.jobs = jobs
         self.calls = queue.SimpleQueue()
         self.counts = Counter(steps_total=0, tokens_total=0)  # of /metrics
-        self.drafts = Drafts(engine, encoding.decode)
-        self.select = engine.policy.select
-        engine.policy.select = self.select_plan
 
     def run(self):
         try:
@@ -183,25 +197,21 @@ class Worker(threading.Thread):
             for job in set(self.jobs.values()):
                 self.tell(job, RuntimeError("the engine has ended"))
 
-    def select_plan(self):
-        """The policy's, or plain where all texts ask for it: a plan is of a step, not of a text."""
-        jobs = map(self.jobs.get, self.engine.running.values())
-        return DraftPlan() if all("draft" in job.body for job in jobs) else self.select()
-
     def step(self):
-        self.drafts.wanted = any(job.body["show_steps"] for job in self.jobs.values())
-        for sequence, *result in self.engine.step():
+        with_trees = any(job.body["show_steps"] for job in self.jobs.values())
+        for step in self.engine.step(with_trees):
+            sequence = step.sequence
             job = self.jobs[sequence]
             if not job.output.steps:
                 self.counts["first_token_seconds_sum"] += time.perf_counter() - job.began
                 self.counts["first_token_seconds_count"] += 1
-            self.counts.update(steps_total=1, tokens_total=len(result[0]))
-            job.output.count(*result)
-            shown = self.drafts.describe(sequence, *result) if job.body["show_steps"] else None
-            if job.body["stream"]:
-                self.tell(job, (sequence.index, result[0], sequence.ended, shown))
-            elif sequence.ended:  # whole: the event loop need not wake up before
-                self.tell(job, (sequence.index, sequence.tokens, sequence.ended, shown))
+            self.counts.update(steps_total=1, tokens_total=len(step.tokens))
+            job.output.count(step)
+            shown = describe(step, job.encoding.decode) if job.body["show_steps"] else None
+            streams = job.body["stream"]
+            if streams or sequence.ended:  # else the event loop need not wake up
+                tokens = step.tokens if streams else sequence.tokens
+                self.tell(job, (sequence.index, tokens, sequence.ended, shown))
             if sequence.ended:
                 del self.jobs[sequence]
 
@@ -239,16 +249,20 @@ class Worker(threading.Thread):
 class App:
     """The handlers of requests. `starlette` is the ASGI application."""
 
-    def __init__(self, args, loaded, engine):
+    def __init__(self, args, loaded, context):
+        """context: most tokens of a sequence."""
         file = Path(args.model)
+        jobs = {}
+        prompts = [[0]] * args.batch_size
+        policy = PlainOnRequest(make_policy(args, loaded, prompts), jobs)
         self.args = args
         self.loaded = loaded
-        self.engine = engine
+        self.engine = make_engine(args, loaded, prompts, context - 1, policy)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
-        self.taken = 0
+        self.texts = 0  # running or waiting
         self.longest = max(map(len, loaded.encoding.package.get_vocab()))  # characters of a token
-        self.worker = Worker(engine, loaded.encoding)
+        self.worker = Worker(self.engine, jobs)
         self.worker.start()
         self.counts = self.worker.counts
         handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
@@ -263,9 +277,9 @@ class App:
     async def guard(self, handler, request):
         """Calls a handler, if the request brings the key."""
         key = self.args.api_key
-        given = request.headers.get("authorization", "").encode("latin-1")
+        header = request.headers.get("authorization", "").encode("latin-1")
         open_to_all = not key or request.url.path in ("/", "/health")
-        if not (open_to_all or hmac.compare_digest(given, f"Bearer {key}".encode())):
+        if not (open_to_all or hmac.compare_digest(header, f"Bearer {key}".encode())):
             raise HTTPException(401, "the API key is missing or wrong")
         return await handler(request)
 
@@ -293,13 +307,13 @@ class App:
         job = Job(body, chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine has ended; start the server anew")
-        if self.taken + job.count > self.room:
+        if self.texts + job.count > self.room:
             raise HTTPException(429, "too many texts wait; try again", {"retry-after": "1"})
         return partial(self.respond, job)
 
     async def respond(self, job, scope, receive, send):
         """Answers, until the client goes away."""
-        self.taken += job.count
+        self.texts += job.count
         timed = lambda message: asyncio.wait_for(send(message), PATIENCE)  # to a client that reads
         answer = asyncio.create_task(self.answer(job, scope, receive, timed))
         gone = asyncio.create_task(receive())  # what comes after a body
@@ -308,7 +322,7 @@ class App:
             if answer.done():
                 answer.result()
         finally:
-            self.taken -= job.count
+            self.texts -= job.count
             answer.cancel()
             gone.cancel()
             self.worker.calls.put(partial(self.worker.cancel, job))
@@ -388,7 +402,7 @@ def run(args):
     expect(group.size == 1, "a server is one process; start it without torchrun")
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)
-    app = App(args, loaded, make_engine(args, loaded, [[0]] * args.batch_size, context - 1))
+    app = App(args, loaded, context)
     server = uvicorn.Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
                                            timeout_graceful_shutdown=PATIENCE))
     server.handle_exit = partial(end, server)

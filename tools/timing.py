@@ -47,23 +47,24 @@ def timing_decoder(model, heads, plan, prefix=PREFIX, **options):
     capacity = min(prefix + 1, model.config.block_size)
     decoder = Decoder(model, heads, capacity=capacity, plans=(plan,), **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
-    if decoder.pool is not None:
-        decoder.body()()  # compiles it: what is timed is its graph
     return decoder
 
 
 @torch.inference_mode()
 def step_time(decoder):
-    """Seconds of one step of a `timing_decoder`."""
-    return seconds(decoder.body(), decoder.model.device, group_of(decoder.model))
+    """Seconds of one step of a `timing_decoder`, on CUDA of its graph."""
+    step = partial(decoder.run, *decoder.plans)
+    step()  # the first one compiles and captures
+    return seconds(step, decoder.model.device, group_of(decoder.model))
 
 
 @torch.inference_mode()
 def stage_times(decoder):
     """{stage: seconds} of one step of a `timing_decoder`, each stage timed by itself; as a CUDA
-    graph of its own, if the decoder has one. The draft of a tree of one is 0."""
+    graph of its own, if the decoder uses graphs. The draft of a tree of one is 0."""
     plan, = decoder.plans
     device = decoder.model.device
+    decoder.step(plan)  # compiles all stages
     tree = decoder.draft(plan)
     positions = decoder.slots.cache.lengths[:, None] + tree.depths
     normed, hidden = decoder.verify(tree, positions)
@@ -97,7 +98,7 @@ def explain(engine, output):
             yield (f"{str(plan):<24}{ms:>12.2f}{expected:>28.2f}{found:>8}"
                    f"{steps / max(output.steps, 1):>17.0%}")
     yield f"\n{'ms per stage':<24}" + "".join(f"{stage:>10}" for stage in STAGES)
-    sampling = max((s.sampling for s in output.sequences), key=lambda sampling: sampling.way)
+    sampling = max((s.sampling for s in output.sequences), key=lambda sampling: sampling.mode)
     most = max(output.plans, key=lambda plan: output.plans[plan][0], default=decoder.plans[0])
     for plan in dict.fromkeys((DraftPlan(), most)):
         times = stage_times(timing_decoder(

@@ -53,8 +53,8 @@ def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
                      policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
     hits = torch.zeros(heads.config.n_draft, size - 1)
 
-    def count(sequence, tokens, path, plan):
-        for depth, node in enumerate(path[1:]):
+    def count(step):
+        for depth, node in enumerate(step.path[1:]):
             hits[depth, node - 1] += 1
     outputs = [engine.generate(prompts[start:start + n], DECODED, on_step=count)
                for start in until(seconds, range(0, len(prompts), n))]
