@@ -126,7 +126,7 @@ def causal_attention(q, k, v, mask=None, scale=None):
     G = q.shape[2] // k.shape[1]
     if mask is not None:
         n = mask.shape[-1]  # earlier rows are behind the window of all the tokens
-        k, v = k[:, :, -n:], v[:, :, -n:]
+        k, v = (x[:, :, -n:] for x in (k, v))
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
         # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
         k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
@@ -204,7 +204,8 @@ def rope_frequencies(config):
             return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
         case "llama3":  # stretches long waves, keeps short ones, and blends the two in between
             turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
@@ -578,6 +579,19 @@ def check(name, value, low, high, whole=False, above=False):
         numbers = "a whole number" if whole else "a number"
         bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
+
+
+def expect(valid, message):
+    """Raises InputError with the message unless `valid`."""
+    if not valid:
+        raise InputError(message)
+
+
+def one_of(what, value, supported):
+    """Returns the value. Raises InputError unless a supported one equals it and has its type."""
+    expect(any(value == other and type(value) is type(other) for other in supported),
+           f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
+    return value
 
 
 def human(number, unit=""):

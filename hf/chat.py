@@ -8,18 +8,20 @@ from functools import partial
 
 import jinja2.sandbox
 
-from hf import expect, find_model, part_file, read_part
 from hf.families import text_config
-from hf.tokenizer import end_of_text
-from model import InputError
+from hf.files import optional_part, part_file
+from hf.paths import find_model
+from model import InputError, expect
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
-def optional_part(path, name):
-    """As `read_part`, {} if the file does not exist."""
-    path = find_model(path)
-    return read_part(path, name) if part_file(path, name).exists() else {}
+def end_of_text(encoding):
+    """The id that separates documents: the first of SEPARATORS that the encoding has."""
+    found = [text for text in SEPARATORS if text in encoding.special_tokens]
+    expect(found, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    return encoding.special_tokens[found[0]]
 
 
 def token_text(token):

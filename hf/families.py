@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf import expect, find_model, one_of, part_file, read_part
-from hf.quantization import read_scheme
-from model import GPTConfig, InputError, check
+from model import GPTConfig, check, expect, one_of
 
 # Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
 # Each ends in .weight or .bias. Several tensors are stacked, in order, into one of ours.
@@ -178,20 +176,6 @@ def by_layer(raw, key, values, n_layer):
     return found
 
 
-def read_config(path):
-    """The GPTConfig of a folder or a GGUF file. InputError for a broken or unsupported one."""
-    path = find_model(path)
-    file = part_file(path, "config.json")
-    expect(path.exists(), f"{path}: no such folder or file; expected a folder of Hugging Face's "
-           "form, or a GGUF file")
-    raw = text_config(read_part(path, "config.json"))
-    try:
-        return parse_config(raw)
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        what = "" if isinstance(error, InputError) else "a value has the wrong type: "
-        raise InputError(f"{file}: {what}{error}") from None
-
-
 def text_config(raw):
     """The dict of a config.json, of the text model alone in one that reads pictures too."""
     if not isinstance(raw.get("text_config"), dict):
@@ -204,8 +188,11 @@ def parse_config(raw):
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
     family = FAMILIES[name]
-    expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
-           f"a quantised checkpoint of {name} is not supported; take the plain one")
+    if raw.get("quantization_config"):
+        from hf.quantization import read_scheme  # which loads the CPU backend
+        read_scheme(raw["quantization_config"])
+        expect(not family.transposed, f"a quantised {name} checkpoint is not supported; use the "
+               "unquantised one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))

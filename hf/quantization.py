@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from backends.quantized import INT8_GROUPS, INT8_ROWS, Layout, QuantizedWeight, largest_group
-from hf import expect, one_of
+from model import expect, one_of
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where an int32 holds each of 8 neighbours, in units of 4 bits

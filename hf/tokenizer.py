@@ -1,5 +1,5 @@
-"""A folder's tokenizer. The tokenizers package reads a tokenizer.json; transformers makes one of
-older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below."""
+"""A model's tokenizer. The tokenizers package reads tokenizer.json, transformers older files.
+tiktoken, which is faster, encodes if it gives the same ids."""
 
 import hashlib
 import importlib
@@ -10,35 +10,13 @@ from functools import cached_property
 import tiktoken
 from tokenizers import Tokenizer
 
-from hf import expect, find_model, one_of, part_file, read_part
-from model import InputError
+from hf.chat import load_chat_template
+from hf.files import part_file, read_part
+from hf.paths import find_model
+from hf.splits import (CODE_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN,
+                       split_steps)
+from model import InputError, expect
 
-# The pattern that ByteLevel itself splits by: GPT-2's.
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of demo/. Punctuation takes no line end: prompts of code end with a colon.
-CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
-QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-# Of GPT-4o and Mistral's tekken: a word ends between a lower-case and an upper-case letter.
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
-# What splits a text before ByteLevel, by GGUF's name; with some a piece that is a token is kept.
-DIGITS = dict(type="Digits", individual_digits=True)
-PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"
-SPLITS = {"default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
-          **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN_PATTERN),
-          **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
-          "tekken": TEKKEN_PATTERN}
-BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
 
@@ -106,7 +84,6 @@ class Encoding:
     @cached_property
     def template(self):
         """The `ChatTemplate` beside the tokenizer, or None."""
-        from hf.chat import load_chat_template  # which imports this module
         return load_chat_template(self.path)
 
     def chat(self, messages, **options):
@@ -122,13 +99,6 @@ class Encoding:
 def encode_prompt(encoding, text):
     """The ids of a prompt, as of transformers' encode(text), but with nothing after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
-
-
-def end_of_text(encoding):
-    """The id that separates documents: the first of SEPARATORS that the encoding has."""
-    found = [text for text in SEPARATORS if text in encoding.special_tokens]
-    expect(found, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
-    return encoding.special_tokens[found[0]]
 
 
 class TextStream:
@@ -206,52 +176,15 @@ def load_encoding(path):
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
 
-def byte_level_spec(tokens, merges, split):
-    """The dict of a tokenizer.json of a byte-level BPE. split: one of SPLITS."""
-    steps = [SPLITS[one_of("tokenizer.ggml.pre", split, SPLITS)], BYTE_LEVEL]
-    if isinstance(steps[0], str):
-        pattern = dict(pattern=dict(Regex=steps[0]), behavior="Isolated", invert=False)
-        steps = [dict(type="Split") | pattern, BYTE_LEVEL | dict(use_regex=False)]
-    steps = [step for step in steps if step]
-    merges = [pair.split(" ") for pair in merges]
-    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
-                model=bpe(tokens, merges, ignore_merges=split in PIECE_IS_TOKEN))
-
-
-def sentencepiece_spec(tokens, scores, normal, space_first):
-    """Likewise of sentencepiece's BPE: a space is ▁, what no token spells is tokens of bytes, and
-    two tokens merge whose joint one has the best score. normal: whether a token may be merged."""
-    replace = lambda old, new: dict(type="Replace", pattern=dict(String=old), content=new)
-    normalizers = [dict(type="Prepend", prepend="▁")] * space_first + [replace(" ", "▁")]
-    decoders = [replace("▁", " "), dict(type="ByteFallback"), dict(type="Fuse")]
-    decoders += [dict(type="Strip", content=" ", start=1, stop=0)] * space_first
-    ids = {text: i for i, text in enumerate(tokens) if normal[i]}
-    pairs = [(-scores[index], index, len(text) - i, text[:i], text[i:])
-             for text, index in ids.items() for i in range(1, len(text))
-             if text[:i] in ids and text[i:] in ids]
-    merges = [[left, right] for *_, left, right in sorted(pairs)]
-    return dict(normalizer=dict(type="Sequence", normalizers=normalizers),
-                decoder=dict(type="Sequence", decoders=decoders),
-                model=bpe(tokens, merges, fuse_unk=True, byte_fallback=True))
-
-
-def bpe(tokens, merges, **flags):
-    """As transformers writes it, so that a folder has the same hash."""
-    plain = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
-                 end_of_word_suffix="", fuse_unk=False, byte_fallback=False, ignore_merges=False)
-    return plain | flags | dict(vocab={text: i for i, text in enumerate(tokens)}, merges=merges)
-
-
 def _pattern(spec):
     """tiktoken's pattern for the pre_tokenizer of a BPE, or None."""
     pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
-    if steps == [BYTE_LEVEL]:
+    if steps == split_steps(None):
         return GPT2_PATTERN
     for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
-        if steps == [split, BYTE_LEVEL | {"use_regex": False}]:
+        if steps == split_steps(pattern):
             # the second half never matches; hashes include it
             return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
     return None

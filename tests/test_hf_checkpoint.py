@@ -13,7 +13,8 @@ from clover import CloverHeads, preset, state_hash
 from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf.checkpoint import describe
-from hf.families import FAMILIES, GEMMA_KEYS, parse_config, read_config
+from hf.families import FAMILIES, GEMMA_KEYS, parse_config
+from hf.files import read_config
 from model import GPT, InputError, alibi_slopes
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

