@@ -91,19 +91,21 @@ class GGUFFile:
                 if prefix + key in self.meta}
 
     def config(self):
+        """config.json"""
         tensors = self.tensors
         expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
         n_vocab = int(tensors["token_embd.weight"].shape[-1])
         n_tokens = len(self.tokens)
         expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
-        raw = {theirs: value or None for theirs, value in self.renamed(KEYS).items()}
+        raw = {theirs: self.meta.get(key) or None for key, theirs in KEYS.items()}
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
-        gemma_27b = raw.get("num_hidden_layers") == 62  # which alone scales by another size
-        return dict(rope_theta=10000.0) | raw | dict(
+        gemma_27b = raw["num_hidden_layers"] == 62  # which alone scales by another size
+        return raw | dict(
             model_type=self.family, vocab_size=n_vocab, head_dim=head_size,
-            rope_scaling=self.rope_scaling(), partial_rotary_factor=rotary_size / head_size,
+            rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=self.rope_scaling(),
+            partial_rotary_factor=rotary_size / head_size,
             query_pre_attn_scalar=size if gemma_27b else head_size,
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
@@ -118,7 +120,7 @@ class GGUFFile:
         return scaling if scaling.get("rope_type", "none") != "none" else None
 
     def generation_config(self):
-        """Sampling, and where texts end: at the tokens the file names and at the ends of turns."""
+        """generation_config.json. Output ends at the file's end tokens and at those of a turn."""
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
         if "tokenizer.chat_template" in self.meta:
@@ -127,12 +129,13 @@ class GGUFFile:
         return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
-        found = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}
-        return found | dict(chat_template=self.meta.get("tokenizer.chat_template"))
+        """tokenizer_config.json"""
+        special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}
+        return special | dict(chat_template=self.meta.get("tokenizer.chat_template"))
 
     @cached_property
     def added_tokens(self):
-        """As in a tokenizer.json: the tokens that are matched before a text is split."""
+        """tokenizer.json's list of the tokens that are matched before a text is split."""
         special = TokenType.CONTROL, TokenType.UNKNOWN
         kinds = np.array(self.meta.get("token_type", ()))[:len(self.tokens)]
         added = np.isin(kinds, (*special, TokenType.USER_DEFINED)).nonzero()[0]
@@ -140,13 +143,14 @@ class GGUFFile:
                 for i in added.tolist()]
 
     def tokenizer(self):
+        """tokenizer.json"""
         tokens, meta = self.tokens, self.meta
         expect(isinstance(tokens, list) and tokens, "has no list tokenizer.ggml.tokens")
         kind = one_of("tokenizer.ggml.model", meta.get("model"), ("gpt2", "llama"))
         split = meta.get("pre", "default")
         if kind == "gpt2":
             spec = byte_level_spec(tokens, meta["merges"], split)
-        else:  # Gemma's scores are not in order
+        else:  # Gemma's merges are in the order of ids
             scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]
             normal = (meta["token_type"] == TokenType.NORMAL).nonzero()[0].tolist()
             spec = sentencepiece_spec(tokens, scores, normal, meta.get("add_space_prefix", True))
@@ -162,16 +166,14 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: (shape, function that gives float32 values, type, `Layout`,
-        function that gives `QuantizedWeight`)}. Without a layout the values are stored as floats.
-        """
+        """{name as in a folder: (shape, function that reads float32 values, type, *`packed`)}"""
         family = FAMILIES[self.family]
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
         names = {}  # of the first block
         for name in itertools.chain(*family.names.values()):
             first = name.replace(".N.", ".0.")
             names[names_of.get_name(family.prefix + first) or names_of.get_name(first)] = name
-        found = {}
+        weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             number = re.search(r"\d+|$", stem).group()
@@ -180,18 +182,17 @@ class GGUFFile:
                    f"{name} is not a tensor that {self.architecture} models have")
             if first in names:
                 theirs = names[first].replace(".N.", f".{number}.")
-                shape = tuple(tensor.shape[::-1].tolist())
-                load = partial(self.read_values, tensor)
-                found[f"{theirs}.{kind}"] = (shape, load, tensor.tensor_type.name,
-                                             *self.packed(tensor))
-        return found
+                weights[f"{theirs}.{kind}"] = (
+                    tuple(tensor.shape[::-1].tolist()), partial(self.read_values, tensor),
+                    tensor.tensor_type.name, *self.packed(tensor))
+        return weights
 
     def read_values(self, tensor):
         """A tensor's float32 values as a folder stores them."""
-        values = dequantized(tensor)
+        values = self.in_order(tensor, dequantized(tensor))
         if self.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
-            return values - 1
-        return self.in_order(tensor, values)
+            values -= 1
+        return values
 
     def in_order(self, tensor, rows):
         """Rows [N, ...] of a tensor in a folder's order: llama.cpp pairs rotated neighbours."""
@@ -202,25 +203,21 @@ class GGUFFile:
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
     def packed(self, tensor):
-        """(`Layout`, None of floats; function as `QuantizedTensor.weight`, None to round to it)"""
-        kind = tensor.tensor_type.name
-        if kind in FLOATS or len(tensor.shape) != 2:
+        """(`Layout`, None for floats; function as `QuantizedTensor.weight`, None to round to it)"""
+        if tensor.tensor_type.name in FLOATS or len(tensor.shape) != 2:
             return None, None
-        if kind not in BLOCKS:
-            return INT8_GROUPS, None
-        return BLOCKS[kind][0], partial(self.read_packed, tensor)
+        layout, split = BLOCKS.get(tensor.tensor_type.name, (INT8_GROUPS, None))
+        return layout, split and partial(self.read_packed, tensor, layout.kind, split)
 
-    def read_packed(self, tensor, arrange):
+    def read_packed(self, tensor, kind, split, arrange):
         """-> `QuantizedWeight` [N, C]"""
-        layout, split = BLOCKS[tensor.tensor_type.name]
-        N, C = len(tensor.data), int(tensor.shape[0])
+        N = len(tensor.data)
         order = arrange(self.in_order(tensor, torch.arange(N)[:, None]))[:, 0]
         size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
         blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
         q, scales, minimums = split(blocks)
         by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-        return QuantizedWeight(q.reshape(N, C), by_group(scales), None, layout.kind,
-                               by_group(minimums))
+        return QuantizedWeight(q.reshape(N, -1), by_group(scales), None, kind, by_group(minimums))
 
 
 @lru_cache(maxsize=2)
@@ -230,7 +227,7 @@ def open_file(path, changed, size):
 
 
 def read_part(path, name):
-    """What a json file of a folder would hold, {} if nothing; or its "weights"."""
+    """The counterpart of a folder's json file, {} if there is none; or its "weights"."""
     try:
         stat = path.stat()
         file = open_file(path, stat.st_mtime_ns, stat.st_size)
@@ -245,7 +242,7 @@ def read_part(path, name):
 
 def dequantized(tensor):
     values = gguf.dequantize(tensor.data, tensor.tensor_type)
-    return torch.from_numpy(values if values.flags.writeable else values.copy())
+    return torch.from_numpy(np.require(values, requirements="W"))
 
 
 def halves(blocks, first, count=1):

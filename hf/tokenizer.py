@@ -23,7 +23,8 @@ LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,
 
 class Encoding:
     """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
-    added tokens. prefix: ids before a prompt. hash: 16 hex digits of what ids mean."""
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits, of all that the ids depend on.
+    """
 
     def __init__(self, file, spec):
         flags = dict.fromkeys((*STRIPS, "special"), False)
@@ -40,17 +41,18 @@ class Encoding:
         self.ids = set(vocab.values())
         self.max_token_value = max(self.ids)
         self.n_vocab = self.max_token_value + 1
-        encoded = self.package.encode("a")  # after the special tokens that belong before a text
+        encoded = self.package.encode("a")  # after the special tokens that start every text
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
-               f"{file}: two tokens have one id, or the ids {self.prefix} before a text have none")
+               f"{file}: two tokens share an id, or the ids {self.prefix} before a text have no "
+               "token")
         self.always = {token["content"] for token in added if not token["special"]}
         pattern = _pattern(spec)
         ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
         if ranks is None:
             self.bpe = None
-            # not pre_tokenizer: transformers gives a GGUF's folder another, and heads serve both
+            # not pre_tokenizer: transformers writes another for a GGUF file, which has equal heads
             keys = ("normalizer", "model", "added_tokens")
             hashed = (json.dumps([spec.get(key) for key in keys], sort_keys=True),)
         else:
@@ -62,23 +64,23 @@ class Encoding:
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text; "all" finds special tokens in it. A lone surrogate is U+FFFD."""
+        """The ids of a text. "all": special tokens are matched. A lone surrogate is U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = allowed_special == "all"
         normalizer = self.package.normalizer
         is_normal = normalizer is None or normalizer.normalize_str(text) == text
         if self.bpe and len(text) <= LONG and is_normal:
-            found = "all" if special else self.always
-            return self.bpe.encode(text, allowed_special=found, disallowed_special=())
+            allowed = "all" if special else self.always
+            return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
         try:
             with self.lock:  # other threads may encode, too
-                self.package.encode_special_tokens = not special  # as any other text
+                self.package.encode_special_tokens = not special
                 return self.package.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # a model without an unknown token met an unknown character
-            raise InputError(f"{self.file}: it has no token for this text ({error})") from error
+        except Exception as error:  # an unknown character, and no token for those
+            raise InputError(f"{self.file}: has no token for this text ({error})") from error
 
     def decode(self, ids):
-        """The text of ids; one without a token gives nothing, a first space may be left out."""
+        """The text of ids, without ids that have no token. It may lack a space at its start."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
 
     @cached_property
@@ -88,8 +90,8 @@ class Encoding:
 
     def chat(self, messages, **options):
         """The ids of a chat's prompt. messages, options: as in `ChatTemplate.render`."""
-        expect(self.template, f"{self.path}: has no chat template; take encode_prompt, or a model "
-               "that was trained to chat")
+        expect(self.template, f"{self.path}: has no chat template; use encode_prompt, or a model "
+               "trained to chat")
         return self.encode(self.template.render(messages, **options), allowed_special="all")
 
     def stream(self, stop_texts=()):
@@ -97,38 +99,39 @@ class Encoding:
 
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt, as of transformers' encode(text), but with nothing after the text."""
+    """The ids of a prompt: those of transformers' encode(text), without any after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
 class TextStream:
-    """Text from token ids as they come: whole characters, no part of a stop text; in total what
-    decoding all ids gives, but for a space at its start. stopped: whether a stop text has come."""
+    """Decodes token ids as they arrive, into whole characters and up to a stop text. Joined, the
+    output is that of decoding all ids, plus maybe a space at its start. stopped: whether a stop
+    text was reached."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
-        self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode("a"))  # after any text a space stays
+        self.held = ""  # text that may be the start of a stop text
+        self._continue_after(encoding.encode("a"))  # decoders keep a space after any text
 
     def _continue_after(self, context):
         self.context = context
         self.pending = []  # ids that are decoded after those of the context
-        self.shown = len(self.decode(context))  # characters of both that have been given
+        self.shown = len(self.decode(context))  # characters of both that were returned
 
     def feed(self, tokens):
-        """The text that these further ids complete."""
+        """The text that these ids complete."""
         return self._release("".join(map(self._completed, tokens)))
 
     def finish(self):
-        """The rest, at the end of a text."""
+        """The rest of the text."""
         return self._release(self.decode(self.context + self.pending)[self.shown:]) + self.held
 
     def _completed(self, token):
         self.pending.append(token)
         text = self.decode(self.context + self.pending)
-        # an incomplete character decodes to U+FFFD; so do bytes that will never be one
+        # an incomplete character decodes to U+FFFD, and so do invalid bytes
         complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
         new = complete[self.shown:]
         self.shown += len(new)
@@ -137,21 +140,21 @@ class TextStream:
         return new
 
     def _release(self, text):
-        """Holds back from the first stop text on, and what may be the beginning of one."""
+        """The text up to a stop text. Holds back what may be the start of one."""
         if self.stopped:
             return ""
         text = self.held + text
-        found = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
+        starts = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
         begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
                  if text.endswith(stop[:n]))
-        self.stopped = bool(found)
-        end = min(found) if found else len(text) - max(begun, default=0)
-        self.held = "" if found else text[end:]
+        self.stopped = bool(starts)
+        end = min(starts) if starts else len(text) - max(begun, default=0)
+        self.held = "" if starts else text[end:]
         return text[:end]
 
 
 def load_encoding(path):
-    """The Encoding of a folder, a GGUF file or a short name. Runs no code of a folder."""
+    """The Encoding of a folder, a GGUF file or a short name. Never runs a folder's code."""
     path = find_model(path)
     file = part_file(path, "tokenizer.json")
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
@@ -160,7 +163,7 @@ def load_encoding(path):
             return Encoding(file, read_part(path, "tokenizer.json"))
         import transformers
         reader = transformers.AutoTokenizer
-        if older[0] == "tokenizer.model":  # whatever its class, such as Baichuan's
+        if older[0] == "tokenizer.model":  # also of classes such as Baichuan's
             for package in ("sentencepiece", "google.protobuf"):
                 importlib.import_module(package)
             reader = transformers.PreTrainedTokenizerFast
@@ -169,7 +172,7 @@ def load_encoding(path):
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except ImportError as error:
-        raise InputError(f"{file}: no such file; {older[0]} takes pip install transformers "
+        raise InputError(f"{file}: no such file; to read {older[0]}, pip install transformers "
                          f"sentencepiece protobuf ({error})") from None
     except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -180,7 +183,7 @@ def _pattern(spec):
     """tiktoken's pattern for the pre_tokenizer of a BPE, or None."""
     pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
+    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # offsets change no id
     if steps == split_steps(None):
         return GPT2_PATTERN
     for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
@@ -192,16 +195,16 @@ def _pattern(spec):
 
 def _ranks(spec, special, model):
     """{bytes: id} of the ordinary tokens, or None where tiktoken may give other ids: it joins the
-    neighbours whose joint token has the lowest id. Merges do the same if the ids of what they make
-    rise, and if they make every token from its own bytes."""
-    vocab, added = spec["model"]["vocab"], spec["added_tokens"]
-    ordinary = {token: index for token, index in vocab.items() if token not in special}
-    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
-              for pair in spec["model"]["merges"]]
+    neighbours whose joint token has the lowest id. Merges do the same if each makes a higher id
+    than the one before, and if they make every token from its own bytes."""
+    added = spec["added_tokens"]
+    ordinary = {text: i for text, i in spec["model"]["vocab"].items() if text not in special}
+    merged = ["".join(pair).replace(" ", "") for pair in spec["model"]["merges"]]
     ids = [ordinary.get(token, -1) for token in merged]
-    whole_pieces, model.ignore_merges = model.ignore_merges, False
-    parts = {len(model.tokenize(token)) for token in ordinary}  # of two, tiktoken would join
-    model.ignore_merges = whole_pieces
+    ignore_merges = model.ignore_merges
+    model.ignore_merges = False
+    parts = {len(model.tokenize(token)) for token in ordinary}  # tiktoken would join two
+    model.ignore_merges = ignore_merges
     # GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
