@@ -17,8 +17,8 @@ def read_part(path, name):
     try:
         from hf import gguf
     except ModuleNotFoundError as error:
-        raise InputError(f"{path}: reading a GGUF file needs another package; pip install "
-                         f"{error.name}") from None
+        expect(error.name != "gguf", f"{path}: GGUF files need the gguf package; pip install gguf")
+        raise
     return gguf.read_part(path, name)
 
 
