@@ -73,8 +73,8 @@ class GGUFFile:
             reader = Reader(path)
         meta = {key: field.parts[-1] if field.types[0] == GGUFValueType.ARRAY else field.contents()
                 for key, field in reader.fields.items()}
-        self.architecture = one_of("general.architecture", meta.get("general.architecture"),
-                                   ARCHITECTURES)
+        name = meta.get("general.architecture")
+        self.architecture = one_of("general.architecture", name, ARCHITECTURES)
         self.family = self.architecture.replace("gemma3", "gemma3_text")
         self.tokens = meta.get("tokenizer.ggml.tokens", [])
         self.meta = {}
@@ -158,11 +158,11 @@ class GGUFFile:
         bos_by_default = kind == "llama" or split in PIECE_IS_TOKEN
         if meta.get("add_bos_token", bos_by_default) and "bos_token_id" in meta:
             bos = tokens[meta["bos_token_id"]]
-            start = dict(SpecialToken=dict(id=bos, type_id=0))
-            text = dict(Sequence=dict(id="A", type_id=0))
+            parts = [dict(SpecialToken=dict(id=bos, type_id=0)),
+                     dict(Sequence=dict(id="A", type_id=0))]
             special = {bos: dict(id=bos, ids=[meta["bos_token_id"]], tokens=[bos])}
-            spec["post_processor"] = dict(type="TemplateProcessing", single=[start, text],
-                                          pair=[start, text, text], special_tokens=special)
+            spec["post_processor"] = dict(type="TemplateProcessing", single=parts, pair=parts,
+                                          special_tokens=special)
         return spec
 
     def weights(self):

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
-from hf.splits import (CODE_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN,
-                       split_steps)
+from hf.splits import CODE_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, split_steps
 from model import InputError, expect
 
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
@@ -23,8 +22,7 @@ LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,
 
 class Encoding:
     """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
-    added tokens. prefix: ids before a prompt. hash: 16 hex digits, of all that the ids depend on.
-    """
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits of the ids' meanings."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys((*STRIPS, "special"), False)
@@ -45,22 +43,20 @@ class Encoding:
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
-               f"{file}: two tokens share an id, or the ids {self.prefix} before a text have no "
-               "token")
+               f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
         self.always = {token["content"] for token in added if not token["special"]}
         pattern = _pattern(spec)
         ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
+        special = sorted(self.special_tokens.items())
         if ranks is None:
             self.bpe = None
             # not pre_tokenizer: transformers writes another for a GGUF file, which has equal heads
             keys = ("normalizer", "model", "added_tokens")
-            hashed = (json.dumps([spec.get(key) for key in keys], sort_keys=True),)
+            hashed = json.dumps([spec.get(key) for key in keys], sort_keys=True), special
         else:
             self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens=self.special_tokens)
-            hashed = sorted(ranks.items()), pattern
-        hashed += (sorted(self.special_tokens.items()),)
-        hashed += ("NFC",) * bool(self.bpe and spec["normalizer"])
+            hashed = sorted(ranks.items()), pattern, special, *["NFC"] * bool(spec["normalizer"])
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
@@ -104,9 +100,8 @@ def encode_prompt(encoding, text):
 
 
 class TextStream:
-    """Decodes token ids as they arrive, into whole characters and up to a stop text. Joined, the
-    output is that of decoding all ids, plus maybe a space at its start. stopped: whether a stop
-    text was reached."""
+    """Decodes token ids as they arrive, to whole characters, up to a stop text; like decoding all
+    at once, but may keep a space at the start. stopped: whether a stop text was reached."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
@@ -184,12 +179,10 @@ def _pattern(spec):
     pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # offsets change no id
-    if steps == split_steps(None):
-        return GPT2_PATTERN
-    for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        if steps == split_steps(pattern):
+    for split in (None, CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
+        if steps == split_steps(split):
             # the second half never matches; hashes include it
-            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
+            return f"(?:{split})|(?:(?!{split})(?s:.))+" if split else GPT2_PATTERN
     return None
 
 

@@ -270,7 +270,7 @@ def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
 
 REFUSED = {  # reason: what a tiny spec is changed by
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
-    "the ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
+    "ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
     "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
     "Model missing": lambda spec: spec.pop("model"),
