@@ -200,12 +200,13 @@ def parse_config(raw):
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
     head_size = value_of(raw, keys["n_embd"], int) // n_head
     types = {field.name: field.type for field in fields(GPTConfig)}
-    found = {ours: False for ours in keys if types[ours] is bool}
-    found |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
+    values = {ours: False for ours in keys if types[ours] is bool}
+    values |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
     for ours, theirs in keys.items():
-        found[ours] = value_of(raw, theirs, types[ours], found.get(ours))
-    found["activation"] = ACTIVATIONS[one_of(keys["activation"], found["activation"], ACTIVATIONS)]
-    config = GPTConfig(family=name, **found | family.fixed | family.read(raw))
+        values[ours] = value_of(raw, theirs, types[ours], values.get(ours))
+    activation = one_of(keys["activation"], values["activation"], ACTIVATIONS)
+    values["activation"] = ACTIVATIONS[activation]
+    config = GPTConfig(family=name, **values | family.fixed | family.read(raw))
     D = config.head_size
     expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256, f"expected a "
            f"multiple of {config.n_kv_head} heads of even size, 16 to 256, not {n_head} of {D}")
@@ -243,14 +244,14 @@ def read_rope(raw, family, config):
     expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary), f"partial_rotary_factor {part} "
            f"is not supported with {config.family} and a head size of {D}")
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
-    found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
-                 rotary_size=R if R < D else None)
+    values = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
+                  rotary_size=R if R < D else None)
     if config.windows and family.window_theta is not None:
         one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
         own = value_of(raw, "rope_local_base_freq", float, family.window_theta or theta)
         own = value_of(of_windows, "rope_theta", float, own)
-        found["window_theta"] = own if own != theta or scaling else None
-    return found
+        values["window_theta"] = own if own != theta or scaling else None
+    return values
 
 
 def read_scaling(raw, settings, theta, context, rotary_size):

