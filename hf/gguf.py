@@ -66,7 +66,8 @@ class Reader(gguf.GGUFReader):
 
 class GGUFFile:
     """A GGUF file, read once. meta: {key: value}, without the prefixes of the architecture's name
-    and tokenizer.ggml. tensors: {name: tensor}. Methods give what a folder of the model holds."""
+    and tokenizer.ggml. tensors: {name: tensor}. Methods named in PARTS give what a folder's json
+    files would hold."""
 
     def __init__(self, path):
         with np.errstate(over="raise"):  # of offsets
@@ -91,7 +92,6 @@ class GGUFFile:
                 if prefix + key in self.meta}
 
     def config(self):
-        """config.json"""
         tensors = self.tensors
         expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
         n_vocab = int(tensors["token_embd.weight"].shape[-1])
@@ -120,7 +120,7 @@ class GGUFFile:
         return scaling if scaling.get("rope_type", "none") != "none" else None
 
     def generation_config(self):
-        """generation_config.json. Output ends at the file's end tokens and at those of a turn."""
+        """Sampling, and where output ends: at the file's end tokens and at the end of a turn."""
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
         if "tokenizer.chat_template" in self.meta:
@@ -129,7 +129,6 @@ class GGUFFile:
         return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
-        """tokenizer_config.json"""
         special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}
         return special | dict(chat_template=self.meta.get("tokenizer.chat_template"))
 
@@ -143,7 +142,6 @@ class GGUFFile:
                 for i in added.tolist()]
 
     def tokenizer(self):
-        """tokenizer.json"""
         tokens, meta = self.tokens, self.meta
         expect(isinstance(tokens, list) and tokens, "has no list tokenizer.ggml.tokens")
         kind = one_of("tokenizer.ggml.model", meta.get("model"), ("gpt2", "llama"))
