@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
-from backends.quantized import INT8_GROUPS, Layout, QuantizedWeight
+from backends.quantized import QuantizedWeight, round_weight
 from hf import expect, one_of
 from hf.families import FAMILIES, value_of
 from hf.tokenizer import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
@@ -127,8 +127,8 @@ def rope_scaling(meta, tensors):
 
 
 def weights(meta, tensors):
-    """{name as in a folder: (shape, function that gives float32 values, type, `Layout`, function
-    that gives `QuantizedWeight`)}. Without a layout the values are stored as floats."""
+    """{name as in a folder: (shape, function that gives float32 values, type, bits, function that
+    gives the `QuantizedWeight`)}, the last two None of floats."""
     architecture = meta["general.architecture"]
     family = FAMILIES[meta["family"]]
     names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 1)
@@ -147,7 +147,8 @@ def weights(meta, tensors):
             theirs = names[first].replace(".N.", f".{number}.")
             shape = tuple(tensor.shape[::-1].tolist())
             load = partial(read_values, meta, tensor)
-            found[f"{theirs}.{kind}"] = shape, load, tensor.tensor_type.name, *packed(meta, tensor)
+            stored_as = tensor.tensor_type.name
+            found[f"{theirs}.{kind}"] = shape, load, stored_as, *quantized(meta, tensor)
     return found
 
 
@@ -173,26 +174,27 @@ def in_order(meta, tensor, rows):
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-def packed(meta, tensor):
-    """(`Layout`, None of floats; function as `QuantizedTensor.weight`, None to round to it)"""
+def quantized(meta, tensor):
+    """(bits, function that gives the `QuantizedWeight`); (None, None) of floats. What has no kernel
+    is rounded to 8 bits."""
     kind = tensor.tensor_type.name
     if kind in ("F64", "F32", "F16", "BF16") or len(tensor.shape) != 2:
         return None, None
     if kind not in BLOCKS:
-        return INT8_GROUPS, None
-    return BLOCKS[kind][0], partial(read_packed, meta, tensor)
+        return 8, lambda: round_weight(read_values(meta, tensor), 8, 32)
+    return BLOCKS[kind][0], partial(read_quantized, meta, tensor)
 
 
-def read_packed(meta, tensor, arrange):
+def read_quantized(meta, tensor):
     """-> `QuantizedWeight` [N, C]"""
-    layout, split = BLOCKS[tensor.tensor_type.name]
+    bits, split = BLOCKS[tensor.tensor_type.name]
     N, C = len(tensor.data), tensor.shape[0]
-    order = arrange(in_order(meta, tensor, torch.arange(N)[:, None]))[:, 0]
     size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-    blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
-    q, scales, minimums = split(blocks)
+    blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)
+    q, scales, minimums = split(in_order(meta, tensor, blocks))
     by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-    return QuantizedWeight(q.reshape(N, int(C)), by_group(scales), None, layout.kind,
+    q = q.reshape(N, int(C))
+    return QuantizedWeight(q if bits == 4 else q.view(torch.int8), by_group(scales),
                            by_group(minimums))
 
 
@@ -221,13 +223,12 @@ def split_q4_k(blocks):
     return q, d[..., :1] * scales, -d[..., 1:] * minimums
 
 
-INT4_GROUPS = Layout("int4", 32, torch.float16, False)
-BLOCKS = {  # {type of ggml-common.h: (layout, blocks uint8 [N, n, size] -> q, scales, minimums)}
-    "Q4_0": (INT4_GROUPS, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
-    "Q4_1": (INT4_GROUPS, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
-    "Q5_0": (INT8_GROUPS, split_q5_0),
-    "Q8_0": (INT8_GROUPS, lambda x: (x[..., 2:], halves(x, 0), None)),
-    "Q4_K": (INT4_GROUPS._replace(scales=torch.float32), split_q4_k)}
+BLOCKS = {  # {type of ggml-common.h: (bits, blocks uint8 [N, n, size] -> q, scales, minimums)}
+    "Q4_0": (4, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
+    "Q4_1": (4, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
+    "Q5_0": (8, split_q5_0),
+    "Q8_0": (8, lambda x: (x[..., 2:], halves(x, 0), None)),
+    "Q4_K": (4, split_q4_k)}
 
 
 def tokenizer_config(meta, tensors):
