@@ -512,9 +512,12 @@ static void unpack_floats(const Linear *w, int64_t row, float *out) {
         }
 }
 
-// The rows of a weight: out [count, k]
-void unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
+// The rows of a weight: out [count, k]. Returns 1 if there is no such row.
+int unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
     int padded = (w->k + GROUP - 1) / GROUP * GROUP, inputs = w->kind == INT4 ? 8 : 4;
+    for (int m = 0; m < count; m++)
+        if (rows[m] < 0 || rows[m] >= w->n)
+            return 1;
     for (int m = 0; m < count && w->kind < INT8; m++)
         unpack_floats(w, rows[m], out + (size_t)m * w->k);
     for (int m = 0; m < count && w->kind >= INT8; m++, out += w->k)
@@ -529,6 +532,7 @@ void unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
                 out[i + j] = q * scale + minimum;
             }
         }
+    return 0;
 }
 
 // -------------------------------------------------------------------------------------------------

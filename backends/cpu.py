@@ -102,7 +102,7 @@ def trim_memory():
 
 def is_exact(model):
     """Whether two ways to decode give the same bits."""
-    return isinstance(model.blocks, PackedBlocks)
+    return isinstance(model.blocks, PackedBlocks) and isinstance(model.head, PackedLMHead)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,7 +210,8 @@ class PackedWeight:
     def unpack(self, index):
         """The rows int64 [n] -> float32 [n, k]."""
         out = torch.empty(len(index), self.linear.k, device="cpu")  # whatever the default is
-        library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr())
+        if library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr()):
+            raise IndexError(f"expected rows 0 to {self.linear.n - 1}")
         return out
 
     def rows(self, index):

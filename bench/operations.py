@@ -165,6 +165,7 @@ def random_model(name, device, dtype):
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, model.config.vocab_size)))
+    cpu.apply(model, heads)
     return model, heads
 
 
@@ -173,7 +174,7 @@ def step_rows(model, heads, shapes, bandwidth):
     stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = model.weight_bytes()
     weights -= 0 if c.tied else model.embed.weight.nbytes
     for B, T, prefix, sampling in shapes:
         decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), prefix,

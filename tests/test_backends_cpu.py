@@ -219,6 +219,8 @@ def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
         for hidden in (model(tokens), model.prefill(tokens, model.new_cache(1, 20))):
             torch.testing.assert_close(model.lm_head(hidden), want, atol=1e-3, rtol=1e-3)
     x = torch.randn(2, config.n_embd, requires_grad=True)
+    for token in (-1, 97):
+        pytest.raises(IndexError, model, torch.tensor([[token]]))
     for use in (lambda: model.head.weight, lambda: model.to("cpu", torch.bfloat16), lambda: copy.deepcopy(model),
                 lambda: pickle.dumps(model), model.state_dict, lambda: model.save_pretrained(tmp_path),
                 lambda: model.head(x), lambda: CloverHeads(preset("medusa"), model), lambda: heads.to("meta"),

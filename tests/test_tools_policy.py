@@ -70,7 +70,8 @@ def test_a_head_costs_what_it_reads_on_a_gpu(vocabulary, low, high):
     base = GPTConfig(vocab_size=128_256, n_layer=32, n_embd=4096, n_head=32)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, weight_bytes=lambda: 16e9)
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
+                            weight_bytes=lambda: 16e9)
     heads = SimpleNamespace(config=CloverConfig(vocabulary=vocabulary), info=dict(acceptance=TABLES),
                             draft_head=lambda i: head)
     costs = module.guessed_costs(model, heads)
