@@ -13,13 +13,14 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
-from clover import describe_base
+from clover import CloverHeads, describe_base
 from conftest import random_prompts, refusal
 from generate import generate
 from hf import chat, default_heads, find_heads, find_model
 from hf.checkpoint import describe
 from hf.tokenizer import PIECE_IS_TOKEN, SPLITS, encode_prompt, load_encoding
 from model import GPT, InputError
+from test_clover import random_heads
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_folder, parse_generate
 
@@ -195,6 +196,23 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
     table = want.embed.weight
     rows = got.head.embedding(torch.arange(len(table)))
     torch.testing.assert_close(rows, table, atol=0.005 * table.abs().max(), rtol=0)
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_heads_of_one_quantisation_serve_all(packed, tmp_path, capsys):
+    """Catches heads of a Q4_1 file that its Q8_0 refuses; and outputs that heads change."""
+    theirs = theirs_of("llama-tied")
+    files = {kind: write(tmp_path / f"{kind}.gguf", "llama", theirs, convert=lambda name, value: (
+        (value, None) if value.ndim == 1 else (gguf.quantize(value, Type[kind]), Type[kind])))
+        for kind in ("Q4_1", "Q8_0")}
+    heads = random_heads(GPT.from_pretrained(files["Q4_1"], device="cpu", packed=False))
+    heads.save_pretrained(tmp_path / "clover", tokenizer="abc")
+    for kind, file in files.items():
+        model = GPT.from_pretrained(file, device="cpu", packed=packed)
+        assert (model.hash == heads.model.hash) == (kind == "Q4_1")
+        same = CloverHeads.from_pretrained(tmp_path / "clover", model, "abc")
+        texts = [generate(model, random_prompts([9, 20]), 20, heads, tree_size=9).tokens for heads in (None, same)]
+        assert texts[0] == texts[1] and "fewer guesses" not in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
