@@ -29,6 +29,7 @@ LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
 MAX_HEAD = 256  # the largest head size
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)  # kinds of a packed weight
+BITS = 32, 16, 8, 4                       # of a number of each
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -264,7 +265,7 @@ class PackedLinear(Packed):
         self.packed = packed
         self.out_features = packed.linear.n
         self.in_features = packed.linear.k
-        self.nbytes = packed.values.nbytes
+        self.nbytes = self.out_features * self.in_features * BITS[packed.linear.kind] // 8
 
     def forward(self, x):
         if x.requires_grad and torch.is_grad_enabled():

@@ -91,7 +91,7 @@ def test_a_head_costs_what_it_reads_on_a_gpu(vocabulary, low, high):
 @pytest.mark.parametrize("device, slots", [("cpu", 1), ("cuda", 4)])
 def test_idle_slots_are_priced_where_they_run(toy, device, slots):
     """Bug: large trees for the last sequences of a batch, on a GPU, where a step costs what all slots cost."""
-    policy = AdaptivePolicy(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=toy.config,
+    policy = AdaptivePolicy(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=toy.config, group=None,
                                             weight_bytes=toy.weight_bytes), None, True, 4, 0.0)
     policy.update(policy.select(), [(Sequence(0, [1, 2], 9, 10**6, (), None), [3], [0])])
     assert policy.batch == slots
