@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
-from backends.quantized import INT8_GROUPS, Layout, QuantizedWeight
+from backends.quantized import QuantizedWeight, round_weight
 from hf.families import FAMILIES, value_of
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect, one_of
@@ -164,7 +164,7 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: (shape, function that reads float32 values, type, *`packed`)}"""
+        """{name as in a folder: (shape, function that reads float32 values, type, *`quantized`)}"""
         family = FAMILIES[self.family]
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
         names = {}  # of the first block
@@ -182,7 +182,7 @@ class GGUFFile:
                 theirs = names[first].replace(".N.", f".{number}.")
                 weights[f"{theirs}.{kind}"] = (
                     tuple(tensor.shape[::-1].tolist()), partial(self.read_values, tensor),
-                    tensor.tensor_type.name, *self.packed(tensor))
+                    tensor.tensor_type.name, *self.quantized(tensor))
         return weights
 
     def read_values(self, tensor):
@@ -200,22 +200,27 @@ class GGUFFile:
         heads = self.meta.get(PERMUTED[part], self.meta["attention.head_count"])
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
-    def packed(self, tensor):
-        """(`Layout`, None for floats; function as `QuantizedTensor.weight`, None to round to it)"""
-        if tensor.tensor_type.name in FLOATS or len(tensor.shape) != 2:
+    def quantized(self, tensor):
+        """(bits, function that gives the `QuantizedWeight`), (None, None) for floats. What has no
+        kernel is rounded to 8 bits."""
+        kind = tensor.tensor_type.name
+        if kind in FLOATS or len(tensor.shape) != 2:
             return None, None
-        layout, split = BLOCKS.get(tensor.tensor_type.name, (INT8_GROUPS, None))
-        return layout, split and partial(self.read_packed, tensor, layout.kind, split)
+        if kind not in BLOCKS:
+            return 8, lambda: round_weight(self.read_values(tensor), 8, 32)
+        bits, split = BLOCKS[kind]
+        return bits, partial(self.read_quantized, tensor, bits, split)
 
-    def read_packed(self, tensor, kind, split, arrange):
+    def read_quantized(self, tensor, bits, split):
         """-> `QuantizedWeight` [N, C]"""
         N = len(tensor.data)
-        order = arrange(self.in_order(tensor, torch.arange(N)[:, None]))[:, 0]
         size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-        blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)[order]
-        q, scales, minimums = split(blocks)
+        blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)
+        q, scales, minimums = split(self.in_order(tensor, blocks))
         by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-        return QuantizedWeight(q.reshape(N, -1), by_group(scales), None, kind, by_group(minimums))
+        q = q.reshape(N, -1)
+        return QuantizedWeight(q if bits == 4 else q.view(torch.int8), by_group(scales),
+                               by_group(minimums))
 
 
 @lru_cache(maxsize=2)
@@ -268,13 +273,12 @@ def split_q4_k(blocks):
     return q, d[..., :1] * scales, -d[..., 1:] * minimums
 
 
-INT4_GROUPS = Layout("int4", 32, torch.float16, False)
-BLOCKS = {  # {type of ggml-common.h: (layout, blocks uint8 [N, n, size] -> q, scales, minimums)}
-    "Q4_0": (INT4_GROUPS, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
-    "Q4_1": (INT4_GROUPS, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
-    "Q5_0": (INT8_GROUPS, split_q5_0),
-    "Q8_0": (INT8_GROUPS, lambda x: (x[..., 2:], halves(x, 0), None)),
-    "Q4_K": (INT4_GROUPS._replace(scales=torch.float32), split_q4_k)}
+BLOCKS = {  # {type of ggml-common.h: (bits, blocks uint8 [N, n, size] -> q, scales, minimums)}
+    "Q4_0": (4, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
+    "Q4_1": (4, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
+    "Q5_0": (8, split_q5_0),
+    "Q8_0": (8, lambda x: (x[..., 2:], halves(x, 0), None)),
+    "Q4_K": (4, split_q4_k)}
 PARTS = {"config.json": GGUFFile.config, "generation_config.json": GGUFFile.generation_config,
          "tokenizer_config.json": GGUFFile.tokenizer_config, "weights": GGUFFile.weights,
          "tokenizer.json": GGUFFile.tokenizer}

@@ -23,8 +23,8 @@ LINES = dict(library=10224, tests=8973)  # at most: all Python without tests, an
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = ("GPT.from_pretrained", "GPT.save_pretrained")  # in model.py, these import from hf/
-# MERGER: delete this and its one use, once the three are gone
-PENDING = {("generate", "backends.cpu"), ("generate", "tools.policy"), ("training.flags", "train_heads")}
+# MERGER: delete this and its one use, once the two are gone
+PENDING = {("generate", "tools.policy"), ("training.flags", "train_heads")}
 
 
 def imports(module):

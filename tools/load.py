@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from backends import tensor_parallel
-from clover import CloverHeads, state_hash
+from clover import CloverHeads
 from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
@@ -22,7 +22,7 @@ from model import GPT, InputError, expect, pick_device
 from tools.policy import choose_threads
 
 
-def load_model(args, group=None, packed=True, dtype=None):
+def load_model(args, group=None, packed=None, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
     device = pick_device(args.device)
@@ -66,7 +66,7 @@ def load(args, group):
     """-> `Loaded`"""
     loaded = group.raise_together(lambda: load_alone(args, group))
     if group.size > 1:
-        heads = loaded.heads and (state_hash(loaded.heads.state_dict()), loaded.heads.info)
+        heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
         group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
                           loaded.sampling, loaded.stop], "have read different files")
     return loaded
