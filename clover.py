@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
-from model import Block, InputError, Norm, atomic_write, read_json, token_positions
+from model import Block, Blocks, InputError, Norm, atomic_write, read_json, token_positions, warn
 
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build
@@ -174,16 +174,19 @@ class CloverHeads(nn.Module):
         object.__setattr__(self, "model", model)  # nn.Module's would count its weights among ours
         self.config = config
         self.info = {}
+        self.hash = None  # 16 hex digits of the file they came from
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
         self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
         mixes_before = config.mix_before and config.mix != "none"
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
-        self.augment_blocks = nn.ModuleList(Block(base) for _ in range(config.augment_layers))
-        if model.blocks[-1].attn.config == base:  # else a process holds only a part of the block
-            for block in self.augment_blocks:
-                if not block.attn.qkv.weight.is_meta:  # else its weights are read from a folder
+        self.augment_blocks = Blocks(Block(base) for _ in range(config.augment_layers))
+        if not next(self.parameters()).is_meta:  # else its weights are read from a folder
+            model.check_plain("a base to train heads on")
+            if model.blocks[-1].attn.config == base:  # else a process holds a part of the block
+                for block in self.augment_blocks:
                     block.load_state_dict(model.blocks[-1].state_dict())
+        if model.group is None:
             _ = self.embedding_scale  # now: a traced or captured step cannot read it
         # the token ids to draft among, int32, most frequent first; None: all
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
@@ -248,8 +251,8 @@ class CloverHeads(nn.Module):
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
-            hidden, residual = self.model.run_blocks(self.augment_blocks, hidden, positions, cache,
-                                                     ancestors, start, documents)
+            hidden, residual = self.augment_blocks(hidden, self.model.tables, positions, cache,
+                                                   ancestors, start, documents)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]
@@ -313,39 +316,47 @@ class CloverHeads(nn.Module):
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json alone, beside the weights."""
-        base = dict(weights=model_hash(self.model), tokenizer=tokenizer)
+        base = describe_base(self.model) | dict(tokenizer=tokenizer)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
-        """Reads a heads folder, in the model's dtype and on its device. Raises InputError for a
-        folder that is missing or broken, and for heads of another model or another tokenizer."""
+        """Reads a heads folder, in the model's dtype and on its device, packed if it is. Raises
+        InputError for a folder that is missing or broken, and for heads of other sizes or of
+        another tokenizer."""
         path = Path(path)
         if not path.is_dir():
             raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py "
                              "writes them")
         config, record = read_record(path / "heads.json")
         theirs = record["base"]
-        ours = model_hash(model)
-        if theirs["weights"] != ours:
-            raise InputError(f"{path}: these heads belong to another model (theirs "
-                             f"{theirs['weights']}, this one {ours}); train heads for this one "
-                             "with train_heads.py")
+        ours = describe_base(model)
+        if theirs["sizes"] != ours["sizes"]:
+            raise InputError(f"{path}: these heads belong to another model (theirs: "
+                             f"{theirs['sizes']}, this one: {ours['sizes']}); train heads for this "
+                             "one with train_heads.py")
         if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
             raise InputError(f"{path}: these heads were trained with another tokenizer; use the "
                              "model folder's own")
+        if theirs["norm"] != ours["norm"]:
+            warn(f"{path}: these heads were trained on other weights than this model's, so fewer "
+                 "guesses may be right")
         try:
             with torch.device("meta"):  # no memory, no random numbers: both would be overwritten
                 heads = cls(config, model)
-            heads.load_state_dict(load_file(path / "heads.safetensors"), assign=True)
+            tensors = load_file(path / "heads.safetensors")
+            heads.load_state_dict(tensors, assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' "
                              f"weights ({reason})") from None
         heads.info = record
+        heads.hash = state_hash(tensors)
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
-        return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
+        heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
+        model.blocks.prepare(heads)
+        return heads
 
 
 def read_record(path):
@@ -356,7 +367,7 @@ def read_record(path):
     try:
         config = CloverConfig(**record["config"])
         valid = ({name: type(value) for name, value in record["config"].items()} == types
-                 and {"weights", "tokenizer"} <= set(record["base"])
+                 and {"sizes", "norm", "tokenizer"} <= set(record["base"])
                  and 1 <= config.n_draft <= MAX_DRAFT and 0 <= config.augment_layers <= MAX_AUGMENT
                  and config.vocabulary >= 0 and config.mix in (*MIXERS, "none")
                  and config.projector in PROJECTORS and is_acceptance(record.get("acceptance", {})))
@@ -375,24 +386,28 @@ def is_acceptance(tables):
 
 
 # --------------------------------------------------------------------------------------------------
-# Heads know their model by a hash over one in every numel // 64 of a parameter's values
+# Which model it is
+
+SIZES = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
+
+
+def describe_base(model):
+    """What heads.json keeps of their model: its sizes, and a hash of its final norm, whose weights
+    every format stores as they are, so heads trained on one quantisation serve all."""
+    sizes = {name: getattr(model.config, name) for name in SIZES}
+    return dict(sizes=sizes, norm=state_hash(dict(norm=model.norm.weight.to(torch.bfloat16))))
+
 
 def model_hash(model):
-    """16 hex digits for a model: of its checkpoint folder if it has one, else of its weights."""
+    """16 hex digits for exactly these weights: of the files they came from, else of 64 values of
+    each."""
     return model.hash or state_hash(model.state_dict())
 
 
 def state_hash(state):
-    """16 hex digits for tensors by name."""
-    sample = lambda value: value.detach().flatten()[::max(1, value.numel() // 64)]
-    return samples_hash({name: (value.shape, sample(value)) for name, value in state.items()})
-
-
-def samples_hash(samples):
-    """16 hex digits over {name: (shape, sampled values)}. Values are rounded to bfloat16 first, so
-    that a float32 model and its bfloat16 checkpoint are the same model."""
+    """16 hex digits for tensors by name, of 64 values of each."""
     sha = hashlib.sha256()
-    for name, (shape, values) in sorted(samples.items()):
-        bits = values.to("cpu", torch.bfloat16).view(torch.int16)
-        sha.update(f"{name}{tuple(shape)}".encode() + bits.numpy().tobytes())
+    for name, value in sorted(state.items()):
+        values = value.detach().flatten()[::max(1, value.numel() // 64)].float().cpu()
+        sha.update(f"{name}{tuple(value.shape)}".encode() + values.numpy().tobytes())
     return sha.hexdigest()[:16]

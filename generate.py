@@ -18,20 +18,18 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag i
     from tools.cli import main
     sys.exit(main())
 
-import contextlib
 import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
 from clover import MAX_BEAMS, Tree, root_tree
-from kernels import HAS_TRITON, accept_path, commit_path, filtered_sample, merge_chain, ngram_lookup
+from kernels import HAS_TRITON, accept_path, commit_path, merge_chain, ngram_lookup
 from model import MAX_TREE, InputError, KVCache, check
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
@@ -196,10 +194,7 @@ class Decoder:
         self.sampling_mode = self.sampling.mode  # of the next step
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
-        self.context = contextlib.nullcontext
-        if find_spec("backends"):
-            from backends import cpu  # on a CPU, replaces layers of the caller's model
-            self.context = cpu.apply(model, heads)
+        self.context = model.decoding_context
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
@@ -259,8 +254,8 @@ class Decoder:
         sampling = self.slots.sampling
         place = dict(sequence=self.slots.sequence, position=(positions + 1).view(-1))
         if self.sampling_mode == FILTERED:
-            sample = getattr(self.model.head, "filtered_sample", filtered_sample)
-            target = sample(self.model.head.logits(normed), **sampling, **place)
+            logits = self.model.head.logits(normed)
+            target = self.model.head.filtered_sample(logits, **sampling, **place)
         else:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             target = self.model.head.sample(normed, temperature, sampling["seed"], **place)

@@ -1445,7 +1445,8 @@ def merge_chain(tokens, parents, depths, ancestors, chain):
 
 
 def merge_chain_reference(tokens, parents, depths, ancestors, chain):
-    T, n = tokens.shape[1], chain.shape[1]
+    T = tokens.shape[1]
+    n = chain.shape[1]
     trees = []
     for chain, *columns in zip(*(x.tolist() for x in (chain, tokens, parents, depths, ancestors))):
         tree = list(zip(*columns))
@@ -1711,7 +1712,9 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 REALS = *FLOATS, torch.float64
 INTS = torch.int32, torch.int64
-FLOAT32, INT32, INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
+FLOAT32 = (torch.float32,)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
 
 
 def _check(condition, expected, *got):

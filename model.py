@@ -126,7 +126,7 @@ def causal_attention(q, k, v, mask=None, scale=None):
     G = q.shape[2] // k.shape[1]
     if mask is not None:
         n = mask.shape[-1]  # earlier rows are behind the window of all the tokens
-        k, v = k[:, :, -n:], v[:, :, -n:]
+        k, v = (x[:, :, -n:] for x in (k, v))
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
         # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
         k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
@@ -204,7 +204,8 @@ def rope_frequencies(config):
             return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
         case "llama3":  # stretches long waves, keeps short ones, and blends the two in between
             turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
@@ -345,9 +346,51 @@ class LMHead(nn.Linear):
         """float32 [M, V]: half precision would make ties."""
         return kernels.float_logits(hidden, self.weight)
 
+    def filtered_sample(self, logits, **sampling):
+        """As `kernels.filtered_sample`, of what `logits` gives."""
+        return kernels.filtered_sample(logits, **sampling)
+
     def embedding(self, tokens):
         """The rows of token ids [...] -> [..., C]."""
         return F.embedding(tokens, self.weight)
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a model, or of draft heads. A backend puts one of its own in their place."""
+    is_packed = False  # whether they only decode: their weights cannot be read, changed or trained
+    decoding_context = contextlib.nullcontext
+
+    def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
+                documents=None):
+        """hidden [B, T, C] -> (hidden, residual) as `Block` gives them. tables: `GPT.tables`. The
+        rest as in `GPT.forward`."""
+        *ropes, slopes = tables
+        ropes = [x if x is None else x[positions] for x in ropes]
+        if slopes is not None:
+            slopes = slopes[self[0].attn.query_heads]
+        windows = {block.attn.window for block in self}
+        if ancestors is not None:
+            masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
+        else:
+            masks = {window: causal_mask(hidden, start, window, documents, slopes)
+                     for window in windows}
+            if cache is not None:  # its rows up to the last token's
+                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
+        residual = None
+        with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
+            for layer, block in enumerate(self):
+                attn = block.attn
+                rope = ropes[attn.has_own_rope] if attn.rotates else None
+                own_cache = None if cache is None else KVCache(cache.kv[layer], cache.lengths)
+                hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
+        return hidden, residual
+
+    def norm_and_hidden(self, norm, *arguments):
+        """As `forward` -> (the norm of the residual stream, the stream), each [B, T, C]."""
+        return norm.add_and_norm(*self(*arguments))
+
+    def prepare(self, module):
+        """Does to a module that decodes with these blocks what a backend did to them."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,17 +398,19 @@ class LMHead(nn.Linear):
 
 class GPT(nn.Module):
     """A decoder-only transformer with random weights; `from_pretrained` reads a checkpoint's. hash:
-    16 hex digits of the checkpoint folder it came from, else None."""
+    16 hex digits of the files it came from, else None. group: a `tensor_parallel.Group` of the
+    processes that hold a part of it each, None for one process."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.hash = None
+        self.group = None
         # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
         self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
+        self.blocks = Blocks(Block(c, layer) for layer in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_place()
@@ -390,6 +435,7 @@ class GPT(nn.Module):
         buffer("embed_scale", scale if c.embed_scale != 1 else None)
 
     def _apply(self, fn, *args, **kwargs):
+        self.check_plain("moved or cast")
         super()._apply(fn, *args, **kwargs)
         self.tie_and_place()  # the tables are made in float32
         return self
@@ -406,6 +452,18 @@ class GPT(nn.Module):
                 p.zero_()
         return self
 
+    def check_plain(self, use):
+        """Raises InputError for a model whose layers only decode."""
+        if self.blocks.is_packed:
+            raise InputError(f"this model is packed for decoding, so it cannot be {use}; load it "
+                             "with packed=False")
+
+    @property
+    def tables(self):
+        """What blocks read of positions: rotations, those of layers with a window, ALiBi's slopes;
+        each a tensor or None."""
+        return self.rotations, self.window_rotations, self.slopes
+
     @property
     def device(self):
         return self.norm.weight.device
@@ -419,8 +477,13 @@ class GPT(nn.Module):
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
+    def decoding_context(self):
+        """A context that decoding steps run in."""
+        return self.blocks.decoding_context()
+
     def free_memory(self):
-        return free_memory(self.device)
+        free = free_memory(self.device)
+        return free if self.group is None else self.group.min(free)
 
     def new_cache(self, batch, capacity, blocks=None):
         """A `KVCache` for blocks, default the model's; InputError where memory has no room."""
@@ -434,29 +497,6 @@ class GPT(nn.Module):
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
 
-    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, start=0,
-                   documents=None):
-        """hidden [B, T, C] through blocks, the model's or others -> (hidden, residual) as `Block`
-        gives them. The rest as in `forward`."""
-        ropes = [x if x is None else x[positions] for x in (self.rotations, self.window_rotations)]
-        slopes = None if self.slopes is None else self.slopes[blocks[0].attn.query_heads]
-        windows = {block.attn.window for block in blocks}
-        if ancestors is not None:
-            masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
-        else:
-            masks = {window: causal_mask(hidden, start, window, documents, slopes)
-                     for window in windows}
-            if cache is not None:  # its rows up to the last token's
-                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
-        residual = None
-        with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
-            for layer, block in enumerate(blocks):
-                attn = block.attn
-                rope = ropes[attn.has_own_rope] if attn.rotates else None
-                own_cache = None if cache is None else KVCache(cache.kv[layer], cache.lengths)
-                hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
-        return hidden, residual
-
     def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
 
@@ -466,15 +506,14 @@ class GPT(nn.Module):
         sequence; or tree nodes after `lengths` rows, with positions and ancestors int64 [B, T]."""
         if positions is None:
             positions = token_positions(tokens, start, documents)
-        hidden, residual = self.run_blocks(self.blocks, self.embeddings(tokens, positions),
-                                           positions, cache, ancestors, start, documents)
+        hidden, residual = self.blocks(self.embeddings(tokens, positions), self.tables, positions,
+                                       cache, ancestors, start, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def norm_and_hidden(self, tokens, positions, cache, ancestors):
         """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
-        hidden = self.embeddings(tokens, positions)
-        return self.norm.add_and_norm(*self.run_blocks(self.blocks, hidden, positions, cache,
-                                                       ancestors))
+        return self.blocks.norm_and_hidden(self.norm, self.embeddings(tokens, positions),
+                                           self.tables, positions, cache, ancestors)
 
     def embeddings(self, tokens, positions):
         """What the first block reads of tokens [B, T] -> [B, T, C]."""
@@ -498,11 +537,13 @@ class GPT(nn.Module):
         return hidden
 
     @classmethod
-    def from_pretrained(cls, path, dtype=None, device=None):
-        """Reads a Hugging Face checkpoint folder; see `hf.checkpoint.load`."""
+    def from_pretrained(cls, path, dtype=None, device=None, packed=None):
+        """Reads a Hugging Face checkpoint folder or a GGUF file; see `hf.checkpoint.load`. On a CPU
+        with a C compiler its layers only decode, several times as fast; packed=False gives plain
+        ones, to train, read or change."""
         with needs_folders():
             from hf.checkpoint import load
-        return load(path, dtype, device)
+        return load(path, dtype, device, packed=packed)
 
     def save_pretrained(self, path, dtype=None):
         """Writes such a folder, for transformers to read; see `hf.checkpoint.save`."""
@@ -578,6 +619,19 @@ def check(name, value, low, high, whole=False, above=False):
         numbers = "a whole number" if whole else "a number"
         bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
+
+
+def expect(valid, message):
+    """Raises InputError with the message unless `valid`."""
+    if not valid:
+        raise InputError(message)
+
+
+def one_of(what, value, supported):
+    """Returns the value. Raises InputError unless a supported one equals it and has its type."""
+    expect(any(value == other and type(value) is type(other) for other in supported),
+           f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
+    return value
 
 
 def human(number, unit=""):

@@ -24,9 +24,8 @@ import torch
 
 from backends import tensor_parallel
 from clover import CloverHeads, model_hash, preset
-from hf import expect
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, atomic_write, check, human
+from model import InputError, atomic_write, check, expect, human
 from tools.load import load_model
 from training import common, data, writing
 from training.corpus import SPLITS

@@ -499,10 +499,28 @@ void product(const Linear *w, const float *x, int M, float *out, int threads) {
     parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
 }
 
-// The rows of a weight of 8 or 4 bits: out [count, k]
-void unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
+static void unpack_floats(const Linear *w, int64_t row, float *out) {
+    int64_t first = row / LANES * ((w->k + 3) / 4 * 4) * LANES;
+    int lane = row % LANES;
+    for (int i = 0; i < w->k; i++)
+        if (w->kind == FLOAT32)
+            out[i] = ((const float *)w->values)[first + i * LANES + lane];
+        else {
+            const uint16_t *pair = (const uint16_t *)w->values + first + i / 2 * 2 * LANES + 2 * lane;
+            uint32_t bits = (uint32_t)pair[i % 2] << 16;
+            memcpy(out + i, &bits, 4);
+        }
+}
+
+// The rows of a weight: out [count, k]. Returns 1 if there is no such row.
+int unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
     int padded = (w->k + GROUP - 1) / GROUP * GROUP, inputs = w->kind == INT4 ? 8 : 4;
-    for (int m = 0; m < count; m++, out += w->k)
+    for (int m = 0; m < count; m++)
+        if (rows[m] < 0 || rows[m] >= w->n)
+            return 1;
+    for (int m = 0; m < count && w->kind < INT8; m++)
+        unpack_floats(w, rows[m], out + (size_t)m * w->k);
+    for (int m = 0; m < count && w->kind >= INT8; m++, out += w->k)
         for (int i = 0; i < w->k; i += GROUP) {
             int64_t lane = rows[m] % LANES, first = rows[m] / LANES * padded + i;
             float scale = load_scales(w, w->scales, first / w->group)[lane];
@@ -514,6 +532,7 @@ void unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
                 out[i + j] = q * scale + minimum;
             }
         }
+    return 0;
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """A model on a CPU: the kernels of cpu.c, compiled once by the system's `cc` and called by ctypes.
 
-`apply(model, heads)` turns layers into their packed subclasses, in place. Parameters keep their
-names; a layer whose weight has changed, or that needs a gradient, computes as before. Without a
-compiler a model computes by torch's operations."""
+`apply(model, heads)` puts packed layers in the place of linear layers, LM head, embedding and
+blocks. They hold each weight once, as cpu.c reads it, and decode: they cannot be trained, moved or
+saved. Without a compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,37 +23,55 @@ import torch.nn.functional as F
 
 import model as models
 from kernels import filled, filter_logits, runs_triton
-from model import GPT, LMHead, atomic_write, warn
+from model import Blocks, InputError, LMHead, atomic_write, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
 MAX_HEAD = 256  # the largest head size
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)  # kinds of a packed weight
+BITS = 32, 16, 8, 4                       # of a number of each
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 SOURCE = Path(__file__).with_name("cpu.c")
 
 
 def apply(model, heads=None):
-    """Lets a `GPT` and `CloverHeads` on it decode fast on a CPU -> a context to decode in. Call it
-    again after weights have changed, or the model has left the CPU: its layers then become what
-    they were."""
-    layers = [*model.modules(), *(heads.modules() if heads is not None else ())]
-    is_cpu = model.device.type == "cpu" and not runs_triton(model.norm.weight)
-    if not is_cpu or library() is None:
-        replace_classes(layers, {packed: layer for layer, packed in PACKED.items()})
-        return nullcontext
-    unpacked = (layer.weight for layer in layers
-                if isinstance(layer, nn.Linear) and getattr(layer, "made", None) is None)
-    if 2 * sum(weight.nbytes for weight in unpacked) > model.free_memory():
-        warn("the memory has no room for packed copies of the weights, so decoding is slower; take "
-             "a smaller model")
-        return nullcontext
-    replace_classes(layers, PACKED)
-    for layer in reversed(layers):  # blocks after their layers
-        if isinstance(layer, Packed):
-            layer.repack()
-    return kernel_threads if is_exact(model) else nullcontext
+    """Packs a `GPT` and `CloverHeads` on it for decoding, in place; nothing where `is_usable` is
+    not. Raises InputError for a dtype that cpu.c does not multiply."""
+    if not is_usable(model.device):
+        return
+    for module in filter(None, (model, heads)):
+        pack(module)
+    if model.config.tied and isinstance(model.head, PackedLMHead):
+        model.embed = PackedEmbedding(model.head, model.dtype)
+
+
+def is_usable(device):
+    """Whether cpu.c computes there."""
+    return device.type == "cpu" and not runs_triton(torch.empty(0)) and library() is not None
+
+
+def pack(module):
+    """Puts packed layers and blocks in the place of a module's."""
+    weights = [layer.weight for layer in module.modules() if type(layer) in LAYERS]
+    for weight in weights:
+        if weight.dtype not in KINDS:
+            raise InputError(f"weights are packed in float32 or bfloat16, not in {weight.dtype}; "
+                             "cast the model before")
+    for name, layer in list(module.named_modules()):
+        if type(layer) in LAYERS:
+            packed = pack_floats(layer.weight.detach(), layer.bias)
+            module.set_submodule(name, LAYERS[type(layer)](packed))
+    for name, blocks in list(module.named_modules()):
+        if type(blocks) is Blocks and all(map(is_in_c, blocks)):
+            module.set_submodule(name, PackedBlocks(blocks))
+
+
+def is_in_c(block):
+    """Whether cpu.c runs a block of packed layers: not the part of one that a rank holds."""
+    attn, mlp = block.attn, block.mlp
+    return attn.config.head_size <= MAX_HEAD and all(
+        isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
 
 
 @contextmanager
@@ -72,11 +90,6 @@ def threads():
     return THREADS[-1] if THREADS else torch.get_num_threads()
 
 
-def replace_classes(layers, classes):
-    for layer in layers:
-        layer.__class__ = classes.get(type(layer), type(layer))
-
-
 def default_dtype(device, stored):
     """bfloat16 on a GPU, and of a checkpoint in it on a CPU with compiled kernels; else float32"""
     fast = device.type == "cuda" or stored == torch.bfloat16 and library() is not None
@@ -90,12 +103,7 @@ def trim_memory():
 
 def is_exact(model):
     """Whether two ways to decode give the same bits."""
-    return current(model.head) is not None and current(model.blocks) is not None
-
-
-def current(layer):
-    """What `Packed` keeps of a layer's weights as they are; None where there is nothing."""
-    return layer.current() if hasattr(layer, "current") else None
+    return isinstance(model.blocks, PackedBlocks) and isinstance(model.head, PackedLMHead)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,9 +209,10 @@ class PackedWeight:
         return out
 
     def unpack(self, index):
-        """The rows int64 [n] of quantised weights -> float32 [n, k]."""
+        """The rows int64 [n] -> float32 [n, k]."""
         out = torch.empty(len(index), self.linear.k, device="cpu")  # whatever the default is
-        library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr())
+        if library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr()):
+            raise IndexError(f"expected rows 0 to {self.linear.n - 1}")
         return out
 
     def rows(self, index):
@@ -224,91 +233,85 @@ def pack_floats(weight, bias=None):
     return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
 
 
-def pack_quantized(q, is_int4, scales, minimums=None, bias=None):
-    """q uint8 [n, k], the bytes of int8 or values of 0 to 15, scales and minimums [G, n] ->
-    `PackedWeight`."""
-    values = blocks(q, GROUP, 8) if is_int4 else blocks(q ^ 128, GROUP, 4)
+def pack_quantized(q, scales, minimums=None, bias=None):
+    """q [n, k], int8 or uint8 of 0 to 15, scales and minimums [G, n] -> `PackedWeight`."""
+    is_int4 = q.dtype == torch.uint8
+    values = blocks(q, GROUP, 8) if is_int4 else blocks(q.view(torch.uint8) ^ 128, GROUP, 4)
     if is_int4:
         values = values[..., :4] | values[..., 4:] << 4
     floats = [x if x is None else blocks(x.T, 1) for x in (scales, minimums)]
     return PackedWeight(INT4 if is_int4 else INT8, q.shape, values, *floats, bias)
 
 
-def snapshot(module):
-    """What shows later whether a tensor of a module has been changed or replaced, or is trained."""
-    return [(tensors, name, x, x._version) for part in module.modules()
-            for tensors in (part._parameters, part._buffers)
-            for name, x in tensors.items() if x is not None]
-
+# --------------------------------------------------------------------------------------------------
+# Layers
 
 class Packed(nn.Module):
-    """Keeps what `make` gives for a module's weights, while these stay as they are."""
-    made = None  # (`snapshot`, what was made)
+    """A layer whose weights are in cpu.c's memory layout: it decodes, and nothing else."""
 
-    def repack(self):
-        """Makes it anew where there is none of the weights as they are."""
-        if self.current() is None:
-            made = self.make()
-            self.made = None if made is None else (snapshot(self), made)
+    def refuse(self, *_, **__):
+        raise InputError("this layer is packed for decoding: it has no weight to read, train, "
+                         "move, copy or save; load the model with packed=False")
 
-    def current(self):
-        seen, made = self.made or ((), None)
-        same = all(tensors[name] is x and x._version == version and not x.requires_grad
-                   for tensors, name, x, version in seen)
-        return made if same else None
-
-    def __getstate__(self):  # deepcopy and pickle leave it out
-        return self.__dict__ | dict(made=None)
-
-    def _apply(self, fn, *args, **kwargs):
-        self.made = None  # the weights go to another device or dtype
-        return super()._apply(fn, *args, **kwargs)
+    weight = property(refuse)
+    _apply = _save_to_state_dict = __reduce_ex__ = refuse
 
 
-class PackedLinear(Packed, nn.Linear):
-    """nn.Linear that, in inference, multiplies by a packed copy of its weight."""
+class PackedLinear(Packed):
+    """nn.Linear of a `PackedWeight`."""
 
-    def make(self):
-        """The packed copy of a frozen weight in a dtype that is packed; else None."""
-        w = self.weight
-        frozen = w.is_cpu and not w.requires_grad and not w.is_inference()
-        return pack_floats(w, self.bias) if frozen and w.dtype in KINDS else None
+    def __init__(self, packed):
+        super().__init__()
+        self.packed = packed
+        self.out_features = packed.linear.n
+        self.in_features = packed.linear.k
+        self.nbytes = self.out_features * self.in_features * BITS[packed.linear.kind] // 8
 
     def forward(self, x):
-        packed = self.current() if torch.is_inference_mode_enabled() else None
-        return super().forward(x) if packed is None else packed.multiply(x).to(x.dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            self.refuse()
+        return self.packed.multiply(x).to(x.dtype)
+
+    def embedding(self, tokens):
+        """The rows of token ids [...] -> float32 [..., C]."""
+        return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
-class KernelHead:
-    """The methods of `model.LMHead`, by products of what `current` gives."""
+class PackedLMHead(PackedLinear):
+    """`model.LMHead` of such a weight. Methods as there."""
 
     def topk(self, hidden, k, vocab_ids=None):
-        packed = self.current()
-        if packed is None:
-            return super().topk(hidden, k, vocab_ids)
         if vocab_ids is None:
-            return topk_logprobs(packed.multiply(hidden), k)
-        logprobs, columns = topk_logprobs(packed.rows(vocab_ids).multiply(hidden), k)
+            return topk_logprobs(self.packed.multiply(hidden), k)
+        logprobs, columns = topk_logprobs(self.packed.rows(vocab_ids).multiply(hidden), k)
         return logprobs, vocab_ids[columns].long()
 
     def logits(self, hidden):
-        packed = self.current()
-        return super().logits(hidden) if packed is None else packed.multiply(hidden)
+        return self.packed.multiply(hidden)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
-        packed = self.current()
-        if packed is None:
-            return super().sample(hidden, temperature, seed, sequence, position, first_token)
-        return argmax(packed.multiply(hidden), temperature, seed, sequence, position, first_token)
+        logits = self.packed.multiply(hidden)
+        return argmax(logits, temperature, seed, sequence, position, first_token)
 
     def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, **noise):
-        """As `kernels.filtered_sample`, with the noise of `sample`, bit for bit."""
+        """With the noise of `sample`, bit for bit."""
         logits = filter_logits(logits, top_k, top_p, min_p, temperature)
         return argmax(logits, 1.0 * (temperature > 0), **noise)
 
 
-class PackedLMHead(KernelHead, PackedLinear, LMHead):
-    pass
+class PackedEmbedding(Packed):
+    """nn.Embedding that reads the rows of a `PackedLinear`, such as the LM head's."""
+
+    def __init__(self, table, dtype):
+        super().__init__()
+        self.table = table
+        self.dtype = dtype
+
+    def forward(self, tokens):
+        return self.table.embedding(tokens).to(self.dtype)
+
+
+LAYERS = {nn.Linear: PackedLinear, LMHead: PackedLMHead}
 
 
 def argmax(logits, temperature, seed, sequence, position, first_token=0):
@@ -339,91 +342,78 @@ def topk_logprobs(logits, k):
 # --------------------------------------------------------------------------------------------------
 # Blocks
 
-class PackedBlocks(Packed, nn.ModuleList):
-    """The blocks of a model or of heads, as cpu.c runs them."""
+class PackedBlocks(Packed, Blocks):
+    """The blocks of a model or of heads, which one call of cpu.c runs over a cache; without a cache
+    torch does."""
+    is_packed = True
+    decoding_context = staticmethod(kernel_threads)
 
-    def make(self):
-        """(Block[n] of cpu.c, the tensors that it points to); None where layers are not packed, or
-        heads larger than cpu.c's."""
-        if len(self) == 0 or not isinstance(self[0], models.Block):
-            return None
-        config = self[0].attn.config
-        if config.head_size > MAX_HEAD:
-            return None
-        array = (Block * len(self))()
-        kept = []
-        for block, struct in zip(self, array):
-            for path, layer in block.named_modules():
-                name = path.rpartition(".")[2]
-                if isinstance(layer, models.Norm):
-                    setattr(struct, name, norm_struct(layer, kept))
-                elif name in ("qkv", "proj", "up", "down"):
-                    packed = current(layer)
-                    if packed is None:
-                        return None
-                    setattr(struct, name, packed.linear)
-                    kept.append(packed)
-            for name in ("n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated"):
-                setattr(struct, name, getattr(config, name))
-            struct.norms_all = config.qk_norm == "all"
-            struct.gelu = config.activation == "gelu"
-            struct.window = block.attn.window
-            has_rope = block.attn.rotates and config.positions == "rope"
-            struct.rope = block.attn.has_own_rope if has_rope else -1
-            struct.scale = config.attn_scale or config.head_size ** -0.5
-        return array, kept
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.tensors = []  # that the structs point to
+        self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
+                                               for block in blocks))
 
+    def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
+        if cache is None:
+            return super().forward(hidden, tables, positions, None, None, *rest)
+        stream, _ = self.run(Norm(), hidden, tables, positions, cache, ancestors)
+        return stream.to(hidden.dtype), None
 
-def norm_struct(norm, kept):
-    """A `Norm`; what it points to is added to `kept`."""
-    tensors = [x if x is None else x.float() for x in (norm.weight, norm.bias)]
-    kept += tensors
-    return Norm(*map(pointer, tensors), norm.eps)
+    def norm_and_hidden(self, norm, hidden, tables, positions, cache, ancestors):
+        """As `Blocks.norm_and_hidden`; the norm is in float32."""
+        tensors = []
+        struct = norm_struct(norm, tensors)
+        stream, normed = self.run(struct, hidden, tables, positions, cache, ancestors)
+        return normed, stream.to(hidden.dtype)
 
+    def prepare(self, module):
+        pack(module)
 
-class CPUModel(GPT):
-    """A `GPT` whose blocks run in one call of cpu.c: over a cache, in inference, with packed
-    weights. All else is as it was."""
-
-    def run_blocks(self, blocks, hidden, positions, cache=None, ancestors=None, *rest, **named):
-        stream = self.run_packed(blocks, hidden, positions, cache, ancestors)
-        if stream is None:
-            return super().run_blocks(blocks, hidden, positions, cache, ancestors, *rest, **named)
-        return stream[0].to(hidden.dtype), None
-
-    def norm_and_hidden(self, tokens, positions, cache, ancestors):
-        """As `GPT.norm_and_hidden`; the norm is in float32."""
-        hidden = self.embeddings(tokens, positions)
-        stream = self.run_packed(self.blocks, hidden, positions, cache, ancestors)
-        if stream is None:
-            return super().norm_and_hidden(tokens, positions, cache, ancestors)
-        return stream[1], stream[0].to(hidden.dtype)
-
-    def run_packed(self, blocks, hidden, positions, cache, ancestors):
-        """-> (residual stream, its norm), float32 [B, T, C]; None where cpu.c cannot run it."""
-        usable = cache is not None and cache.kv.dtype in KINDS and torch.is_inference_mode_enabled()
-        packed = current(blocks) if usable else None
-        if packed is None:
-            return None
+    def run(self, norm, hidden, tables, positions, cache, ancestors):
+        """-> (residual stream, its norm), float32 [B, T, C]"""
         B, T, C = hidden.shape
         kv = cache.kv
+        assert kv.dtype in KINDS, kv.dtype
         lengths = positions[:, 0].int()
         if ancestors is not None:
             lengths, ancestors = cache.lengths, ancestors.contiguous()
         end = int(lengths.max()) + T
         if end > kv.shape[4]:
             raise ValueError(f"expected a cache for {end} rows; got {tuple(kv.shape)}")
-        tables = [x if x is None else x[positions].float()
-                  for x in (self.rotations, self.window_rotations)]
+        *ropes, slopes = tables
+        ropes = [x if x is None else x[positions].float() for x in ropes]
         a_pass = Pass(B, T, threads(), kv.dtype == torch.bfloat16,
-                      *map(pointer, (lengths, ancestors, *tables, self.slopes, kv)),
-                      *kv.stride()[:4])
+                      *map(pointer, (lengths, ancestors, *ropes, slopes, kv)), *kv.stride()[:4])
         x = hidden.to(torch.float32, copy=True).contiguous()
         normed = torch.empty_like(x)
-        kept = []
-        library().run_blocks(packed[0], len(blocks), norm_struct(self.norm, kept), a_pass,
-                             x.data_ptr(), normed.data_ptr())
+        library().run_blocks(self.structs, len(self), norm, a_pass, x.data_ptr(),
+                             normed.data_ptr())
         return x, normed
 
 
-PACKED = {nn.Linear: PackedLinear, LMHead: PackedLMHead, nn.ModuleList: PackedBlocks, GPT: CPUModel}
+def block_struct(block, tensors):
+    """A `Block` of packed layers; what it points to is added to `tensors`."""
+    config = block.attn.config
+    struct = Block(**{name: getattr(config, name) for name in (
+        "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated")})
+    for path, layer in block.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(layer, models.Norm):
+            setattr(struct, name, norm_struct(layer, tensors))
+        elif isinstance(layer, PackedLinear):
+            setattr(struct, name, layer.packed.linear)
+    struct.norms_all = config.qk_norm == "all"
+    struct.gelu = config.activation == "gelu"
+    struct.window = block.attn.window
+    has_rope = block.attn.rotates and config.positions == "rope"
+    struct.rope = block.attn.has_own_rope if has_rope else -1
+    struct.scale = config.attn_scale or config.head_size ** -0.5
+    return struct
+
+
+def norm_struct(norm, tensors):
+    """A `Norm`; what it points to is added to `tensors`."""
+    found = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
+    tensors += found
+    return Norm(*map(pointer, found), norm.eps)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import filter_logits, gumbel, per_row, sum_parts
-from model import Block, InputError, LMHead, free_memory, pick_device
+from kernels import filter_logits, filtered_sample, gumbel, per_row, sum_parts
+from model import Block, Blocks, InputError, LMHead, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
 
@@ -158,16 +158,16 @@ class Group:
         own = self.shard_config(model.config)
         if self.size == 1:
             return
-        model.blocks = nn.ModuleList(Block(own, layer) for layer in range(own.n_layer))
+        model.blocks = Blocks(Block(own, layer) for layer in range(own.n_layer))
         if not model.config.tied:
             rows = self.rows(model.config.vocab_size)
             model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
 
     def connect(self, model):
         """Lets the layers of such a model, whose weights are there, work together."""
-        model.group = self
         if self.size == 1:
             return
+        model.group = self
         config = model.config
         for block in model.blocks:
             block.attn.query_heads = self.rows(config.n_head)
@@ -179,17 +179,13 @@ class Group:
         if config.tied:
             own = model.embed.weight[self.rows(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
+            model.head.out_features = len(own)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
-        model.free_memory = lambda: self.min(free_memory(model.device))
-
-        def refuse(path, dtype=None):
-            raise InputError(f"{path}: a rank holds a part of the model; save it from one process")
-        model.save_pretrained = refuse
 
 
 def group_of(model):
     """The ranks that hold a model; Group() for one of this process alone."""
-    return getattr(model, "group", Group())
+    return model.group or Group()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,9 +239,9 @@ class VocabParallelHead(nn.Module):
         """Of equal logits on two ranks, either may come first."""
         if vocab_ids not in self.local_ids:
             own = vocab_ids - self.first
-            self.local_ids[vocab_ids] = own[(own >= 0) & (own < len(self.local.weight))]
+            self.local_ids[vocab_ids] = own[(own >= 0) & (own < self.local.out_features)]
         rows = self.local_ids[vocab_ids]
-        n = min(k, len(self.local.weight if rows is None else rows))
+        n = min(k, self.local.out_features if rows is None else len(rows))
         # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
         lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
         if n:
@@ -267,6 +263,9 @@ class VocabParallelHead(nn.Module):
         both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
         return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
 
+    def filtered_sample(self, logits, **sampling):
+        return filtered_sample(logits, **sampling)
+
     def logits(self, hidden):
         return self.all_columns(self.local.logits(hidden))
 
@@ -282,7 +281,7 @@ class VocabParallelHead(nn.Module):
 
     def embedding(self, tokens):
         own = tokens - self.first
-        here = (own >= 0) & (own < len(self.local.weight))
+        here = (own >= 0) & (own < self.local.out_features)
         return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])
 
 

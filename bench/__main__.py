@@ -4,7 +4,7 @@ JSON line with the numbers, the hardware and the versions. docs/cli.md has more.
 from pathlib import Path
 
 from bench import ROOT, SIZES
-from hf import default_heads, is_gguf
+from hf.paths import default_heads, is_gguf
 from tools import flags
 from training.flags import add_data_flag
 

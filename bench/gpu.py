@@ -27,7 +27,7 @@ from bench import operations as ops
 from bench.decoding import alternate, compare, decode_once, load_prompts
 from clover import CloverHeads, preset
 from generate import DraftPlan, FixedPolicy, Sampling, generate
-from hf import default_heads
+from hf.paths import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
 from tools.compare import first_difference

@@ -173,7 +173,7 @@ def step_rows(model, heads, shapes, bandwidth):
     stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
     weights -= 0 if c.tied else model.embed.weight.nbytes
     for B, T, prefix, sampling in shapes:
         decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), prefix,
@@ -191,6 +191,7 @@ def bench(args):
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
     model, heads = random_model(args.random_weights, device, dtype)
+    cpu.apply(model, heads)
     sizes = [T for T in args.tree_sizes if T]  # "auto" selects by what is accepted
     table = Table()
     for temperature in args.temperatures:

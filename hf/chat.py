@@ -1,4 +1,4 @@
-"""What a folder says about generating: a chat template, the tokens that end a text, sampling."""
+"""A model's settings for generation: chat template, stop tokens, sampling."""
 
 import contextlib
 import json
@@ -8,22 +8,24 @@ from functools import partial
 
 import jinja2.sandbox
 
-from hf import expect, find_model, part_file, read_part
 from hf.families import text_config
-from hf.tokenizer import end_of_text
-from model import InputError
+from hf.files import optional_part, part_file
+from hf.paths import find_model
+from model import InputError, expect
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
-def optional_part(path, name):
-    """As `read_part`, {} if the file does not exist."""
-    path = find_model(path)
-    return read_part(path, name) if part_file(path, name).exists() else {}
+def end_of_text(encoding):
+    """The id that separates documents: the first of SEPARATORS that the encoding has."""
+    ids = [encoding.special_tokens[text] for text in SEPARATORS if text in encoding.special_tokens]
+    expect(ids, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    return ids[0]
 
 
 def token_text(token):
-    """A token's text, or None. tokenizer_config.json has texts, dicts with "content", nulls."""
+    """The text of a token in tokenizer_config.json: a str, a dict with "content", or null."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -32,9 +34,9 @@ def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
     else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
     files = [optional_part(path, name) for name in ("generation_config.json", "config.json")]
-    found = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
-    found = [ids for ids in found if ids is not None]
-    ids = found[0] if found else end_of_text(encoding)
+    settings = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
+    ids = next((ids for ids in settings if ids is not None), None)
+    ids = end_of_text(encoding) if ids is None else ids
     ids = ids if isinstance(ids, list) else [ids]
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
            f"{path}: the tokenizer has no ids {ids}, the eos_token_id of generation_config.json or "
@@ -46,28 +48,28 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """What generation_config.json says of SAMPLING, unchecked; greedy unless do_sample is true."""
+    """generation_config.json's values for SAMPLING, unchecked; greedy unless do_sample is true."""
     config = optional_part(path, "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
-    found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
-    return dict(temperature=1.0) | found
+    values = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    return dict(temperature=1.0) | values
 
 
 def load_chat_template(path):
-    """A folder's ChatTemplate, or None."""
+    """The model's ChatTemplate, or None."""
     file, source = find_template(path)
     if source is None:
         return None
     settings = optional_part(path, "special_tokens_map.json")  # the older file
     settings |= optional_part(path, "tokenizer_config.json")
-    tokens = {key: token_text(value) for key, value in settings.items()
-              if key.endswith("_token") and token_text(value) is not None}
+    tokens = {key: text for key, value in settings.items()
+              if key.endswith("_token") and (text := token_text(value)) is not None}
     return ChatTemplate(file, source, tokens)
 
 
 def find_template(path):
-    """(file, its template, or None); of several templates the one named default."""
+    """(file, its template or None). Of several templates, the one named default."""
     path = find_model(path)
     file = path / "chat_template.jinja"
     if file.exists():
@@ -98,20 +100,21 @@ class ChatTemplate:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
         environment.globals["raise_exception"] = partial(expect, False)
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        # {% generation %} ... {% endgeneration %} mark what the assistant wrote, and give no text
+        # {% generation %} ... {% endgeneration %} mark what the assistant wrote, without output
         source = re.sub(r"(\{%[-+]?\s*(end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
         with self.named_errors():
             self.template = environment.from_string(source)
 
     def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages [{"role", "content"}]. variables: of the template, such as tools."""
-        given = dict(messages=messages, tools=None, documents=None,
-                     add_generation_prompt=add_generation_prompt)
+        """The text of messages [{"role", "content"}]. variables: the template's, such as tools."""
+        variables = dict(messages=messages, tools=None, documents=None,
+                         add_generation_prompt=add_generation_prompt) | variables
         with self.named_errors():
-            return self.template.render(**self.tokens | given | variables)
+            return self.template.render(**self.tokens | variables)
 
     @contextlib.contextmanager
     def named_errors(self):
+        """Turns any error into an InputError that names the file."""
         try:
             yield
         except Exception as error:  # a template can raise anything

@@ -1,41 +1,32 @@
 """Hugging Face checkpoint folders and GGUF files: the weights under our names."""
 
+import hashlib
 import json
 import math
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from backends import cpu, quantized, tensor_parallel
-from clover import samples_hash
-from hf import chat, expect, families, find_heads, find_model, is_gguf, read_part
-from hf.families import FAMILIES, read_config
-from hf.quantization import FP8, QuantizedTensor, combine, cpu_layouts, read_scheme
+from hf import chat, families
+from hf.families import FAMILIES
+from hf.files import read_config, read_part
+from hf.paths import find_heads, find_model, is_gguf
+from hf.quantization import FP8, StoredTensor, combine, read_scheme
 from hf.tokenizer import load_encoding
-from kernels import runs_triton
-from model import GPT, InputError, atomic_write, check_memory, free_memory, human, read_json, warn
+from model import GPT, InputError, atomic_write, check_memory, expect, free_memory, human
+from model import read_json, warn
 
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
+SAMPLES = 64   # parts of a file by which it is known
+SAMPLE = 4096  # bytes of one
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
-
-
-class StoredTensor(NamedTuple):
-    """A tensor as its file's header describes it."""
-    file: Path
-    shape: tuple
-    dtype: torch.dtype | str  # a str for a type that is not in DTYPES
-    load: Callable            # () -> its values, mapped into memory where possible
-    packed: str | None = None # the type that a GGUF file stores it in
-    layout: quantized.Layout | None = None  # of what `weight` gives, or to round to; None: floats
-    weight: Callable | None = None     # as `QuantizedTensor.weight`; None: read by `load`
 
 
 def weight_files(path):
@@ -56,6 +47,19 @@ def weight_files(path):
 def stored_size(path):
     """Bytes of the files of a model's weights."""
     return sum(file.stat().st_size for file in weight_files(find_model(path)))
+
+
+def files_hash(path):
+    """16 hex digits of the files of a model's weights: names, sizes, SAMPLES parts of each."""
+    sha = hashlib.sha256()
+    for file in weight_files(path):
+        size = file.stat().st_size
+        sha.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for i in range(SAMPLES):
+                opened.seek(max(size - SAMPLE, 0) * i // (SAMPLES - 1))
+                sha.update(opened.read(SAMPLE))
+    return sha.hexdigest()[:16]
 
 
 def open_weights(file):
@@ -140,92 +144,111 @@ def match_tensors(path, model, tensors):
     return matches
 
 
-def load(path, dtype=None, device=None, group=None, quantize=None, packed=True):
+def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     """Reads a folder of one of FAMILIES, a GGUF file or a short name, straight to the device ->
     GPT, frozen. group: the ranks that hold the model together, each a part. quantize: "int8" or
-    "int4", to which weights are rounded, on a CPU. Quantised weights stay packed for the kernels of
-    cpu.c, unless `packed` is False or float32 is asked for; elsewhere they are dequantised."""
+    "int4", to which weights are rounded, on a CPU. packed: where cpu.c computes, layers are packed
+    for decoding, quantised weights as they are stored unless float32 is asked for; with False, and
+    elsewhere, they are plain ones, and quantised weights dequantised."""
+    path = find_model(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     expect(not quantize or device.type == "cpu", f"--quantize is for a CPU, not for {device.type}; "
            "leave it out, or add --device cpu")
+    packed = packed is not False and cpu.is_usable(device)
     group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
-    stored = [tensor for tensor, *_ in matches if isinstance(tensor, QuantizedTensor)]
-    scheme = str(stored[0].scheme) if stored else None
-    expect(not (quantize and stored),
-           f"{path}: the checkpoint is quantised already ({scheme}); leave out --quantize")
-    for tensor in stored:
-        tensor.check_values()
-    on_cpu = (packed and dtype != torch.float32 and device.type == "cpu" and group.size == 1
-              and not runs_triton(torch.empty(0)) and cpu.library() is not None)
-    one_table = on_cpu and model.config.tied and any(
-        name == "embed.weight" and tensor.layout for tensor, name, _ in matches)
-    if (quantize or one_table) and model.config.tied:  # an LM head of its own, of the same table
-        model.config.tied = False  # its layers' too: they have the same config
-        model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
-        head = [(tensor, "head.weight", *rest) for tensor, name, *rest in matches
-                if name == "embed.weight"]
-        others = [match for match in matches if match[1] != "embed.weight" or not one_table]
-        matches = others + head
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    stored_as = next((tensor.stored_as for tensor, *_ in matches if tensor.weight), None)
+    expect(not (quantize and stored_as) or is_gguf(path),
+           f"{path}: the checkpoint is quantised already ({stored_as}); leave out --quantize")
+    if packed and dtype == torch.float16:
+        warn("float16 is not for a CPU, which has no kernels for it; taking bfloat16")
+        dtype = torch.bfloat16
+    keeps_bits = packed and dtype != torch.float32 and group.size == 1
     largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
-    layouts = {}
-    if quantize:
-        layouts = quantized.rounded_layouts(model, quantize)
-    elif on_cpu:
-        layouts = cpu_layouts(model, matches)
+    if quantize and model.config.tied:  # an LM head of its own, of the same table
+        model.config.tied = False  # its layers' too: they have the same config
+        model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
+        matches += [(tensor, "head.weight", start) for tensor, name, start in matches
+                    if name == "embed.weight"]
+    rounding = quantized.rounding(model, quantize) if quantize else {}
+    bits = stored_bits(matches) | {name: bits for name, (bits, _) in rounding.items()}
+    if model.config.unit_head:  # whose rows are scaled once all are read
+        bits.pop("head.weight", None)
+    kept = bits if keeps_bits else {}
     with torch.device("meta"):
         group.divide(model)
-        if on_cpu:
-            quantized.pack_layers(model, layouts)
-        if one_table:
-            model.embed = quantized.CPUEmbedding(model.head)
+    size = 0
+    for name in kept:  # no memory for what is read as it is stored
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        size += layer.weight.numel() * bits[name] // 8
+        layer.weight = None
     model = model.to(dtype)
-    if device.type != "cpu" and any(tensor.layout for tensor, *_ in matches):
+    size += model.weight_bytes()
+    if device.type != "cpu" and bits:
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
-             f"{device.type}, where they take {human(model.weight_bytes(), 'B')} in each process; "
+             f"{device.type}, where they take {human(size, 'B')} in each process; "
              f"the file has {human(stored_size(path), 'B')}")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
-    check_memory(f"{path}: its weights take", model.weight_bytes(), free_memory(device), device,
-                 advice)
+    check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    model.hash = read_weights(model, matches, shapes, group, layouts)
-    if on_cpu:
-        cpu.trim_memory()
+    read_weights(model, matches, group, rounding, kept)
+    model.hash = files_hash(path)
     group.connect(model)
+    if packed:
+        cpu.apply(model)
+        cpu.trim_memory()
     return model
 
 
-def read_weights(model, matches, shapes, group, layouts):
-    """Fills a model, or this rank's part of it, tensor by tensor -> hash of the whole model as it
-    is stored: of dequantised values, before any cast, and before they are rounded to layouts."""
+def stored_bits(matches):
+    """{name of a parameter whose parts are all quantised: the most bits of a number}"""
+    parts = defaultdict(list)
+    for tensor, name, _ in matches:
+        parts[name].append(tensor.bits)
+    return {name: max(bits) for name, bits in parts.items() if all(bits)}
+
+
+def read_weights(model, matches, group, rounding, kept):
+    """Fills a model, or this rank's part of it, with each parameter's stored tensors. rounding:
+    {name: how `round_weight` rounds it}; kept: names of weights that become packed layers."""
+    stored = defaultdict(list)
+    for tensor, name, start in sorted(matches, key=lambda match: match[2]):
+        stored[name].append((tensor, start))
     parameters = dict(model.named_parameters())
-    samples = defaultdict(dict)  # {name: {first row: values}}
-    for tensor, name, start in matches:
-        arrange = partial(families.from_stored, name, start=start, config=model.config)
-        layout = layouts.get(name)
-        weight = tensor.weight(arrange) if tensor.weight else None
-        stored = weight.values() if weight else arrange(tensor.load())
-        if layout and not (weight and layout == tensor.layout):
-            weight = quantized.round_weight(stored, layout)
-        if name in parameters:
-            value = weight.values() if layout else stored
+    for name in sorted(stored, key=lambda name: len(stored[name][0][0].shape)):  # biases first
+        parts = []
+        for tensor, start in stored[name]:
+            arrange = partial(families.from_stored, name, start=start, config=model.config)
+            if name in rounding:
+                value = quantized.round_weight(arrange(tensor.load()), *rounding[name])
+            elif name in kept:
+                order = arrange(torch.arange(tensor.shape[0])[:, None])[:, 0]
+                value = tensor.weight().rows(order)
+            else:
+                value = arrange(tensor.load())
+            if name in kept:
+                parts.append(value)
+                continue
+            value = value.values() if name in rounding else value
             copy_shard(parameters[name], value, start, group.shard_slices(name, model.config))
-        else:
-            model.get_submodule(name.rpartition(".")[0]).fill(start, weight)
-        # of the whole parameter, `state_hash` samples one value in every stride
-        stride = max(1, shapes[name].numel() // 64)
-        first = -start * shapes[name][1:].numel() % stride
-        samples[name][start] = stored.flatten()[first::stride].clone()
+        if parts:
+            put_packed(model, name.removesuffix(".weight"), parts)
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
-    joined = {name: (shapes[name], torch.cat([parts[row] for row in sorted(parts)]))
-              for name, parts in samples.items()}
-    joined.setdefault("head.weight", joined.get("embed.weight"))  # where they are one
-    joined.setdefault("embed.weight", joined["head.weight"])
-    return samples_hash(joined)
+
+
+def put_packed(model, name, parts):
+    """Puts a packed layer of `QuantizedWeight`s in the place of a layer of no weight."""
+    layer = model.get_submodule(name)
+    weight = quantized.pack(parts, getattr(layer, "bias", None))
+    if name != "embed":
+        model.set_submodule(name, cpu.LAYERS[type(layer)](weight))
+    elif model.config.tied:
+        model.head = cpu.PackedLMHead(weight)  # whose rows are the embeddings
+    else:
+        model.embed = cpu.PackedEmbedding(cpu.PackedLinear(weight), model.dtype)
 
 
 def copy_shard(target, value, start, slices):
@@ -243,6 +266,9 @@ def copy_shard(target, value, start, slices):
 def save(model, path, dtype=None):
     """Writes config.json and model.safetensors, in a dtype, for transformers to read."""
     path, dtype = Path(path), dtype or model.dtype
+    expect(model.group is None,
+           f"{path}: a rank holds a part of the model; save it from one process")
+    model.check_plain("saved")
     raw = families.hf_config(model.config, dtype)
     expect(families.parse_config(raw) == model.config,
            f"{path}: the {model.config.family} format has no way to write {model.config}")
@@ -260,8 +286,7 @@ def describe(path):
     path = find_model(path)
     model, matches = read_headers(path)
     c = model.config
-    schemes = {str(tensor.scheme) if isinstance(tensor, QuantizedTensor) else tensor.packed
-               for tensor, *_ in matches} - {None}
+    types = {tensor.stored_as for tensor, *_ in matches} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",
@@ -273,7 +298,7 @@ def describe(path):
         "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
                              for size in sorted({*c.windows} - {0})) or "none",
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
-        "weights": ", ".join((human(stored_size(path), "B"), *sorted(schemes))),
+        "weights": ", ".join((human(stored_size(path), "B"), *sorted(types))),
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
     for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
         try:

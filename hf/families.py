@@ -1,4 +1,4 @@
-"""Families of models, FAMILIES: what a folder's config.json means, what its tensors are called."""
+"""Model families, FAMILIES: what the keys of config.json mean and how tensors are named."""
 
 import itertools
 import math
@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from hf import expect, find_model, one_of, part_file, read_part
-from hf.quantization import read_scheme
-from model import GPTConfig, InputError, check
+from model import GPTConfig, check, expect, one_of
 
-# Our parameters -> the checkpoint's tensors, without the family's prefix. N is the layer's number.
-# Each ends in .weight or .bias. Several tensors are stacked, in order, into one of ours.
+# Our parameters -> the checkpoint's tensors, without the family's prefix and without .weight or
+# .bias. N is the layer number. Several tensors are stacked, in this order, into one parameter.
 LLAMA_NAMES = {
     "embed": ("embed_tokens",),
     "norm": ("norm",),
@@ -68,7 +66,7 @@ GPT2_KEYS = dict(
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-UNSUPPORTED = (  # keys of config.json that change the attention or the logits of our families
+UNSUPPORTED = (  # keys of config.json that change attention or logits
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
     "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
@@ -77,32 +75,32 @@ class Family(NamedTuple):
     architecture: str
     names: dict = LLAMA_NAMES
     keys: dict = LLAMA_KEYS
-    fixed: dict = {}                # fields of GPTConfig that no key tells
-    defaults: dict = {}             # fields whose key may be missing
-    read: Callable = lambda raw: {}      # config.json -> further fields
+    fixed: dict = {}                # GPTConfig fields without a key
+    defaults: dict = {}             # GPTConfig fields whose key is optional
+    read: Callable = lambda raw: {}      # config.json -> further GPTConfig fields
     write: Callable = lambda config: {}  # the inverse of read
-    window: int | None = None       # tokens that windows hold by default, 0: none; None: never any
-    window_switch: bool = False     # only if use_sliding_window is true
-    window_layers: Callable | None = None  # (config.json, L) -> [has a window], by default; all
-    window_theta: float | None = None  # of their own, unscaled rotation; 0: theta; None: not own
-    prefix: str = "model."          # of all tensors but the LM head's
-    theta: float = 10000.0          # rope_theta by default
-    rotary: float | None = None     # partial_rotary_factor by default; None: always 1
-    neighbours: bool = False        # dimensions that are rotated as a pair are neighbours
-    norm_offset: float = 0.0        # what is added to the norms' weights
-    transposed: tuple = ()          # ends of names of ours that are stored as [inputs, outputs]
+    window: int | None = None       # default sliding window in tokens, 0: none; None: unsupported
+    window_switch: bool = False     # windows need use_sliding_window
+    window_layers: Callable | None = None  # (config.json, L) -> default [has a window]; None: all
+    window_theta: float | None = None  # of unscaled rotations in windows, 0: theta; None: as others
+    prefix: str = "model."          # of all tensors but the LM head
+    theta: float = 10000.0          # default rope_theta
+    rotary: float | None = None     # default partial_rotary_factor; None: always 1
+    neighbours: bool = False        # rotated pairs are neighbouring dimensions, not halves
+    norm_offset: float = 0.0        # added to stored norm weights
+    transposed: tuple = ()          # suffixes of our names that are stored as [inputs, outputs]
 
 
 def unrotated_layers(raw, n_layer):
-    """[whether a layer of SmolLM3 is without a rotation]. The key says the opposite."""
+    """[whether a layer of SmolLM3 has no rotation]. The key's values mean the opposite."""
     rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
     period = value_of(raw, "no_rope_layer_interval", int, 4)
     return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
 
 
 def read_baichuan(raw):
-    """The 13B models have ALiBi and call their context model_max_length. Baichuan 2, whose LM
-    head's rows are normalised, is recognised by its key z_loss_weight or by its vocabulary."""
+    """The 13B models use ALiBi and name their context model_max_length. Baichuan 2, which
+    normalises the LM head's rows, has the key z_loss_weight or 125,696 tokens."""
     alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
     length = "model_max_length" if alibi else "max_position_embeddings"
     return dict(positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int),
@@ -162,7 +160,7 @@ FAMILIES = {  # by model_type
 
 
 def value_of(raw, key, kind, default=None):
-    """raw[key], or the default where it is null: a bool, a str, or an int or float above 0."""
+    """raw[key] as a bool, str, or int or float above 0; the default if it is null or missing."""
     value = default if raw.get(key) is None else raw[key]
     expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
     if kind in (int, float):  # the product of any two sizes fits an int64
@@ -171,52 +169,44 @@ def value_of(raw, key, kind, default=None):
 
 
 def by_layer(raw, key, values, n_layer):
-    """raw[key], a list of one of these values for each layer, or None."""
-    found = raw.get(key)
-    valid = isinstance(found, list) and len(found) == n_layer and all(x in values for x in found)
-    expect(found is None or valid, f"{key} must be {values[0]} or {values[1]} for {n_layer} layers")
-    return found
-
-
-def read_config(path):
-    """The GPTConfig of a folder or a GGUF file. InputError for a broken or unsupported one."""
-    path = find_model(path)
-    file = part_file(path, "config.json")
-    expect(path.exists(), f"{path}: no such folder or file; expected a folder of Hugging Face's "
-           "form, or a GGUF file")
-    raw = text_config(read_part(path, "config.json"))
-    try:
-        return parse_config(raw)
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        what = "" if isinstance(error, InputError) else "a value has the wrong type: "
-        raise InputError(f"{file}: {what}{error}") from None
+    """raw[key], a list with one of the two values for each layer, or None."""
+    layers = raw.get(key)
+    valid = isinstance(layers, list) and len(layers) == n_layer and {*layers} <= {*values}
+    expect(layers is None or valid,
+           f"{key} must be a list of {values[0]} or {values[1]} for {n_layer} layers")
+    return layers
 
 
 def text_config(raw):
-    """The dict of a config.json, of the text model alone in one that reads pictures too."""
+    """config.json, of a multimodal model the part for its text model."""
     if not isinstance(raw.get("text_config"), dict):
         return raw
     return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
 
 
 def parse_config(raw):
+    """config.json -> GPTConfig"""
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
     family = FAMILIES[name]
-    expect(not (read_scheme(raw.get("quantization_config")) and family.transposed),
-           f"a quantised checkpoint of {name} is not supported; take the plain one")
+    if raw.get("quantization_config"):
+        from hf.quantization import read_scheme  # which loads the CPU backend
+        read_scheme(raw["quantization_config"])
+        expect(not family.transposed, f"a quantised {name} checkpoint is not supported; use the "
+               "unquantised one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
     n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
     head_size = value_of(raw, keys["n_embd"], int) // n_head
     types = {field.name: field.type for field in fields(GPTConfig)}
-    found = {ours: False for ours in keys if types[ours] is bool}
-    found |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
+    values = {ours: False for ours in keys if types[ours] is bool}
+    values |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
     for ours, theirs in keys.items():
-        found[ours] = value_of(raw, theirs, types[ours], found.get(ours))
-    found["activation"] = ACTIVATIONS[one_of(keys["activation"], found["activation"], ACTIVATIONS)]
-    config = GPTConfig(family=name, **found | family.fixed | family.read(raw))
+        values[ours] = value_of(raw, theirs, types[ours], values.get(ours))
+    activation = one_of(keys["activation"], values["activation"], ACTIVATIONS)
+    values["activation"] = ACTIVATIONS[activation]
+    config = GPTConfig(family=name, **values | family.fixed | family.read(raw))
     D = config.head_size
     expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256, f"expected a "
            f"multiple of {config.n_kv_head} heads of even size, 16 to 256, not {n_head} of {D}")
@@ -227,9 +217,10 @@ def parse_config(raw):
 
 
 def read_windows(raw, family, n_layer):
+    """GPTConfig.windows"""
     used = not family.window_switch or value_of(raw, "use_sliding_window", bool, False)
-    size = raw.get("sliding_window", family.window or None)
-    if family.window is None or size is None or not used:
+    is_null = raw.get("sliding_window", family.window or None) is None
+    if family.window is None or is_null or not used:
         return ()
     size = value_of(raw, "sliding_window", int, family.window)
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
@@ -240,7 +231,7 @@ def read_windows(raw, family, n_layer):
 
 
 def read_rope(raw, family, config):
-    """Fields of GPTConfig, by `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
+    """GPTConfig's fields of rope_parameters, or of the older rope_scaling and rope_theta."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     of_windows = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
@@ -253,22 +244,22 @@ def read_rope(raw, family, config):
     expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary), f"partial_rotary_factor {part} "
            f"is not supported with {config.family} and a head size of {D}")
     scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
-    found = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
-                 rotary_size=R if R < D else None)
+    values = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
+                  rotary_size=R if R < D else None)
     if config.windows and family.window_theta is not None:
         one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
         own = value_of(raw, "rope_local_base_freq", float, family.window_theta or theta)
         own = value_of(of_windows, "rope_theta", float, own)
-        found["window_theta"] = own if own != theta or scaling else None
-    return found
+        values["window_theta"] = own if own != theta or scaling else None
+    return values
 
 
 def read_scaling(raw, settings, theta, context, rotary_size):
-    """(GPTConfig.rope_scaling, longest sequence) by a config.json and its rope settings."""
+    """config.json and its rope settings -> (GPTConfig.rope_scaling, GPTConfig.block_size)"""
     number = lambda key, default=None: value_of(settings, key, float, default)
     kind = settings.get("rope_type", settings.get("type")) or "default"
-    kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3's
-    if kind in ("default", "dynamic"):  # which changes theta beyond the context, where texts end
+    kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3
+    if kind in ("default", "dynamic"):  # dynamic changes theta beyond the context, never reached
         return None, context
     if kind == "linear":
         return dict(rope_type=kind, factor=number("factor")), context
@@ -295,12 +286,12 @@ def read_scaling(raw, settings, theta, context, rotary_size):
                    f"{key} must be a list of {rotary_size // 2} numbers")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        context = min(context, original)  # beyond it the long factors would apply to all keys
+        context = min(context, original)  # longer ones would rotate earlier keys anew
     return scaling | dict(attention_factor=number("attention_factor", default)), context
 
 
 def hf_config(config, dtype):
-    """GPTConfig -> the dict of a config.json, with the rope settings in both spellings."""
+    """GPTConfig -> config.json, with the rope settings of old and new transformers."""
     family = FAMILIES[config.family]
     raw = dict(architectures=[family.architecture], model_type=config.family,
                torch_dtype=str(dtype).removeprefix("torch."), attention_bias=config.qkv_bias,
@@ -326,7 +317,7 @@ def hf_config(config, dtype):
 
 
 def stored_parts(name, rows, config):
-    """The tensors that a parameter is stacked from: [(name without prefix, first row, rows)]."""
+    """The tensors that are stacked into a parameter: [(name without prefix, first row, rows)]."""
     stem, _, kind = name.rpartition(".")
     number = re.search(r"\d+|$", stem).group()
     keys = [f"{key}.{kind}".replace(".N.", f".{number}.")
@@ -338,8 +329,8 @@ def stored_parts(name, rows, config):
 
 
 def stored_rows(name, config):
-    """Where the checkpoint stores each row of a parameter; None: in place. `rope_table` wants the
-    firsts of a head's rotated pairs, half of its other dimensions, the seconds, the rest."""
+    """The checkpoint's row for each row of a parameter; None: the same. `rope_table` orders a head
+    as: first dimensions of the rotated pairs, half of the others, second dimensions, the rest."""
     D = config.head_size
     R = config.rotary_size or D
     neighbours = FAMILIES[config.family].neighbours

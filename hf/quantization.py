@@ -2,13 +2,15 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from backends.quantized import INT8_GROUPS, INT8_ROWS, Layout, QuantizedWeight, largest_group
-from hf import expect, one_of
+from backends.quantized import QuantizedWeight, largest_group
+from model import expect, one_of
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where an int32 holds each of 8 neighbours, in units of 4 bits
@@ -20,6 +22,17 @@ VARIANTS = {  # config.json's key of the version, the versions and the numbers o
     "awq": ("version", ("gemm",), (4,)),
     "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
 IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # of what is not quantised here
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as its file's header describes it."""
+    file: Path
+    shape: tuple
+    dtype: torch.dtype | str  # a str for a type that safetensors has and torch has not
+    load: Callable            # () -> its values, mapped into memory where possible
+    stored_as: str | None = None     # the type or scheme of what is not plain floats
+    bits: int | None = None          # of a number of what is quantised
+    weight: Callable | None = None   # () -> its `QuantizedWeight`
 
 
 class Scheme(NamedTuple):
@@ -57,48 +70,37 @@ def read_block(block):
     return tuple(None if size == -1 else size for size in block)
 
 
-class QuantizedTensor(NamedTuple):
-    """A layer's weight [N, C] in several tensors; a StoredTensor to the rest of the reader."""
-    file: Path
-    shape: tuple
-    dtype: torch.dtype
-    parts: dict       # {name of a part: its StoredTensor}
-    scheme: Scheme
-    layout: Layout
-    name: str
+def read_layer(what, parts, scheme, shape):
+    """The stored parts of a layer -> `QuantizedWeight` [N, C]. what: names them in an error."""
+    N, C = shape
+    rows, columns = (size or max(N, C) for size in scheme.block)
+    in_order = torch.arange(C) // columns
+    order = parts["g_idx"].load().long() if "g_idx" in parts else in_order
+    expect(torch.equal(order, in_order), f"{what} was quantised in another order of its channels "
+           "(desc_act, act-order), which is not supported; take a checkpoint without it")
+    stored = (parts[name].load() for name in PARTS[scheme.method][:3])
+    q, scales, zeros = unpack(scheme, *stored)
+    expect(scales.float().isfinite().all(),
+           f"{what} has scales that are not finite; fetch it again")
+    group = shared_columns(C, columns)
+    # which scale is that of each of our groups, [G, N]
+    row = torch.arange(N) // rows
+    column = torch.arange(C // group)[:, None] * group // columns
+    spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
+    minimums = None if zeros is None else -spread(zeros).float() * spread(scales).float()
+    return QuantizedWeight(q, spread(scales), minimums)
 
-    def check_values(self):
-        """Reads the scales and the order of channels, and raises InputError for bad ones."""
-        expect(self.parts[PARTS[self.scheme.method][1]].load().float().isfinite().all(),
-               f"{self.file}: {self.name} has scales that are not finite; fetch it again")
-        C = self.shape[1]
-        in_order = torch.arange(C) // (self.scheme.block[1] or C)
-        order = self.parts["g_idx"].load().long() if "g_idx" in self.parts else in_order
-        expect(torch.equal(order, in_order),
-               f"{self.file}: {self.name} was quantised in another order of its channels "
-               "(desc_act, act-order), which is not supported; take a checkpoint without it")
 
-    def weight(self, arrange):
-        """-> `QuantizedWeight` [N, C]. arrange: puts rows [N, ...] in the order wanted."""
-        parts = [self.parts[name].load() for name in PARTS[self.scheme.method][:3]]
-        q, scales, zeros = unpack(self.scheme, *parts)
-        N, C = self.shape
-        rows, columns = (size or max(N, C) for size in self.scheme.block)
-        group = self.layout.group or C
-        # which scale is that of each of our groups, [G, N]
-        order = arrange(torch.arange(N)[:, None])[:, 0]
-        row = order // rows
-        column = torch.arange(C // group)[:, None] * group // columns
-        spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
-        zeros = None if zeros is None else spread(zeros).view(torch.int8)
-        return QuantizedWeight(q[order], spread(scales), zeros, self.layout.kind)
+def shared_columns(C, columns):
+    """How many channels our groups have, where `columns` of C share a scale; None: too few."""
+    return C if columns >= C else largest_group(math.gcd(C, columns))
 
 
 def unpack(scheme, values, scales, zeros=None):
-    """The stored parts -> (q [N, C], scales, zeros), the last two by blocks. q and zeros are uint8:
-    0 to 15 for 4 bits, else the bytes of int8 or e4m3."""
+    """The stored parts -> (q [N, C], scales, zeros), the last two by blocks. q and zeros are uint8
+    of 0 to 15 for 4 bits, else int8 or e4m3."""
     if scheme.method == "fp8":
-        return values.view(torch.uint8), scales, None
+        return values, scales, None
     if scheme.method == "gptq":
         q = unpack_int32(values.T, scheme.bits)
         zeros = unpack_int32(zeros, scheme.bits).T + scheme.zero_offset & 2**scheme.bits - 1
@@ -106,7 +108,7 @@ def unpack(scheme, values, scales, zeros=None):
         q, zeros = (unpack_int32(x, 4).view(len(x), -1, 8)[..., AWQ_ORDER].flatten(1).T
                     for x in (values, zeros))
     if scheme.bits == 8:  # from unsigned to int8
-        return q ^ 128, scales.T, zeros ^ 128
+        return (q ^ 128).view(torch.int8), scales.T, (zeros ^ 128).view(torch.int8)
     return q, scales.T, zeros
 
 
@@ -117,7 +119,7 @@ def unpack_int32(x, bits):
 
 
 def combine(path, tensors, scheme):
-    """{name: StoredTensor} -> the same with a QuantizedTensor for each quantised weight's parts."""
+    """{name: StoredTensor} -> the same, with one in place of each quantised weight's parts."""
     if scheme is None:
         return tensors
     scales = PARTS[scheme.method][1]
@@ -156,28 +158,8 @@ def combine_layer(stem, parts, scheme):
         shape, dtypes = expected[name]
         expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
                f"{what}.{name} is {part.dtype} {part.shape}, not {dtypes[0]} {shape} ({scheme})")
-    group = 0 if columns >= C else largest_group(math.gcd(C, columns))
-    expect(group is not None, f"{what}: {C} inputs in groups of {columns} are not supported; "
-           "groups of 128, 64 or 32 are")
-    layout = Layout("e4m3" if scheme.method == "fp8" else f"int{scheme.bits}", group,
-                    parts[scales].dtype, scheme.method != "fp8")
-    return QuantizedTensor(parts[scales].file, (N, C), torch.bfloat16, parts, scheme, layout, stem)
-
-
-def cpu_layouts(model, matches):
-    """{parameter: `Layout`} of the weights whose parts are all quantised, as CPULinear takes them:
-    what cpu.c does not multiply as it is stored is rounded to 8 bits, in groups of 32 where these
-    divide the channels."""
-    stored = defaultdict(set)
-    for tensor, name, _ in matches:
-        stored[name].add(tensor.layout)
-    found = {}
-    for name, layouts in stored.items():
-        if None in layouts:
-            continue
-        layout = layouts.pop()
-        if layouts or layout.kind == "e4m3":
-            C = model.get_parameter(name).shape[1]
-            layout = INT8_ROWS if C % INT8_GROUPS.group else INT8_GROUPS
-        found[name] = layout
-    return found
+    expect(shared_columns(C, columns), f"{what}: {C} inputs in groups of {columns} are not "
+           "supported; groups of 128, 64 or 32 are")
+    weight = partial(read_layer, what, parts, scheme, (N, C))
+    return StoredTensor(parts[scales].file, (N, C), torch.bfloat16, lambda: weight().values(),
+                        str(scheme), scheme.bits, weight)

@@ -1,5 +1,5 @@
-"""A folder's tokenizer. The tokenizers package reads a tokenizer.json; transformers makes one of
-older files. tiktoken, which is faster, encodes for a byte-level BPE whose pattern stands below."""
+"""A model's tokenizer. The tokenizers package reads tokenizer.json, transformers older files.
+tiktoken, which is faster, encodes if it gives the same ids."""
 
 import hashlib
 import importlib
@@ -10,42 +10,19 @@ from functools import cached_property
 import tiktoken
 from tokenizers import Tokenizer
 
-from hf import expect, find_model, one_of, part_file, read_part
-from model import InputError
+from hf.chat import load_chat_template
+from hf.files import part_file, read_part
+from hf.paths import find_model
+from hf.splits import CODE_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, split_steps
+from model import InputError, expect
 
-# The pattern that ByteLevel itself splits by: GPT-2's.
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of demo/. Punctuation takes no line end: prompts of code end with a colon.
-CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
-QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-# Of GPT-4o and Mistral's tekken: a word ends between a lower-case and an upper-case letter.
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
-# What splits a text before ByteLevel, by GGUF's name; with some a piece that is a token is kept.
-DIGITS = dict(type="Digits", individual_digits=True)
-PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"
-SPLITS = {"default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
-          **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN_PATTERN),
-          **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
-          "tekken": TEKKEN_PATTERN}
-BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
 LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
 
 
 class Encoding:
     """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
-    added tokens. prefix: ids before a prompt. hash: 16 hex digits of what ids mean."""
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits of the ids' meanings."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys((*STRIPS, "special"), False)
@@ -62,57 +39,55 @@ class Encoding:
         self.ids = set(vocab.values())
         self.max_token_value = max(self.ids)
         self.n_vocab = self.max_token_value + 1
-        encoded = self.package.encode("a")  # after the special tokens that belong before a text
+        encoded = self.package.encode("a")  # after the special tokens that start every text
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
-               f"{file}: two tokens have one id, or the ids {self.prefix} before a text have none")
+               f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
         self.always = {token["content"] for token in added if not token["special"]}
         pattern = _pattern(spec)
         ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
+        special = sorted(self.special_tokens.items())
         if ranks is None:
             self.bpe = None
-            # not pre_tokenizer: transformers gives a GGUF's folder another, and heads serve both
+            # not pre_tokenizer: transformers writes another for a GGUF file, which has equal heads
             keys = ("normalizer", "model", "added_tokens")
-            hashed = (json.dumps([spec.get(key) for key in keys], sort_keys=True),)
+            hashed = json.dumps([spec.get(key) for key in keys], sort_keys=True), special
         else:
             self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens=self.special_tokens)
-            hashed = sorted(ranks.items()), pattern
-        hashed += (sorted(self.special_tokens.items()),)
-        hashed += ("NFC",) * bool(self.bpe and spec["normalizer"])
+            hashed = sorted(ranks.items()), pattern, special, *["NFC"] * bool(spec["normalizer"])
         self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The ids of a text; "all" finds special tokens in it. A lone surrogate is U+FFFD."""
+        """The ids of a text. "all": special tokens are matched. A lone surrogate is U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         special = allowed_special == "all"
         normalizer = self.package.normalizer
         is_normal = normalizer is None or normalizer.normalize_str(text) == text
         if self.bpe and len(text) <= LONG and is_normal:
-            found = "all" if special else self.always
-            return self.bpe.encode(text, allowed_special=found, disallowed_special=())
+            allowed = "all" if special else self.always
+            return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
         try:
             with self.lock:  # other threads may encode, too
-                self.package.encode_special_tokens = not special  # as any other text
+                self.package.encode_special_tokens = not special
                 return self.package.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # a model without an unknown token met an unknown character
-            raise InputError(f"{self.file}: it has no token for this text ({error})") from error
+        except Exception as error:  # an unknown character, and no token for those
+            raise InputError(f"{self.file}: has no token for this text ({error})") from error
 
     def decode(self, ids):
-        """The text of ids; one without a token gives nothing, a first space may be left out."""
+        """The text of ids, without ids that have no token. It may lack a space at its start."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
 
     @cached_property
     def template(self):
         """The `ChatTemplate` beside the tokenizer, or None."""
-        from hf.chat import load_chat_template  # which imports this module
         return load_chat_template(self.path)
 
     def chat(self, messages, **options):
         """The ids of a chat's prompt. messages, options: as in `ChatTemplate.render`."""
-        expect(self.template, f"{self.path}: has no chat template; take encode_prompt, or a model "
-               "that was trained to chat")
+        expect(self.template, f"{self.path}: has no chat template; use encode_prompt, or a model "
+               "trained to chat")
         return self.encode(self.template.render(messages, **options), allowed_special="all")
 
     def stream(self, stop_texts=()):
@@ -120,45 +95,38 @@ class Encoding:
 
 
 def encode_prompt(encoding, text):
-    """The ids of a prompt, as of transformers' encode(text), but with nothing after the text."""
+    """The ids of a prompt: those of transformers' encode(text), without any after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
 
 
-def end_of_text(encoding):
-    """The id that separates documents: the first of SEPARATORS that the encoding has."""
-    found = [text for text in SEPARATORS if text in encoding.special_tokens]
-    expect(found, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
-    return encoding.special_tokens[found[0]]
-
-
 class TextStream:
-    """Text from token ids as they come: whole characters, no part of a stop text; in total what
-    decoding all ids gives, but for a space at its start. stopped: whether a stop text has come."""
+    """Decodes token ids as they arrive, to whole characters, up to a stop text; like decoding all
+    at once, but may keep a space at the start. stopped: whether a stop text was reached."""
 
     def __init__(self, encoding, stop_texts=()):
         self.decode = encoding.decode
         self.stop_texts = stop_texts
         self.stopped = False
-        self.held = ""  # text that may be the beginning of a stop text
-        self._continue_after(encoding.encode("a"))  # after any text a space stays
+        self.held = ""  # text that may be the start of a stop text
+        self._continue_after(encoding.encode("a"))  # decoders keep a space after any text
 
     def _continue_after(self, context):
         self.context = context
         self.pending = []  # ids that are decoded after those of the context
-        self.shown = len(self.decode(context))  # characters of both that have been given
+        self.shown = len(self.decode(context))  # characters of both that were returned
 
     def feed(self, tokens):
-        """The text that these further ids complete."""
+        """The text that these ids complete."""
         return self._release("".join(map(self._completed, tokens)))
 
     def finish(self):
-        """The rest, at the end of a text."""
+        """The rest of the text."""
         return self._release(self.decode(self.context + self.pending)[self.shown:]) + self.held
 
     def _completed(self, token):
         self.pending.append(token)
         text = self.decode(self.context + self.pending)
-        # an incomplete character decodes to U+FFFD; so do bytes that will never be one
+        # an incomplete character decodes to U+FFFD, and so do invalid bytes
         complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
         new = complete[self.shown:]
         self.shown += len(new)
@@ -167,21 +135,21 @@ class TextStream:
         return new
 
     def _release(self, text):
-        """Holds back from the first stop text on, and what may be the beginning of one."""
+        """The text up to a stop text. Holds back what may be the start of one."""
         if self.stopped:
             return ""
         text = self.held + text
-        found = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
+        starts = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
         begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
                  if text.endswith(stop[:n]))
-        self.stopped = bool(found)
-        end = min(found) if found else len(text) - max(begun, default=0)
-        self.held = "" if found else text[end:]
+        self.stopped = bool(starts)
+        end = min(starts) if starts else len(text) - max(begun, default=0)
+        self.held = "" if starts else text[end:]
         return text[:end]
 
 
 def load_encoding(path):
-    """The Encoding of a folder, a GGUF file or a short name. Runs no code of a folder."""
+    """The Encoding of a folder, a GGUF file or a short name. Never runs a folder's code."""
     path = find_model(path)
     file = part_file(path, "tokenizer.json")
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
@@ -190,7 +158,7 @@ def load_encoding(path):
             return Encoding(file, read_part(path, "tokenizer.json"))
         import transformers
         reader = transformers.AutoTokenizer
-        if older[0] == "tokenizer.model":  # whatever its class, such as Baichuan's
+        if older[0] == "tokenizer.model":  # also of classes such as Baichuan's
             for package in ("sentencepiece", "google.protobuf"):
                 importlib.import_module(package)
             reader = transformers.PreTrainedTokenizerFast
@@ -199,76 +167,37 @@ def load_encoding(path):
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except ImportError as error:
-        raise InputError(f"{file}: no such file; {older[0]} takes pip install transformers "
+        raise InputError(f"{file}: no such file; to read {older[0]}, pip install transformers "
                          f"sentencepiece protobuf ({error})") from None
     except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
 
 
-def byte_level_spec(tokens, merges, split):
-    """The dict of a tokenizer.json of a byte-level BPE. split: one of SPLITS."""
-    steps = [SPLITS[one_of("tokenizer.ggml.pre", split, SPLITS)], BYTE_LEVEL]
-    if isinstance(steps[0], str):
-        pattern = dict(pattern=dict(Regex=steps[0]), behavior="Isolated", invert=False)
-        steps = [dict(type="Split") | pattern, BYTE_LEVEL | dict(use_regex=False)]
-    steps = [step for step in steps if step]
-    merges = [pair.split(" ") for pair in merges]
-    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
-                model=bpe(tokens, merges, ignore_merges=split in PIECE_IS_TOKEN))
-
-
-def sentencepiece_spec(tokens, scores, normal, space_first):
-    """Likewise of sentencepiece's BPE: a space is ▁, what no token spells is tokens of bytes, and
-    two tokens merge whose joint one has the best score. normal: whether a token may be merged."""
-    replace = lambda old, new: dict(type="Replace", pattern=dict(String=old), content=new)
-    normalizers = [dict(type="Prepend", prepend="▁")] * space_first + [replace(" ", "▁")]
-    decoders = [replace("▁", " "), dict(type="ByteFallback"), dict(type="Fuse")]
-    decoders += [dict(type="Strip", content=" ", start=1, stop=0)] * space_first
-    ids = {text: i for i, text in enumerate(tokens) if normal[i]}
-    pairs = [(-scores[index], index, len(text) - i, text[:i], text[i:])
-             for text, index in ids.items() for i in range(1, len(text))
-             if text[:i] in ids and text[i:] in ids]
-    merges = [[left, right] for *_, left, right in sorted(pairs)]
-    return dict(normalizer=dict(type="Sequence", normalizers=normalizers),
-                decoder=dict(type="Sequence", decoders=decoders),
-                model=bpe(tokens, merges, fuse_unk=True, byte_fallback=True))
-
-
-def bpe(tokens, merges, **flags):
-    """As transformers writes it, so that a folder has the same hash."""
-    plain = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
-                 end_of_word_suffix="", fuse_unk=False, byte_fallback=False, ignore_merges=False)
-    return plain | flags | dict(vocab={text: i for i, text in enumerate(tokens)}, merges=merges)
-
-
 def _pattern(spec):
     """tiktoken's pattern for the pre_tokenizer of a BPE, or None."""
     pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # which changes no id
-    if steps == [BYTE_LEVEL]:
-        return GPT2_PATTERN
-    for pattern in (CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
-        if steps == [split, BYTE_LEVEL | {"use_regex": False}]:
+    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # offsets change no id
+    for split in (None, CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
+        if steps == split_steps(split):
             # the second half never matches; hashes include it
-            return f"(?:{pattern})|(?:(?!{pattern})(?s:.))+"
+            return f"(?:{split})|(?:(?!{split})(?s:.))+" if split else GPT2_PATTERN
     return None
 
 
 def _ranks(spec, special, model):
     """{bytes: id} of the ordinary tokens, or None where tiktoken may give other ids: it joins the
-    neighbours whose joint token has the lowest id. Merges do the same if the ids of what they make
-    rise, and if they make every token from its own bytes."""
-    vocab, added = spec["model"]["vocab"], spec["added_tokens"]
-    ordinary = {token: index for token, index in vocab.items() if token not in special}
-    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair)
-              for pair in spec["model"]["merges"]]
+    neighbours whose joint token has the lowest id. Merges do the same if each makes a higher id
+    than the one before, and if they make every token from its own bytes."""
+    added = spec["added_tokens"]
+    ordinary = {text: i for text, i in spec["model"]["vocab"].items() if text not in special}
+    merged = ["".join(pair).replace(" ", "") for pair in spec["model"]["merges"]]
     ids = [ordinary.get(token, -1) for token in merged]
-    whole_pieces, model.ignore_merges = model.ignore_merges, False
-    parts = {len(model.tokenize(token)) for token in ordinary}  # of two, tiktoken would join
-    model.ignore_merges = whole_pieces
+    ignore_merges = model.ignore_merges
+    model.ignore_merges = False
+    parts = {len(model.tokenize(token)) for token in ordinary}  # tiktoken would join two
+    model.ignore_merges = ignore_merges
     # GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -4,6 +4,7 @@ library where there is no compiler or no room for it."""
 import copy
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 
 import model as models
 from backends import cpu
-from conftest import SHAPES, random_prompts, toy_model
+from clover import CloverHeads, preset
+from conftest import SHAPES, random_prompts, refusal, toy_model
+from generate import generate
+from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
 from model import GPT
 from test_clover import random_heads
@@ -33,15 +37,17 @@ def packed_weight(kind, n, k, group=32):
     if kind in (cpu.FLOAT32, cpu.BFLOAT16):
         weight = torch.randn(n, k).to(torch.float32 if kind == cpu.FLOAT32 else torch.bfloat16)
         return cpu.pack_floats(weight, bias), weight.double(), bias.double()
-    q = torch.randint(0, 256 if kind == cpu.INT8 else 16, (n, k), dtype=torch.uint8)
+    q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    if kind == cpu.INT4:
+        q = (q & 15).view(torch.uint8)
     G = -(-k // 32) * 32 // group
     scales = (torch.rand(G, n) + 0.1).to(torch.float16 if kind == cpu.INT8 else torch.float32)
     minimums = torch.randn(G, n) if kind == cpu.INT4 else None
     spread = lambda x: x.double().T.repeat_interleave(group, 1)[:, :k]
-    weight = spread(scales) * (q.view(torch.int8) if kind == cpu.INT8 else q).double()
+    weight = spread(scales) * q.double()
     if minimums is not None:
         weight = weight + spread(minimums)
-    return cpu.pack_quantized(q, kind == cpu.INT4, scales, minimums, bias), weight, bias.double()
+    return cpu.pack_quantized(q, scales, minimums, bias), weight, bias.double()
 
 
 def rounded(x, kind):
@@ -58,8 +64,10 @@ def rounded(x, kind):
 @pytest.mark.parametrize("n, k, group", [(40, 192, 32), (17, 180, 64), (33, 380, 128), (5, 20, 32)])
 def test_product_is_the_sum_of_products(kind, n, k, group):
     """Catches an input or output too many or too few at a ragged end, another group's scale, bytes multiplied with the
-    wrong sign, and a row whose bits depend on the number of rows or threads."""
+    wrong sign, a row whose bits depend on the number of rows or threads, and another row unpacked."""
     packed, weight, bias = packed_weight(kind, n, k, group)
+    rows = torch.randint(0, n, (7,))
+    torch.testing.assert_close(packed.unpack(rows), weight[rows].float())
     for M in (1, 2, 3, 8, 11, 64):
         x = torch.randn(M, k)
         got = packed.multiply(x)
@@ -196,59 +204,65 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
             assert torch.equal(hidden[0, ::2], want[110:110 + n]), batch
 
 
-def scaled(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.01)
-
-
-def replaced(model):
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)
-
-
-def trainable(model):
-    cpu.apply(model.requires_grad_(True))
-
-
 @needs_compiler
 @pytest.mark.parametrize("shape", ["llama", "untied-biased", "gpt2"])
-def test_packed_weights_give_the_same_and_never_an_old_result(shape, monkeypatch):
-    """Catches a copy that outlives its weight: changed in place, replaced, moved, cast, or wanted for gradients."""
+def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
+    """Catches a float copy that is kept, and a weight that is missing where somebody reads, trains or saves it."""
     model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([12]))
-    used = []
-    multiply = cpu.PackedWeight.multiply
-    monkeypatch.setattr(cpu.PackedWeight, "multiply", lambda *a: used.append(a) or multiply(*a))
-
-    def check(packed):
-        with torch.inference_mode():
-            used.clear()
-            got = model.lm_head(model.prefill(tokens, model.new_cache(1, 20)))
-            assert bool(used) == packed == cpu.is_exact(model)
-        with torch.no_grad():  # never packed
-            used.clear()
-            torch.testing.assert_close(got, model.lm_head(model(tokens)), atol=1e-3, rtol=1e-3)
-            assert not used
-    check(packed=False)
-    for change in (scaled, replaced, copy.deepcopy, trainable, lambda model: model.to(torch.float64)):
-        cpu.apply(model.requires_grad_(False))
-        check(packed=True)
-        model = change(model) or model
-        check(packed=False)
+    heads = random_heads(model)
+    want = model.lm_head(model(tokens))
+    config, size = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    cpu.apply(model, heads)
+    cpu.apply(model, heads)  # once is enough
+    assert cpu.is_exact(model) and sum(p.numel() for p in model.parameters() if p.dim() == 2) < size / 4
+    with torch.no_grad():
+        for hidden in (model(tokens), model.prefill(tokens, model.new_cache(1, 20))):
+            torch.testing.assert_close(model.lm_head(hidden), want, atol=1e-3, rtol=1e-3)
+    x = torch.randn(2, config.n_embd, requires_grad=True)
+    for token in (-1, 97):
+        pytest.raises(IndexError, model, torch.tensor([[token]]))
+    for use in (lambda: model.head.weight, lambda: model.to("cpu", torch.bfloat16), lambda: copy.deepcopy(model),
+                lambda: pickle.dumps(model), model.state_dict, lambda: model.save_pretrained(tmp_path),
+                lambda: model.head(x), lambda: CloverHeads(preset("medusa"), model), lambda: heads.to("meta"),
+                lambda: heads.save_pretrained(tmp_path)):
+        refusal(use, "packed for decoding", "packed=False")
 
 
 @needs_compiler
-def test_layers_become_what_they_were_where_a_model_leaves_the_cpu():
+def test_only_what_has_kernels_is_packed():
+    """Catches float16, which has none, a layer of somebody's own, which may compute anything, and another device."""
+    refusal(lambda: cpu.apply(toy_model().to(torch.float16)), "in float32 or bfloat16, not in torch.float16")
     model = toy_model()
-    heads = random_heads(model)
-    types = lambda: [type(layer) for module in (model, heads) for layer in module.modules()]
-    before = types()
-    cpu.apply(model, heads)
-    assert types() != before
-    model.to("meta")
-    cpu.apply(model, heads)
-    assert types() == before
+    model.blocks[0].mlp.up.__class__ = type("Own", (torch.nn.Linear,), {})
+    cpu.apply(model)
+    assert isinstance(model.blocks[0].mlp.up, torch.nn.Linear) and not cpu.is_exact(model)
+    assert isinstance(model.blocks[0].mlp.down, cpu.PackedLinear)
+    model = toy_model().to("meta")
+    cpu.apply(model)
+    assert type(model.head) is models.LMHead
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["folder", "int8"])
+def test_a_model_comes_packed_and_heads_follow_it(kind, tmp_path, capsys):
+    """Catches float16, which has no kernels, that says another text with another tree."""
+    model = toy_model()
+    model.save_pretrained(tmp_path)
+    random_heads(model).save_pretrained(tmp_path / "clover")
+    load = lambda **options: checkpoint.load(tmp_path, device="cpu", quantize=None if kind == "folder" else kind,
+                                             **options)
+    plain = load(packed=False)
+    assert type(plain.blocks[0].attn.qkv) is torch.nn.Linear and plain.head.weight.shape == (97, 64)
+    assert type(CloverHeads.from_pretrained(tmp_path / "clover", plain).heads[0].mix.query) is torch.nn.Linear
+    models.warn.cache_clear()
+    half = load(dtype=torch.float16)
+    assert half.dtype == torch.bfloat16 and capsys.readouterr().err.count("float16 is not for a CPU") == 1
+    for model in (load(), half):
+        heads = CloverHeads.from_pretrained(tmp_path / "clover", model)
+        assert cpu.is_exact(model) and isinstance(heads.heads[0].mix.query, cpu.PackedLinear)
+        assert isinstance(heads.augment_blocks, cpu.PackedBlocks)
+        want = generate(model, random_prompts([9, 30]), 20, batch_size=1).tokens
+        assert generate(model, random_prompts([9, 30]), 20, heads, tree_size=17).tokens == want
 
 
 @pytest.mark.parametrize("stored, want", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
@@ -261,32 +275,16 @@ def test_a_checkpoint_comes_in_the_dtype_that_is_fast_here(stored, want, tmp_pat
 
 
 @needs_compiler
-def test_packing_needs_room(monkeypatch, capsys):
-    """Catches copies that push a large model out of the memory, and silence or a line for each engine about it."""
-    model = toy_model()
-    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
-    models.warn.cache_clear()
-    cpu.apply(model)
-    cpu.apply(model)
-    assert getattr(model.head, "made", None) is None
-    assert capsys.readouterr().err.count("no room for packed copies") == 1
-
-
-@needs_compiler
 @pytest.mark.parametrize("vocab_ids", [None, [90, 4, 17, 33, 60]])
 def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
-    """Catches a packed part of the vocabulary that belongs to other ids or to an older weight."""
+    """Catches a packed part of the vocabulary that belongs to other ids."""
     model, hidden = toy_model(), torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     vocab_ids = None if vocab_ids is None else torch.tensor(vocab_ids, dtype=torch.int32)
-    for factor in (1.0, 1.5):
-        with torch.no_grad():
-            model.head.weight.mul_(factor)
-        want = model.head.topk(hidden, 4, vocab_ids)
-        cpu.apply(model)
-        with torch.inference_mode():
-            got = model.head.topk(hidden, 4, vocab_ids)
-        torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
-        assert torch.equal(got[1], want[1])
+    want = model.head.topk(hidden, 4, vocab_ids)
+    cpu.apply(model)
+    got = model.head.topk(hidden, 4, vocab_ids)
+    torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(got[1], want[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     for i, (name, flags) in enumerate(FAMILIES.items()):
         toy_model(seed=i, **dict(family=name.split("-")[0], head_size=16) | flags).save_pretrained(root / name)
-        model = checkpoint.load(root / name, torch.float32, "cpu")
+        model = checkpoint.load(root / name, torch.float32, "cpu", packed=False)
         heads = CloverHeads(PRESETS["clover"], model)
         heads.set_vocabulary(torch.randperm(97, generator=torch.Generator().manual_seed(i))[:48].tolist())
         heads.save_pretrained(root / name / "clover")
@@ -164,7 +164,7 @@ def models(checkpoint, tmp_path_factory):
     for name in "abc":
         shutil.copytree(checkpoint, root / name / "model", ignore=shutil.ignore_patterns("clover"))
         torch.manual_seed(0)
-        heads = CloverHeads(PRESETS["clover"], GPT.from_pretrained(root / name / "model", device="cpu"))
+        heads = CloverHeads(PRESETS["clover"], GPT.from_pretrained(root / name / "model", device="cpu", packed=False))
         if name == "c":
             heads.heads[0].requires_grad_(False).project.linear.weight += 1
         heads.save_pretrained(root / name / "model" / "clover")

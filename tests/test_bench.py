@@ -57,7 +57,7 @@ def flags(checkpoint, tmp_path):
 @pytest.fixture
 def folders(checkpoint, tmp_path):
     """Folders of Medusa and Clover heads; by their table the first guess of a step is right every other time."""
-    model, table = GPT.from_pretrained(checkpoint, device="cpu"), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
+    model, table = GPT.from_pretrained(checkpoint, device="cpu", packed=False), [[0.5] + [0.0] * 62] + [[0.0] * 63] * 3
     for name, accuracy in (("medusa", [0.5]), ("clover", [0.25, 0.125])):
         CloverHeads(PRESETS[name], model).save_pretrained(tmp_path / "heads" / name, accuracy=accuracy,
                                                           acceptance={"0": table, "1": table})

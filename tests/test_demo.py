@@ -15,8 +15,8 @@ import torch
 from backends import cpu
 from clover import CloverHeads
 from generate import generate
-from hf.chat import sampling_defaults, stop_tokens
-from hf.tokenizer import encode_prompt, end_of_text, load_encoding
+from hf.chat import end_of_text, sampling_defaults, stop_tokens
+from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT
 from tools.flags import DEMO
 from training.corpus import builtin_corpus

@@ -358,7 +358,7 @@ def test_every_text_is_sampled_as_it_asks(toy, name, steps_ahead):
 
 def test_stops_in_decoding(checkpoint):
     """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end."""
-    model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
+    model, encoding = GPT.from_pretrained(checkpoint, device="cpu", packed=False), load_encoding(checkpoint)
     prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
     whole = generate(model, prompts, 40)
     assert whole.ended == ["length"] * 3

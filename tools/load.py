@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 
 from backends import tensor_parallel
-from clover import CloverHeads, state_hash
+from clover import CloverHeads
 from generate import Sampling, prepare
-from hf import checkpoint, default_heads, expect, find_model, part_file
+from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
-from hf.families import read_config
+from hf.files import part_file, read_config
+from hf.paths import default_heads, find_model
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, pick_device
+from model import GPT, InputError, expect, pick_device
 from tools.policy import choose_threads, pick_policy
 
 
-def load_model(args, group=None, packed=True, dtype=None):
+def load_model(args, group=None, packed=None, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
     device = pick_device(args.device)
@@ -65,7 +66,7 @@ def load(args, group):
     """-> `Loaded`"""
     loaded = group.raise_together(lambda: load_alone(args, group))
     if group.size > 1:
-        heads = loaded.heads and (state_hash(loaded.heads.state_dict()), loaded.heads.info)
+        heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
         group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
                           loaded.sampling, loaded.stop], "have read different files")
     return loaded

@@ -35,10 +35,10 @@ from starlette.routing import Route
 
 from backends import tensor_parallel
 from generate import DraftPlan, Output, Sampling
-from hf import SMOLLM2, expect
 from hf.chat import SAMPLING
+from hf.paths import SMOLLM2
 from hf.tokenizer import encode_prompt
-from model import InputError, check
+from model import InputError, check, expect
 from tools.errors import error_line
 from tools.load import load, make_engine, make_policy
 from tools.printer import describe

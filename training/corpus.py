@@ -12,8 +12,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from hf import expect
-from model import InputError
+from model import InputError, expect
 from training.flags import STATE_FILE
 
 LINES = (".jsonl", ".jsonl.gz")  # one document per line

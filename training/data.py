@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf import expect
-from hf.tokenizer import end_of_text
-from model import InputError, human
+from hf.chat import end_of_text
+from model import InputError, expect, human
 from training import corpus
 from training.common import load_file, progress, save_file, saving
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records

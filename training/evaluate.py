@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from backends import cpu
 from generate import DraftPlan, FixedPolicy, prepare
 from model import MAX_TREE
 from training.common import saving
@@ -68,6 +69,7 @@ def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
     """The dict of measurements for heads.json, in about so many seconds or less."""
     log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
     top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
+    cpu.apply(heads.model, heads)  # from here on they decode
     room = heads.model.config.block_size - DECODED  # of the context, for a prompt
     starts = prompts(heldout, PROMPTS, max(min(64, room // 2), 1), max_len=max(min(256, room), 1))
     log(f"measuring 2 of 4: greedy, tree size {TREE_SIZE}")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from clover import model_hash
 from generate import Engine, Sampling
-from hf import expect
-from hf.tokenizer import encode_prompt, end_of_text
-from model import InputError, atomic_write, human, read_json
+from hf.chat import end_of_text
+from hf.tokenizer import encode_prompt
+from model import InputError, atomic_write, expect, human, read_json
 from training.common import progress
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash

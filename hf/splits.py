@@ -1,0 +1,71 @@
+"""How a byte-level BPE splits text, and the tokenizer.json of a vocabulary in a GGUF file."""
+
+from model import one_of
+
+# The pattern of ByteLevel itself: GPT-2's.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# demo/'s: newlines are not joined to punctuation, since prompts of code end with a colon.
+CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+# GPT-4o's and Mistral's tekken: a word ends between a lower-case and an upper-case letter.
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
+DIGITS = dict(type="Digits", individual_digits=True)
+PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # no merges where a piece is a token
+SPLITS = {  # tokenizer.ggml.pre -> the pattern or step before ByteLevel
+    "default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN_PATTERN),
+    **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
+    "tekken": TEKKEN_PATTERN}
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def split_steps(split):
+    """The steps of a tokenizer.json's pre_tokenizer. split: a value of SPLITS."""
+    if isinstance(split, str):
+        pattern = dict(pattern=dict(Regex=split), behavior="Isolated", invert=False)
+        return [dict(type="Split") | pattern, BYTE_LEVEL | dict(use_regex=False)]
+    return [split, BYTE_LEVEL] if split else [BYTE_LEVEL]
+
+
+def byte_level_spec(tokens, merges, split):
+    """The dict of a tokenizer.json of a byte-level BPE. split: a key of SPLITS."""
+    steps = split_steps(SPLITS[one_of("tokenizer.ggml.pre", split, SPLITS)])
+    merges = [pair.split(" ") for pair in merges]
+    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
+                model=bpe(tokens, merges, ignore_merges=split in PIECE_IS_TOKEN))
+
+
+def sentencepiece_spec(tokens, scores, normal, space_first):
+    """The dict of a tokenizer.json of sentencepiece's BPE: a space is ▁, characters without a token
+    become byte tokens, and the pair whose joint token has the best score is merged first. normal:
+    the ids that merges make."""
+    replace = lambda old, new: dict(type="Replace", pattern=dict(String=old), content=new)
+    normalizers = [dict(type="Prepend", prepend="▁")] * space_first + [replace(" ", "▁")]
+    decoders = [replace("▁", " "), dict(type="ByteFallback"), dict(type="Fuse")]
+    decoders += [dict(type="Strip", content=" ", start=1, stop=0)] * space_first
+    ids = {tokens[i]: i for i in normal}
+    pairs = [(-scores[index], index, len(text) - i, text[:i], text[i:])
+             for text, index in ids.items() for i in range(1, len(text))
+             if text[:i] in ids and text[i:] in ids]
+    merges = [[left, right] for *_, left, right in sorted(pairs)]
+    return dict(normalizer=dict(type="Sequence", normalizers=normalizers),
+                decoder=dict(type="Sequence", decoders=decoders),
+                model=bpe(tokens, merges, fuse_unk=True, byte_fallback=True))
+
+
+def bpe(tokens, merges, **flags):
+    """A BPE model as transformers writes it, so that a folder made of the file has its hash."""
+    plain = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
+                 end_of_word_suffix="", fuse_unk=False, byte_fallback=False, ignore_merges=False)
+    return plain | flags | dict(vocab={text: i for i, text in enumerate(tokens)}, merges=merges)
