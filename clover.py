@@ -333,9 +333,8 @@ class CloverHeads(nn.Module):
         theirs = record["base"]
         ours = describe_base(model)
         if theirs["sizes"] != ours["sizes"]:
-            raise InputError(f"{path}: these heads belong to another model (theirs: "
-                             f"{theirs['sizes']}, this one: {ours['sizes']}); train heads for this "
-                             "one with train_heads.py")
+            raise InputError(f"{path}: these heads belong to another model (of {theirs['sizes']}, "
+                             f"not {ours['sizes']}); train heads for this one with train_heads.py")
         if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
             raise InputError(f"{path}: these heads were trained with another tokenizer; use the "
                              "model folder's own")
@@ -399,8 +398,7 @@ def describe_base(model):
 
 
 def model_hash(model):
-    """16 hex digits for exactly these weights: of the files they came from, else of 64 values of
-    each."""
+    """16 hex digits for exactly these weights: of the files they came from, else `state_hash`."""
     return model.hash or state_hash(model.state_dict())
 
 

@@ -194,7 +194,7 @@ class Decoder:
         self.sampling_mode = self.sampling.mode  # of the next step
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
-        self.context = model.decoding_context
+        self.context = model.blocks.decoding_context
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j

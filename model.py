@@ -286,7 +286,7 @@ class Attention(nn.Module):
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = (rotate(x, rope) for x in (q, k))
         return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -358,7 +358,7 @@ class LMHead(nn.Linear):
 class Blocks(nn.ModuleList):
     """The blocks of a model, or of draft heads. A backend puts one of its own in their place."""
     is_packed = False  # whether they only decode: their weights cannot be read, changed or trained
-    decoding_context = contextlib.nullcontext
+    decoding_context = contextlib.nullcontext  # that steps run in
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
                 documents=None):
@@ -476,10 +476,6 @@ class GPT(nn.Module):
         """Bytes of the weights, those included that a layer counts by itself."""
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
-
-    def decoding_context(self):
-        """A context that decoding steps run in."""
-        return self.blocks.decoding_context()
 
     def free_memory(self):
         free = free_memory(self.device)

@@ -222,6 +222,7 @@ class ParallelNorm(nn.Module):
 
 class VocabParallelHead(nn.Module):
     """`LMHead`, of which each rank holds rows first, first + 1, ... Methods as there."""
+    filtered_sample = staticmethod(filtered_sample)  # of all ranks' logits
 
     def __init__(self, local, group, vocab_size):
         super().__init__()
@@ -262,9 +263,6 @@ class VocabParallelHead(nn.Module):
         score += noise * (per_row(temperature, hidden) > 0)
         both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
         return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
-
-    def filtered_sample(self, logits, **sampling):
-        return filtered_sample(logits, **sampling)
 
     def logits(self, hidden):
         return self.all_columns(self.local.logits(hidden))
