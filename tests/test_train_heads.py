@@ -25,7 +25,7 @@ from model import GPT, InputError
 from test_clover import random_heads
 from training import common, data, evaluate, writing
 from training.data import load_tokens, open_tokens
-from training.flags import parse_heads
+from training.flags import RunConfig, parse_heads
 
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
 FORKS = multiprocessing.get_context("forkserver")
@@ -208,11 +208,11 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, 
     toy_model(seed=1, vocab_size=258, block_size=128).save_pretrained(other)
     for flags, says in (
             (["--preset", "medusa"], "holds a run with preset clover, not medusa, "),
-            (["--seed", "2", "--draft-heads", "3", "--lr", "0.1"], "draft-heads 4, not 3; lr 0.005, not 0.1; seed 1, "),
+            (["--seed", "2", "--draft-heads", "3", "--lr", "0.1"], "lr 0.005, not 0.1; seed 1, not 2; draft-heads 4, "),
             (["--data", tmp_path / "more.txt"], "holds a run with another model or other data "),
             (["--model", other], "holds a run with another model or other data ")):
         assert says in refusal(capsys, "--resume", "--out", finished, *flags)
-    assert "holds a run already; --resume goes on with it" in refusal(capsys, "--out", finished)
+    assert "holds a run already; --resume continues it" in refusal(capsys, "--out", finished)
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
 
@@ -435,7 +435,7 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     assert measured_on["data"] == ["more.txt"] and measured_on["key"] != want["key"]
     assert record(tmp_path)["training"] == trained_on
     (tmp_path / "tokens.pt").unlink()
-    with pytest.raises(InputError, match="texts.jsonl.* not there any more; give these data"):
+    with pytest.raises(InputError, match="texts.jsonl.* are gone; name these data"):
         evaluated()
     assert evaluated("--data", texts) == want
 
@@ -457,9 +457,9 @@ def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, mon
         capsys, "--model", checkpoint, "--data", texts, "--out", tmp_path, "--resume", "--draft-vocabulary", "12")
 
 
-def new_run(model, checkpoint, out, *flags):
-    args = parse_heads([*TINY, "--dtype", "float32", "--out", str(out), "--model", str(checkpoint), *flags])
-    return train_heads.Run(args, CloverHeads(preset(args.preset), model), None, Group(), None)
+def new_run(model, checkpoint, out, objective):
+    config = RunConfig(dtype="float32", objective=objective)
+    return train_heads.Run(config, out, CloverHeads(preset("clover"), model), "", "", Group())
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_path):
@@ -469,7 +469,7 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(checkpoint, tmp_
     T, loss_mask = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)
     found = {}
     for objective in ("data", "distill"):
-        run = new_run(model, checkpoint, tmp_path, "--objective", objective)
+        run = new_run(model, checkpoint, tmp_path, objective)
         run.heads.load_state_dict(heads.state_dict())
         found[objective], accuracy = run.losses(ids, loss_mask, None, None)
     hidden = model(ids)
@@ -497,11 +497,14 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--preset eagle", "invalid choice: 'eagle'"),
+    ("--preset eagle", "unknown preset 'eagle'"),
+    ("--mix in", "unknown mix 'in'"),
+    ("--draft-heads 33", "draft heads must be a whole number from 1 to 32"),
+    ("--lr 0", "lr must be a number above 0"),
     ("--steps 0", "--steps: expected"),
     ("--block-size 4000", "block size must be"),
     ("--data nowhere.txt", "nowhere.txt"),
-    ("--draft-vocabulary 7", "--draft-vocabulary takes auto, 0 for all, or at least 8"),
+    ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
     ("--resume", "--resume needs a run"),
 ])

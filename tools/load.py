@@ -1,4 +1,4 @@
-"""What the flags name, loaded: model, heads, tokenizer, prompts; and the engine for them."""
+"""Loads what the flags name: model, heads, tokenizer, prompts; and makes the engine for them."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from hf import checkpoint, default_heads, expect, find_model, part_file
 from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.families import read_config
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, pick_device
+from model import GPT, InputError, check, pick_device
 from tools.policy import choose_threads
 
 
@@ -36,12 +36,12 @@ def load_model(args, group=None, packed=True, dtype=None):
 
 @dataclass(eq=False)
 class Loaded:
-    """What the flags name; of ranks, each has read the same."""
+    """What the flags name; the same on all ranks."""
     model: GPT
     encoding: Encoding
     heads: CloverHeads | None
     sampling: dict  # of a `Sampling`
-    stop: list      # token ids and texts that end a text
+    stop: list      # token ids and texts that end a sequence
     group: tensor_parallel.Group
 
     def encode(self, messages, chat):
@@ -73,7 +73,9 @@ def load(args, group):
 
 def load_alone(args, group):
     """As `load`, but does not wait for other ranks."""
-    sampling = sampling_flags(args) | dict(seed=args.seed)
+    if args.threads:
+        check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
+    sampling = sampling_flags(args)
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
@@ -108,25 +110,26 @@ def make_engine(args, loaded, prompts, max_new_tokens, **options):
 
 
 def sampling_flags(args):
-    """How to sample: as the flags say, else as the folder does, of which a line is printed."""
-    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    defaults = sampling_defaults(args.model)
-    if given.get("temperature", defaults["temperature"]) == 0:
-        filters = ", ".join(f"--{name.replace('_', '-')}" for name in given if given[name])
-        if filters and "temperature" not in given:
+    """The fields of a `Sampling`: the flags, else what the model's generation_config.json says,
+    which is printed."""
+    flags = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    Sampling(**flags, seed=args.seed)  # refuses a bad flag before the model is loaded
+    defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
+    if flags.get("temperature", defaults.get("temperature")) == 0:
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in flags if flags[name])
+        if filters and "temperature" not in flags:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
-        return dict(temperature=0.0) | given
-    of_folder = {name: defaults[name] for name in defaults if name not in given}
-    file = part_file(find_model(args.model), "generation_config.json")
-    try:
-        Sampling(**of_folder)
-    except InputError as error:
-        raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
-    if of_folder:
-        words = ", ".join(f"{name} {value:g}" for name, value in of_folder.items())
+        defaults = dict(temperature=0.0)
+    elif defaults:
+        file = part_file(find_model(args.model), "generation_config.json")
+        try:
+            Sampling(**defaults)
+        except InputError as error:
+            raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
+        words = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         print(f"sampling as {file.parent.resolve().name}/{file.name} says: "
               f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
-    return of_folder | given
+    return defaults | flags | dict(seed=args.seed)
 
 
 def opening(args):

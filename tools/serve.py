@@ -382,7 +382,7 @@ class App:
 def run(args):
     try:
         listener = socket.create_server((args.host, args.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
     group = tensor_parallel.start(args)
     expect(group.size == 1, "a server is one process; start it without torchrun")

@@ -1,4 +1,4 @@
-"""What training needs beside the training: files, the schedule, signals."""
+"""Files, the learning rate's schedule and signals, for training."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ from model import InputError, atomic_write
 
 @contextlib.contextmanager
 def saving(what, advice):
-    """Around writing files: InputError with the reason where they cannot be written."""
+    """Around writing files. Raises InputError, with the reason, where they cannot be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -21,17 +21,16 @@ def saving(what, advice):
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
-def save_file(path, value, advice):
+def save_file(path, value):
     def write(tmp):
-        with open(tmp, "wb") as file:  # torch's own file does not say why it fails
+        with open(tmp, "wb") as file:  # where it opens a file itself, torch hides why that fails
             torch.save(value, file)
-    with saving(f"{path}: cannot be written", advice):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, write)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, write)
 
 
 def load_file(path, keys, mmap=False):
-    """The dict with these keys that `save_file` wrote. mmap: its tensors stay in the file."""
+    """Reads a dict with these keys, as `save_file` wrote it. mmap: its tensors stay in the file."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         return {key: value[key] for key in keys}
@@ -47,7 +46,7 @@ def set_learning_rate(optimizer, peak, step, steps):
 
 
 def progress(start, steps, tokens_per_step, log):
-    """A function that logs what the caller says of a step, tokens per second, the time left."""
+    """A function that logs a step and a line about it, with tokens per second and time left."""
     began = time.perf_counter()
 
     def show(step, line):
@@ -59,17 +58,17 @@ def progress(start, steps, tokens_per_step, log):
 
 @contextlib.contextmanager
 def noted_signals():
-    """Inside, Ctrl-C and SIGTERM only add their number to the list that this gives. A second Ctrl-C
-    interrupts; a second SIGTERM does not, as a parent process may have sent it too."""
-    came = []
+    """Inside, Ctrl-C and SIGTERM only add their numbers to a list. A second Ctrl-C interrupts; a
+    second SIGTERM does not, since a parent process may have sent it too."""
+    received = []
 
     def note(number, frame):
-        if came and number == signal.SIGINT:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
