@@ -27,7 +27,7 @@ from backends import tensor_parallel
 from clover import CloverHeads, model_hash, preset
 from hf import expect
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, atomic_write, check, human
+from model import InputError, check, human
 from tools.load import load_model
 from training import common, data, flags, writing
 from training.corpus import SPLITS
@@ -58,10 +58,7 @@ class Run:
         self.began = self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
-        # of products
-        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        self.autocast = torch.autocast(heads.model.device.type, torch.bfloat16,
-                                       enabled=self.dtype == torch.bfloat16)
+        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # of products
         if state:
             heads.set_vocabulary(state["heads"].pop("vocabulary", []))
             heads.load_state_dict(heads.state_dict() | state["heads"])
@@ -119,9 +116,8 @@ class Run:
         Only this process's part of a loss has a gradient."""
         group, heads = self.group, self.heads
         if teacher is None:  # no states are stored
-            teacher = run_model(heads.model, ids, documents, self.dtype, self.autocast)
-        with self.autocast:
-            outputs = run_heads(heads, teacher, ids, documents)
+            teacher = run_model(heads.model, ids, documents, self.dtype)
+        outputs = run_heads(heads, teacher, ids, documents, self.dtype)
         guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
         sums, hits = head_losses(heads, outputs, teacher, ids, guess_mask, self.config.objective,
                                  self.dtype)
@@ -143,13 +139,12 @@ class Run:
                         **config.select(flags.TRAINING), **data_record(config.data, self.key))
         state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
-        files = {"log.jsonl": "".join(json.dumps(line) + "\n" for line in self.log),
-                 flags.RUN_FILE: json.dumps(config.select(flags.STORED))}
+        lines = "".join(json.dumps(line) + "\n" for line in self.log)
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with common.saving(f"{self.out}: step {self.step} cannot be saved", advice):
             heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
-            for name, text in files.items():
-                atomic_write(self.out / name, lambda tmp: Path(tmp).write_text(text))
+            common.save_text(self.out / "log.jsonl", lines)
+            common.save_text(self.out / flags.RUN_FILE, json.dumps(config.select(flags.STORED)))
             common.save_file(path, state)
 
     def check_finite(self, *tensors):
@@ -170,9 +165,8 @@ def read_config(args, out, n_processes):
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
            f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
-    expect(args.evaluate or config.batch_size % n_processes == 0, "the batch size is that of all "
-           f"{n_processes} processes together, but they do not divide {config.batch_size}; use a "
-           "multiple")
+    expect(args.evaluate or config.batch_size % n_processes == 0, f"a batch size of "
+           f"{config.batch_size} cannot be split over {n_processes} processes; use a multiple")
     heads = preset(config.preset, **config.select(SWITCHES))
     return replace(config, **{name: getattr(heads, name) for name in SWITCHES})
 
@@ -212,7 +206,7 @@ def prepare(config, out, group, resume):
     rounded = f"-{config.quantize}" if config.quantize else ""  # changes states, but not the hash
     file = home / f"states-{base}{rounded}.npy"
     if file.exists() or config.steps * config.tokens_per_step >= 2 * len(corpus.ids):
-        states = data.store_states(file, model, corpus, group, run.autocast, run.dtype)
+        states = data.store_states(file, model, corpus, group, run.dtype)
         corpus = corpus._replace(states=states)
     if not state:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
@@ -250,8 +244,6 @@ def finish(run):
     group.close()
     if group.rank:
         return
-    dtype = "float32" if config.dtype == "float32" else None  # else that of decoding
-    config = replace(config, dtype=dtype, batch_size=config.batch_size // group.size)
     evaluate(config, run.out, tensor_parallel.Group(), seconds)
     chat = " --chat" if load_chat_template(config.model) else ""
     print(f"\nuse them:  python generate.py --model {config.model} --heads {run.out}{chat}")

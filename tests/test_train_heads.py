@@ -354,7 +354,7 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
 def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
     said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
     for rank, text in enumerate(said):
-        assert text.startswith(f"process {rank} ends: the batch size ") and text.count("\n") == 1
+        assert text.startswith(f"process {rank} ends: a batch size of 7 ") and text.count("\n") == 1
 
 
 def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +20,10 @@ def saving(what, advice):
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{what} ({reason}); {advice}") from None
+
+
+def save_text(path, text):
+    atomic_write(path, lambda tmp: Path(tmp).write_text(text))
 
 
 def save_file(path, value):

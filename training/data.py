@@ -188,7 +188,7 @@ def span_batches(tokens, longest):
     return [spans[i:i + n] for i in range(0, len(spans), n)]
 
 
-def store_states(file, model, tokens, group, autocast, dtype):
+def store_states(file, model, tokens, group, dtype):
     """The model's states for `Tokens`, int16 [N, C + BESIDE], mapped from a file. All processes of
     the group write it together, unless it exists."""
     shape = (len(tokens.ids), model.config.n_embd + BESIDE)
@@ -199,7 +199,7 @@ def store_states(file, model, tokens, group, autocast, dtype):
         batches = span_batches(tokens, min(SPAN, model.config.block_size))
         show = progress(0, len(batches), shape[0] // len(batches), group.print)
         for i in range(group.rank, len(batches), group.size):
-            write_states(rows, model, tokens, batches[i], autocast, dtype)
+            write_states(rows, model, tokens, batches[i], dtype)
             if i // group.size % 10 == 0:
                 show(i + 1, f"step {i + 1}/{len(batches)}  hidden states")
         rows.flush()
@@ -219,10 +219,10 @@ def create(file, shape):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 
 
-def write_states(rows, model, tokens, spans, autocast, dtype):
+def write_states(rows, model, tokens, spans, dtype):
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    hidden = hidden_states(model, ids.to(model.device), autocast=autocast)
+    hidden = hidden_states(model, ids.to(model.device), dtype=dtype)
     hidden, logsumexp, greedy = teach(model, hidden.bfloat16(), dtype)
     parts = hidden, logsumexp.float()[..., None], greedy.int()[..., None]
     packed = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()
