@@ -70,7 +70,7 @@ class Run:
         show = common.progress(self.step, steps, self.config.tokens_per_step, self.group.print)
         with common.noted_signals() as signals:
             while self.step < steps and not self.interrupted(signals):
-                loss, accuracies = self.train_step(*self.batch(corpus))
+                loss, accuracies = self.train_step(*self.windows(corpus))
                 if self.step % SHOW_EVERY == 0 or self.step == steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
@@ -90,12 +90,13 @@ class Run:
         shown = " ".join(map("{:.3f}".format, accuracies))
         show(self.step, f"step {self.step}/{self.config.steps}  loss {loss:.3f}  accuracy {shown}")
 
-    def batch(self, corpus):
+    def windows(self, corpus):
+        """This process's part of the next step's batch."""
         config, group = self.config, self.group
         seed = config.seed * 1_000_003 + self.step  # each step has windows of its own
+        mine = slice(group.rank, None, group.size)
         return data.window_batch(corpus, config.batch_size, config.window, seed,
-                                 self.heads.model.device, slice(group.rank, None, group.size),
-                                 self.heads.model.dtype)
+                                 self.heads.model.device, mine, self.heads.model.dtype)
 
     def train_step(self, *windows):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -175,9 +176,7 @@ def prepare(config, out, group, resume):
     """All that can fail before the first step -> (Run, training Tokens)."""
     keys = ("identity", "step", "heads", "optimizer", "log")
     state = common.load_file(out / STATE_FILE, keys) if resume else None
-    if config.data is None and load_chat_template(config.model):
-        config = replace(config, data=[SELF])
-    if config.data == [SELF]:
+    if config.data == [SELF] or (config.data is None and load_chat_template(config.model)):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
     model, encoding = load_model(config, packed=False, dtype=dtype)
@@ -191,10 +190,10 @@ def prepare(config, out, group, resume):
 
     def prepare_text():
         key = data.tokens_key(config.data, encoding)
-        identity = [base, key]
-        if state and state["identity"] != identity:
-            raise InputError(f"{out} holds a run with another model or other data (hashes "
-                             f"{state['identity']}, now {identity}): --resume needs the same")
+        now = [base, key]
+        before = state["identity"] if state else now
+        expect(now == before, f"{out} holds a run with another model or other data (hashes "
+               f"{before}, now {now}): --resume needs the same")
         stored = data.store_tokens(home / data.FILE, key, config.data, encoding)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # of a run that was killed
             leftover.unlink()
@@ -219,12 +218,9 @@ def write_texts(config, out, group):
     model, encoding = load_model(config)
     folder = out / SELF
     goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256) // 4
-    writer = writing.Writer(folder, model, encoding, stop_tokens(config.model, encoding),
-                            config.seed, group.print)
-    group.on_first(writer.claim)
     group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
-    writer.write(goal, group.rank, group.size)
-    group.barrier()
+    stop = stop_tokens(config.model, encoding)
+    writing.Writer(folder, model, encoding, stop, config.seed, group).write(goal)
     return str(folder.absolute())
 
 
@@ -254,9 +250,6 @@ def evaluate(config, out, group, seconds=SECONDS):
     together."""
     model, encoding = load_model(config, group, packed=False)
     heads = CloverHeads.from_pretrained(out, model, encoding.hash)
-    trained = heads.info.get("training", {}).get("quantize")
-    expect(config.quantize == trained, f"{out}: heads are measured with the --quantize of their "
-           f"training, here {trained or 'none'}; use the same")
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
     results = measure(heads, heldout, config.batch_size, size, seconds, group.print)

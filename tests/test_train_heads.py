@@ -375,8 +375,6 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
     train(*flags, "--data", folder, "--quantize", "int8", "--out", tmp_path / "rounded")
     assert len([*folder.glob("states-*.npy")]) == 2  # those of rounded weights are others
-    with pytest.raises(InputError, match="with the --quantize of their training, here int8"):
-        train("--model", checkpoint, "--out", tmp_path / "rounded", "--evaluate")
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
     train(*flags, "--data", *sorted(folder.glob("*.jsonl")), "--steps", "5", "--out", tmp_path / "live")  # read once
     assert losses_of(tmp_path / "live")[:1] == pytest.approx(losses_of(tmp_path / "one")[:1], rel=0.005)

@@ -23,14 +23,14 @@ MARK = "the user's words"            # stands for them, to find their place in a
 class Writer:
     """Writes rounds of texts to a folder. stop: the token ids that end one."""
 
-    def __init__(self, folder, model, encoding, stop, seed=0, log=print):
+    def __init__(self, folder, model, encoding, stop, seed, group):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
         self.template = encoding.template  # None for a base model
         self.stop = set(stop)
         self.seed = seed
-        self.log = log
+        self.group = group  # of processes that write together
         self.openings = set()  # the first words of all texts
 
     def claim(self):
@@ -41,25 +41,28 @@ class Writer:
                f"{self.folder}: another model wrote these texts; take another --out")
         save_text(self.folder / ABOUT, json.dumps(dict(model=mine)) + "\n")
 
-    def write(self, tokens, rank=0, size=1):
-        """Writes until `size` processes together have `tokens` tokens; each writes every size-th
-        round. Keeps rounds whose file exists."""
-        goal = tokens // size
+    def write(self, tokens):
+        """Writes until the processes together have so many tokens; each writes every size-th round.
+        Keeps rounds whose file exists."""
+        group = self.group
+        group.on_first(self.claim)
+        goal = tokens // group.size
         held = 0
         show = None
-        for number in itertools.count(rank, size):
+        for number in itertools.count(group.rank, group.size):
             if held >= goal:
-                return
+                break
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
                 held += self.read(file)
                 continue
-            show = show or progress(held, goal, 1, self.log)
+            show = show or progress(held, goal, 1, group.print)
             texts = self.round(number)
             expect(texts, "the model wrote no text that heads could be trained on; give --data")
             save_text(file, "".join(json.dumps(text) + "\n" for text in texts))
             held += self.count(texts)
             show(held, f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens")
+        group.barrier()
 
     def read(self, file):
         """Notes the users' openings in a file -> its number of tokens."""
