@@ -66,11 +66,16 @@ class Run:
 
     def train(self, corpus):
         """Trains until the last step, Ctrl-C or SIGTERM -> the exit code."""
-        steps = self.config.steps
-        show = common.progress(self.step, steps, self.config.tokens_per_step, self.group.print)
+        config, group, heads = self.config, self.group, self.heads
+        steps = config.steps
+        mine = slice(group.rank, None, group.size)  # this process's part of a batch
+        show = common.progress(self.step, steps, config.tokens_per_step, group.print)
         with common.noted_signals() as signals:
             while self.step < steps and not self.interrupted(signals):
-                loss, accuracies = self.train_step(*self.windows(corpus))
+                seed = config.seed * 1_000_003 + self.step  # each step has windows of its own
+                loss, accuracies = self.train_step(*data.window_batch(
+                    corpus, config.batch_size, config.window, seed, heads.model.device, mine,
+                    heads.model.dtype))
                 if self.step % SHOW_EVERY == 0 or self.step == steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
@@ -89,14 +94,6 @@ class Run:
                              lr=self.optimizer.param_groups[0]["lr"]))
         shown = " ".join(map("{:.3f}".format, accuracies))
         show(self.step, f"step {self.step}/{self.config.steps}  loss {loss:.3f}  accuracy {shown}")
-
-    def windows(self, corpus):
-        """This process's part of the next step's batch."""
-        config, group = self.config, self.group
-        seed = config.seed * 1_000_003 + self.step  # each step has windows of its own
-        mine = slice(group.rank, None, group.size)
-        return data.window_batch(corpus, config.batch_size, config.window, seed,
-                                 self.heads.model.device, mine, self.heads.model.dtype)
 
     def train_step(self, *windows):
         """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
@@ -190,10 +187,8 @@ def prepare(config, out, group, resume):
 
     def prepare_text():
         key = data.tokens_key(config.data, encoding)
-        now = [base, key]
-        before = state["identity"] if state else now
-        expect(now == before, f"{out} holds a run with another model or other data (hashes "
-               f"{before}, now {now}): --resume needs the same")
+        expect(not state or state["identity"] == [base, key], f"{out} holds a run with another "
+               "model or other data; --resume needs the same")
         stored = data.store_tokens(home / data.FILE, key, config.data, encoding)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # of a run that was killed
             leftover.unlink()
@@ -267,9 +262,8 @@ def heldout_tokens(config, out, heads, encoding):
             stored = data.open_tokens(folder / data.FILE)
             if stored["key"] == about.get("key"):
                 return stored["heldout"], {name: about[name] for name in ("data", "key")}
-    expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens that these "
-           f"heads were trained on ({about.get('data')}) are gone; name these data, or others, "
-           "with --data")
+    expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens of the "
+           f"training data ({about.get('data')}) are gone; give --data")
     about = data_record(config.data, data.tokens_key(config.data, encoding))
     return data.load_tokens(config.data, encoding, "heldout"), about
 

@@ -209,8 +209,8 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, 
     for flags, says in (
             (["--preset", "medusa"], "holds a run with preset clover, not medusa, "),
             (["--seed", "2", "--draft-heads", "3", "--lr", "0.1"], "lr 0.005, not 0.1; seed 1, not 2; draft-heads 4, "),
-            (["--data", tmp_path / "more.txt"], "holds a run with another model or other data "),
-            (["--model", other], "holds a run with another model or other data ")):
+            (["--data", tmp_path / "more.txt"], "holds a run with another model or other data; "),
+            (["--model", other], "holds a run with another model or other data; ")):
         assert says in refusal(capsys, "--resume", "--out", finished, *flags)
     assert "holds a run already; --resume continues it" in refusal(capsys, "--out", finished)
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
@@ -433,7 +433,7 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     assert measured_on["data"] == ["more.txt"] and measured_on["key"] != want["key"]
     assert record(tmp_path)["training"] == trained_on
     (tmp_path / "tokens.pt").unlink()
-    with pytest.raises(InputError, match="texts.jsonl.* are gone; name these data"):
+    with pytest.raises(InputError, match="texts.jsonl.* are gone; give --data"):
         evaluated()
     assert evaluated("--data", texts) == want
 

@@ -37,9 +37,9 @@ def at_least(low, auto=False):
 
 
 def model_path(name):
-    """A model's path; for a short name, that of the file it stands for."""
+    """A model's absolute path; for a short name, that of the file it stands for."""
     try:
-        return str(find_model(name))
+        return os.path.abspath(find_model(name))
     except ValueError as error:  # InputError, which would take loading torch to name
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -76,15 +76,14 @@ def parse_generate(argv=None):
         "standard input; default: each line that is typed")
     one("--prompts", metavar="FILE", help="texts to continue, one per line; in a .jsonl file each "
         "line's \"prompt\", or \"messages\" of a chat")
-    group.add_argument("--chat", action="store_true", help="put the prompt into the model's chat "
-                       "template; without a prompt: a conversation")
-    group.add_argument("--system", metavar="TEXT", help="the system message of a chat")
+    add = group.add_argument
+    add("--chat", action="store_true", help="use the chat template; without a prompt: converse")
+    add("--system", metavar="TEXT", help="the system message of a chat")
 
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true", help="print the drafters, why they were chosen, and "
-        "where time goes")
+    add("--explain", action="store_true", help="print what drafted, why, and where time goes")
     add("--show-tree", action="store_true", help="print the trees of the first steps; with --json "
         "of all; runs without a graph")
     add("--compare", action="store_true", help="also decode plainly; compare speed and text")
@@ -104,7 +103,7 @@ def parse_generate(argv=None):
 
 
 def parse_serve(argv=None):
-    """tools/serve.py's flags, and the defaults of the others that `make_engine` reads."""
+    """tools/serve.py's flags, and defaults for others that `make_engine` reads."""
     parser = Parser("Serves a model to OpenAI clients, with a page to chat on.",
                     prog="python -m tools.serve")
     add = parser.add_argument_group("server").add_argument

@@ -61,10 +61,6 @@ def run_config(args, out):
     """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
     Raises InputError where it would overwrite that run, or change what FIXED names."""
     given = {name: value for name, value in vars(args).items() if name in (*STORED, "device")}
-    if "model" in given:
-        given["model"] = os.path.abspath(args.model)  # for --resume from anywhere
-    if "data" in given:
-        given["data"] = [path if path == SELF else os.path.abspath(path) for path in args.data]
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
                "--resume continues it, or use another --out")
@@ -95,15 +91,13 @@ def parse_heads(argv=None):
                        "Python's standard library")
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
-    add("--self-tokens", **count, help="tokens that the model writes for --data self; default: a "
-        "quarter of those to train on")
+    add("--self-tokens", **count, help="of --data self; default: a quarter of those to train on")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
-    add("--block-size", **count,
-        help="tokens per sequence; default: 256, or what the context holds")
+    add("--block-size", **count, help="tokens per sequence; default: 256, or what the context fits")
     add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
     add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
-    add("--objective", choices=("distill", "data"), help="train towards the model's next-token "
+    add("--objective", choices=("distill", "data"), help="learn the model's next-token "
         "distribution, the default, or the text")
     add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
         "presets and their switches, the next six flags")
@@ -114,12 +108,15 @@ def parse_heads(argv=None):
     add("--mix-before", action=on_off, help="read the root before the augmenting block too")
     add("--projector", metavar="NAME", help="what comes before the LM head")
     add("--shared", action=on_off, help="all heads but the first share their weights")
-    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto",
-        help="draft among the N most frequent tokens of the data; 0: all; default: auto, those "
-        "that cover 97%% of the data, if under half")
+    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft among the "
+        "N most frequent tokens; 0: all; default: auto, what covers 97%% of the text if under half")
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 
+def data_path(name):
+    return name if name == SELF else os.path.abspath(name)  # for --resume from anywhere
+
+
 def add_data_flag(parser, default="default: Python's standard library"):
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, "
-                        f"folders, patterns; {default}")
+    parser.add_argument("--data", nargs="+", type=data_path, metavar="PATH",
+                        help=f"files of text or .jsonl, folders, patterns; {default}")
