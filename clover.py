@@ -41,7 +41,6 @@ class CloverConfig:
         """Raises InputError for a size or a name that is out of range -> self."""
         check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
         check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
-        check("vocabulary", self.vocabulary, 0, 2**31, whole=True)
         for what, name, known in (("mix", self.mix, (*MIXERS, "none")),
                                   ("projector", self.projector, PROJECTORS)):
             if name not in known:

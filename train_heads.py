@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag i
     sys.exit(main())
 
 import contextlib
-import json
 import signal
 import time
 from dataclasses import replace
@@ -29,10 +28,10 @@ from hf import expect
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, check, human
 from tools.load import load_model
-from training import common, data, flags, writing
+from training import common, data, writing
 from training.corpus import SPLITS
 from training.evaluate import SECONDS, measure, record
-from training.flags import SELF, STATE_FILE, SWITCHES, RunConfig
+from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
 from training.loss import guess_masks, head_losses, run_heads, run_model
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
@@ -67,22 +66,21 @@ class Run:
     def train(self, corpus):
         """Trains until the last step, Ctrl-C or SIGTERM -> the exit code."""
         config, group, heads = self.config, self.group, self.heads
-        steps = config.steps
         mine = slice(group.rank, None, group.size)  # this process's part of a batch
-        show = common.progress(self.step, steps, config.tokens_per_step, group.print)
+        show = common.progress(self.step, config.steps, config.tokens_per_step, group.print)
         with common.noted_signals() as signals:
-            while self.step < steps and not self.interrupted(signals):
+            while self.step < config.steps and not self.interrupted(signals):
                 seed = config.seed * 1_000_003 + self.step  # each step has windows of its own
                 loss, accuracies = self.train_step(*data.window_batch(
                     corpus, config.batch_size, config.window, seed, heads.model.device, mine,
                     heads.model.dtype))
-                if self.step % SHOW_EVERY == 0 or self.step == steps:
+                if self.step % SHOW_EVERY == 0 or self.step == config.steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
-                if self.step < steps and time.monotonic() > self.saved + SAVE_EVERY:
+                if self.step < config.steps and time.monotonic() > self.saved + SAVE_EVERY:
                     self.save()
         # perhaps another rank has the signal
-        return 0 if self.step >= steps else 128 + (signals or [signal.SIGTERM])[0]
+        return 0 if self.step >= config.steps else 128 + (signals or [signal.SIGTERM])[0]
 
     def interrupted(self, signals):
         """Whether any process got a signal; asking waits for all, so only every tenth step."""
@@ -132,17 +130,16 @@ class Run:
         if self.group.rank:
             return
         config, heads = self.config, self.heads
-        path = self.out / STATE_FILE
+        path = self.out / common.STATE_FILE
         training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
-                        **config.select(flags.TRAINING), **data_record(config.data, self.key))
+                        **config.select(TRAINING), **data_record(config.data, self.key))
         state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
-        lines = "".join(json.dumps(line) + "\n" for line in self.log)
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with common.saving(f"{self.out}: step {self.step} cannot be saved", advice):
             heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
-            common.save_text(self.out / "log.jsonl", lines)
-            common.save_text(self.out / flags.RUN_FILE, json.dumps(config.select(flags.STORED)))
+            common.save_lines(self.out / "log.jsonl", self.log)
+            common.save_lines(self.out / common.RUN_FILE, [config.select(STORED)])
             common.save_file(path, state)
 
     def check_finite(self, *tensors):
@@ -158,7 +155,7 @@ def data_record(paths, key):
 
 def read_config(args, out, n_processes):
     """The `RunConfig` of the flags, its switches resolved. Raises InputError for bad values."""
-    config = flags.run_config(args, out)
+    config = common.run_config(args, out)
     check("lr", config.lr, 0, 10, above=True)
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
@@ -172,7 +169,7 @@ def read_config(args, out, n_processes):
 def prepare(config, out, group, resume):
     """All that can fail before the first step -> (Run, training Tokens)."""
     keys = ("identity", "step", "heads", "optimizer", "log")
-    state = common.load_file(out / STATE_FILE, keys) if resume else None
+    state = common.load_file(out / common.STATE_FILE, keys) if resume else None
     if config.data == [SELF] or (config.data is None and load_chat_template(config.model)):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
@@ -200,8 +197,7 @@ def prepare(config, out, group, resume):
     rounded = f"-{config.quantize}" if config.quantize else ""  # changes states, but not the hash
     file = home / f"states-{base}{rounded}.npy"
     if file.exists() or config.steps * config.tokens_per_step >= 2 * len(corpus.ids):
-        states = data.store_states(file, model, corpus, group, run.dtype)
-        corpus = corpus._replace(states=states)
+        corpus = corpus._replace(states=data.store_states(file, model, corpus, group, run.dtype))
     if not state:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
                                   group.print)
@@ -215,7 +211,10 @@ def write_texts(config, out, group):
     goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256) // 4
     group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
     stop = stop_tokens(config.model, encoding)
-    writing.Writer(folder, model, encoding, stop, config.seed, group).write(goal)
+    writer = writing.Writer(folder, model, encoding, stop, config.seed, group.print)
+    group.on_first(writer.claim)
+    writer.write(goal, group.rank, group.size)
+    group.barrier()
     return str(folder.absolute())
 
 

@@ -45,16 +45,14 @@ class Scripted:
             SimpleNamespace(tokens=ids, ended="stop" if ids[-1:] == [END] else "length") for ids in tokens])
 
 
-class SecondOfTwo(Group):
-    on_first = barrier = lambda *_: None
-
-
-def writer(folder, encoding, monkeypatch, says, template=CHATML, group=Group()):
+def writer(folder, encoding, monkeypatch, says, template=CHATML):
     monkeypatch.setattr(writing, "ROUND", 8)
     script = Scripted(encoding, says)
     monkeypatch.setattr(writing, "Engine", script)
     encoding.template = template
-    return writing.Writer(folder, toy_model(), encoding, [END, 261], 1, group), script
+    made = writing.Writer(folder, toy_model(), encoding, [END, 261], 1, log=lambda line: None)
+    made.claim()
+    return made, script
 
 
 def lines(folder):
@@ -87,15 +85,13 @@ def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path
     """Catches a run that starts anew after Ctrl-C, two processes that write the same, temperatures that do not vary."""
     says = lambda i, text: f"{len(made.openings)} {i}" if text.endswith("user\n") else "hell"
     with_end = lambda i, text: says(i, text) + "<|im_end|>"
-    second = SecondOfTwo(1, 2)
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, with_end, group=second)
-    made.claim()
-    made.write(300)
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
+    made.write(300, rank=1, size=2)
     files = sorted(file.name for file in (tmp_path / "self").glob("*.jsonl"))
     assert files[:2] == ["00001.jsonl", "00003.jsonl"] and len({call[2] for call in script.calls}) == len(files)
     assert {call[1] for call in script.calls} >= {0.9, 0.8, 1.0}
-    again, script = writer(tmp_path / "self", encoding, monkeypatch, with_end, group=second)
-    again.write(300)
+    again, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
+    again.write(300, rank=1, size=2)
     assert not script.calls and again.openings == made.openings
     silent, _ = writer(tmp_path / "none", encoding, monkeypatch, lambda *_: "")
     with pytest.raises(InputError, match="give --data"):

@@ -1,15 +1,43 @@
-"""Files, the learning rate's schedule and signals, for training."""
+"""What a run is, its files, the learning rate's schedule, signals."""
 
 import contextlib
+import json
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from hf import expect
 from model import InputError, atomic_write
+from training.flags import FIXED, STORED, RunConfig
+
+STATE_FILE = "train_state.pt"  # of a run: weights, optimizer, step
+RUN_FILE = "run.json"          # its RunConfig
+
+
+def run_config(args, out):
+    """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
+    Raises InputError where it would overwrite that run, or change what FIXED names."""
+    given = {name: value for name, value in vars(args).items() if name in (*STORED, "device")}
+    if args.evaluate or not args.resume:
+        expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
+               "--resume continues it, or use another --out")
+        return RunConfig(**given)
+    try:
+        saved = json.loads((out / RUN_FILE).read_text())
+        expect(set(saved) == set(STORED), f"{RUN_FILE} has other flags")
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"{out}: --resume needs a run that this version saved there "
+                         f"({error})") from None
+    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
+    differ = "; ".join(f"{flag(name)} {saved[name]}, not {given[name]}" for name in FIXED
+                       if given.get(name, saved[name]) != saved[name])
+    expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
+    return replace(RunConfig(**saved), **given)
 
 
 @contextlib.contextmanager
@@ -22,7 +50,8 @@ def saving(what, advice):
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
-def save_text(path, text):
+def save_lines(path, values):
+    text = "".join(json.dumps(value) + "\n" for value in values)
     atomic_write(path, lambda tmp: Path(tmp).write_text(text))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hf import expect
 from model import InputError
-from training.flags import STATE_FILE
+from training.common import STATE_FILE
 
 LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",

@@ -1,16 +1,12 @@
 """The flags of train_heads.py, and the run that they describe. Loads no torch."""
 
 import argparse
-import json
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from hf import expect
 from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
 
-STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
-RUN_FILE = "run.json"          # in --out: the RunConfig
-SELF = "self"                  # as --data: text that the model writes
+SELF = "self"  # as --data: text that the model writes
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 
 
@@ -55,26 +51,6 @@ class RunConfig:
 STORED = [field.name for field in fields(RunConfig) if field.name != "device"]
 FIXED = [name for name in STORED if name not in ("model", "data", "steps")]
 TRAINING = FIXED[:FIXED.index("preset")]  # what heads.json says about the training
-
-
-def run_config(args, out):
-    """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
-    Raises InputError where it would overwrite that run, or change what FIXED names."""
-    given = {name: value for name, value in vars(args).items() if name in (*STORED, "device")}
-    if args.evaluate or not args.resume:
-        expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
-               "--resume continues it, or use another --out")
-        return RunConfig(**given)
-    try:
-        saved = json.loads((out / RUN_FILE).read_text())
-        expect(set(saved) == set(STORED), f"{RUN_FILE} has other flags")
-    except (OSError, TypeError, ValueError) as error:
-        expect(False, f"{out}: --resume needs a run that this version saved there ({error})")
-    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
-    differ = "; ".join(f"{flag(name)} {saved[name]}, not {given[name]}" for name in FIXED
-                       if given.get(name, saved[name]) != saved[name])
-    expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
-    return replace(RunConfig(**saved), **given)
 
 
 def parse_heads(argv=None):

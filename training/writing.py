@@ -1,6 +1,5 @@
-"""Text that a model writes to train its own heads on. A chat model, given its template up to where
-the user's words begin, writes those too (Magpie, arXiv 2406.08464); a base model writes from its
-first token."""
+"""Texts that a model writes for its own heads. Given its template up to where the user's words
+begin, a chat model writes these too (Magpie, arXiv 2406.08464), a base model from its start."""
 
 import itertools
 import json
@@ -10,27 +9,27 @@ from clover import model_hash
 from generate import Engine, Sampling
 from hf import expect
 from hf.tokenizer import encode_prompt, end_of_text
-from model import InputError, human, read_json
-from training.common import progress, save_text
+from model import InputError, atomic_write, human, read_json
+from training.common import progress
 
-ABOUT = "written_by.json"            # in the folder: the model's hash
-ROUND = 64                           # texts that are written at once, into one file
+ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
+ROUND = 64                           # texts that are written at once, and held by a file
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
 USER_TEMPERATURE = 0.9               # of the user's words
-MARK = "the user's words"            # stands for them, to find their place in a template
+MARK = "the user's words"            # where they are in a template
 
 
 class Writer:
-    """Writes rounds of texts to a folder. stop: the token ids that end one."""
+    """Writes rounds of texts to a folder. stop: the token ids that end a text."""
 
-    def __init__(self, folder, model, encoding, stop, seed, group):
+    def __init__(self, folder, model, encoding, stop, seed=0, log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
         self.template = encoding.template  # None for a base model
         self.stop = set(stop)
         self.seed = seed
-        self.group = group  # of processes that write together
+        self.log = log
         self.openings = set()  # the first words of all texts
 
     def claim(self):
@@ -39,33 +38,32 @@ class Writer:
         mine = model_hash(self.model)
         expect(written_by(self.folder) in (None, mine),
                f"{self.folder}: another model wrote these texts; take another --out")
-        save_text(self.folder / ABOUT, json.dumps(dict(model=mine)) + "\n")
+        about = json.dumps(dict(model=mine)) + "\n"
+        atomic_write(self.folder / ABOUT, lambda tmp: Path(tmp).write_text(about))
 
-    def write(self, tokens):
-        """Writes until the processes together have so many tokens; each writes every size-th round.
-        Keeps rounds whose file exists."""
-        group = self.group
-        group.on_first(self.claim)
-        goal = tokens // group.size
+    def write(self, tokens, rank=0, size=1):
+        """Writes until `size` processes together have `tokens` tokens, this one every size-th
+        round. A round whose file is there is not written again."""
+        goal = tokens // size
         held = 0
         show = None
-        for number in itertools.count(group.rank, group.size):
+        for number in itertools.count(rank, size):
             if held >= goal:
-                break
+                return
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
                 held += self.read(file)
                 continue
-            show = show or progress(held, goal, 1, group.print)
+            show = show or progress(held, goal, 1, self.log)
             texts = self.round(number)
-            expect(texts, "the model wrote no text that heads could be trained on; give --data")
-            save_text(file, "".join(json.dumps(text) + "\n" for text in texts))
+            expect(texts, "none of the texts that the model wrote will do; give --data")
+            lines = "".join(json.dumps(text) + "\n" for text in texts)
+            atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
             held += self.count(texts)
             show(held, f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens")
-        group.barrier()
 
     def read(self, file):
-        """Notes the users' openings in a file -> its number of tokens."""
+        """Notes what users say in a file of texts -> how many tokens it has."""
         texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
         for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
             if message["role"] == "user":
@@ -92,8 +90,8 @@ class Writer:
         return [dict(messages=chat) for chat in texts.values()]
 
     def extend(self, chats, role, seed, temperature):
-        """{number: messages}, each with a new message by the model, in a role. Drops empty ones,
-        near-duplicates, runaways, and those with special tokens."""
+        """{number: messages}, each with a message that the model wrote in a role; without those
+        that are no good: empty, near-duplicates of others, runaways, with special tokens."""
         context = self.model.config.block_size
         longest = min(128 if role == "user" else 384, context // 4)  # the user's hardly end later
         prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
@@ -117,7 +115,7 @@ class Writer:
         return extended
 
     def engine(self, slots, capacity, sampling):
-        """An Engine of `slots` slots, or as many as fit in memory."""
+        """An Engine of as many slots, up to this number, as memory has room for."""
         try:
             return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling)
         except InputError:
@@ -126,7 +124,7 @@ class Writer:
         return self.engine(slots // 2, capacity, sampling)
 
     def prompt(self, chat, role):
-        """The token ids that a role's next message follows."""
+        """The token ids after which the model writes a role's next message."""
         if role == "text":
             return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
         if role == "assistant":
@@ -137,7 +135,7 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
     def is_new(self, text):
-        """Whether no earlier text began with the same eight words."""
+        """Whether no text before began with the same eight words."""
         before = len(self.openings)
         self.openings.add(tuple(text.lower().split()[:8]))
         return len(self.openings) > before
