@@ -153,15 +153,15 @@ def data_record(paths, key):
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
 
-def read_config(args, out, n_processes):
+def read_config(args, out, group):
     """The `RunConfig` of the flags, its switches resolved. Raises InputError for bad values."""
-    config = common.run_config(args, out)
+    config = replace(common.run_config(args, out), device=group.device)
     check("lr", config.lr, 0, 10, above=True)
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
            f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
-    expect(args.evaluate or config.batch_size % n_processes == 0, f"a batch size of "
-           f"{config.batch_size} cannot be split over {n_processes} processes; use a multiple")
+    expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
+           f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
     heads = preset(config.preset, **config.select(SWITCHES))
     return replace(config, **{name: getattr(heads, name) for name in SWITCHES})
 
@@ -234,7 +234,7 @@ def finish(run):
     group.close()
     if group.rank:
         return
-    evaluate(config, run.out, tensor_parallel.Group(), seconds)
+    evaluate(config, run.out, tensor_parallel.Group(device=config.device), seconds)
     chat = " --chat" if load_chat_template(config.model) else ""
     print(f"\nuse them:  python generate.py --model {config.model} --heads {run.out}{chat}")
 
@@ -269,9 +269,9 @@ def heldout_tokens(config, out, heads, encoding):
 
 def main(args):
     """Trains heads, or only measures them -> the exit code."""
-    group = tensor_parallel.start(args)
+    group = tensor_parallel.start(args.device)
     out = Path(args.out or f"out/{getattr(args, 'preset', RunConfig.preset)}")
-    config = group.raise_together(lambda: read_config(args, out, group.size))
+    config = group.raise_together(lambda: read_config(args, out, group))
     if args.evaluate:
         return evaluate(config, out, group)
     run, corpus = prepare(config, out, group, args.resume)

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from tools.policy import choose_threads
 def load_model(args, group=None, packed=True, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
-    device = pick_device(args.device)
+    device = pick_device((group and group.device) or args.device)
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     last = encoding.max_token_value
@@ -47,10 +46,9 @@ class Loaded:
     def encode(self, messages, chat):
         """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
         since a template may look at the clock."""
-        ids = partial(encode_prompt, self.encoding, messages[-1]["content"])
-        if chat:
-            ids = partial(self.encoding.chat, messages)
-        return self.group.on_first(ids)
+        text = messages[-1]["content"]
+        return self.group.on_first(lambda: self.encoding.chat(messages) if chat
+                                   else encode_prompt(self.encoding, text))
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -144,11 +142,12 @@ def read_prompts(args):
            "leave out --chat, or take a model that was trained to chat")
     if args.prompts:
         found = read_file(Path(args.prompts), args.chat)
-        return [[*opening(args), *messages] for messages in found]
-    with utf8("standard input"):
-        texts = [sys.stdin.buffer.read().decode() if text == "-" else text
-                 for text in args.prompt or []]
-    return [[*opening(args), dict(role="user", content=text)] for text in texts]
+    else:
+        with utf8("standard input"):
+            texts = [sys.stdin.buffer.read().decode() if text == "-" else text
+                     for text in args.prompt or []]
+        found = [[dict(role="user", content=text)] for text in texts]
+    return [[*opening(args), *messages] for messages in found]
 
 
 @contextlib.contextmanager
