@@ -37,9 +37,9 @@ def at_least(low, auto=False):
 
 
 def model_path(name):
-    """A model's absolute path; for a short name, that of the file it stands for."""
+    """A model's path; for a short name, that of the file it stands for."""
     try:
-        return os.path.abspath(find_model(name))
+        return str(find_model(name))
     except ValueError as error:  # InputError, which would take loading torch to name
         raise argparse.ArgumentTypeError(str(error)) from None
 

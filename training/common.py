@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import time
 from dataclasses import replace
@@ -23,6 +24,8 @@ def run_config(args, out):
     """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
     Raises InputError where it would overwrite that run, or change what FIXED names."""
     given = {name: value for name, value in vars(args).items() if name in STORED}
+    if "model" in given:
+        given["model"] = os.path.abspath(args.model)  # for --resume from anywhere
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
                "--resume continues it, or use another --out")

@@ -90,7 +90,7 @@ def parse_heads(argv=None):
 
 
 def data_path(name):
-    return name if name == SELF else os.path.abspath(name)  # for --resume from anywhere
+    return name if name == SELF else os.path.abspath(name)
 
 
 def add_data_flag(parser, default="default: Python's standard library"):
