@@ -419,18 +419,12 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
 def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
     """Catches a default that a resumed or evaluated run applies anew, and a record or weights that do not follow."""
     monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # of 258 ids, of which the text needs fewer than 32
-
-    def size(*flags):
-        found, said = run(checkpoint, texts, tmp_path, *flags)["config"]["vocabulary"], capsys.readouterr().out
+    for flags in (["--steps", "1"], ["--steps", "2", "--resume"], ["--evaluate"]):
+        assert run(checkpoint, texts, tmp_path, *flags)["config"]["vocabulary"] == 32
         heads = CloverHeads.from_pretrained(tmp_path, GPT.from_pretrained(checkpoint, device="cpu"))
-        assert found == heads.config.vocabulary
-        return found, said.count("draft vocabulary: 32 of 258 token ids")
-    assert size("--steps", "1") == (32, 1)
-    assert size("--steps", "2", "--resume") == (32, 0)
-    weights = (tmp_path / "heads.safetensors").read_bytes()
-    assert size("--evaluate") == (32, 0) and (tmp_path / "heads.safetensors").read_bytes() == weights
-    assert "draft-vocabulary None, not 12" in refusal(
-        capsys, "--model", checkpoint, "--data", texts, "--out", tmp_path, "--resume", "--draft-vocabulary", "12")
+        assert heads.config.vocabulary == len(heads.vocabulary) == 32
+    assert capsys.readouterr().out.count("draft vocabulary: 32 of 258 token ids") == 1
+    assert "draft-vocabulary None, not 12" in refusal(capsys, "--resume", "--out", tmp_path, "--draft-vocabulary", "12")
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
@@ -470,19 +464,22 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--steps 0", "--steps: expected"),
     ("--block-size 4000", "block size must be"),
     ("--data nowhere.txt", "nowhere.txt"),
+    ("--data {}/empty.txt", "empty"),
+    ("--data {}/binary.txt", "UTF-8"),
+    ("--data {}/short.txt", "give more"),
     ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
     ("--resume", "--resume needs a run"),
 ])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
-    given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags.split()]
+    for name, content in (("empty", b""), ("binary", b"\xff\xfe\x80"), ("short", b"short")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    flags = flags.format(tmp_path).split()
+    given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags]
     assert says in refusal(capsys, *given) and not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_made_and_bad_data_files_are_named(checkpoint, texts, tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_named(checkpoint, texts, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert "tokens.pt: cannot be written" in refusal(capsys, "--model", checkpoint, "--data", texts, "--out",
-                                                     tmp_path / "file")
-    for content, says in ((b"", "empty"), (b"\xff\xfe\x80", "UTF-8"), (b"short", "give more")):
-        (tmp_path / "data.txt").write_bytes(content)
-        assert says in refusal(capsys, "--model", checkpoint, "--data", tmp_path / "data.txt", "--out", tmp_path / "x")
+    said = refusal(capsys, "--model", checkpoint, "--data", texts, "--out", tmp_path / "file")
+    assert "tokens.pt: cannot be written" in said
