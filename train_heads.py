@@ -4,8 +4,8 @@
     python train_heads.py --model DIR --data my_texts/ 'chats/*.jsonl.gz' --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume ends with the same heads as a
-run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
+A run is saved every few minutes, on Ctrl-C and on SIGTERM. With --resume it ends with the same
+heads as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
 """
 
 import sys
@@ -123,7 +123,7 @@ class Run:
         return total + (losses - losses.detach()), accuracies
 
     def save(self):
-        """Writes the heads, then the state: where anything fails, the one before is intact."""
+        """Writes the heads, then the state: if anything fails, the state before is intact."""
         self.check_finite(*self.heads.parameters())
         self.saved = time.monotonic()
         if self.group.rank:
@@ -144,11 +144,11 @@ class Run:
     def check_finite(self, *tensors):
         finite = all(bool(x.isfinite().all()) for x in tensors)
         expect(finite, f"training has diverged at step {self.step}: a number is not finite; "
-               f"{self.out} keeps what was saved; start anew with a lower --lr")
+               f"{self.out} keeps what was saved; start again with a lower --lr")
 
 
 def data_record(paths, key):
-    """What heads.json says about --data; names alone, as it may be published."""
+    """What heads.json says about --data; only names, since it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
 

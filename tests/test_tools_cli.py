@@ -50,11 +50,12 @@ def test_a_difference_is_a_bug_or_a_tie():
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint):
-    """The checkpoint with Clover heads beside it."""
+def folder(checkpoint, tmp_path_factory):
+    """A copy of the checkpoint with Clover heads beside it."""
+    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("heads") / "checkpoint")
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
-    CloverHeads(PRESETS["clover"], model).save_pretrained(checkpoint / "clover")
-    return checkpoint
+    CloverHeads(PRESETS["clover"], model).save_pretrained(folder / "clover")
+    return folder
 
 
 @pytest.fixture(autouse=True)

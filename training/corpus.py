@@ -1,4 +1,4 @@
-"""Files of text and of conversations into documents, in a training and a held-out split."""
+"""Reads documents from files of text and of conversations, in a training and a held-out split."""
 
 import contextlib
 import glob
@@ -20,12 +20,12 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts",
                  ".rs", *LINES)
 SPLITS = ("train", "heldout")
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-PIECE = 4096  # characters; a longer text is cut into pieces of this size, each for one split
+PIECE = 4096  # characters; longer texts are cut into pieces of this size, each in one split
 
 
 class Record(NamedTuple):
     """A document as (text, in_loss) pairs; in_loss: heads learn to guess its tokens. kind: "text",
-    "completion" (the prompt is not in the loss) or "chat" (only the assistant's words are)."""
+    "completion" (all but the prompt is in the loss) or "chat" (only the assistant's turns are)."""
     parts: tuple
     kind: str = "text"
 
@@ -35,18 +35,18 @@ class Record(NamedTuple):
 
 
 def builtin_corpus(split):
-    """The files of Python's standard library that are in a split: no command needs a download."""
+    """The files of Python's standard library in a split. They need no download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     is_code = lambda path: not any(part in NO_CODE or part.endswith("data") for part in path.parts)
     files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
              and split_of(file.relative_to(root).as_posix()) == split]
-    expect(files, f"{root}: expected code for the split {split!r}; name files of text")
+    expect(files, f"{root}: expected code for the split {split!r}; give files of text")
     return files
 
 
 def find_files(path):
-    """The files that a path names, a sorted list of Path: the file itself, or all of TEXT_SUFFIXES
-    in a folder, except those of training runs. A path that does not exist is a pattern."""
+    """The files of a path, a sorted list of Path: the file itself, or those with TEXT_SUFFIXES in a
+    folder, except in training runs. A path that does not exist is a pattern."""
     if os.path.isdir(path):
         runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
         return [file for file in sorted(Path(path).rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
@@ -54,25 +54,25 @@ def find_files(path):
     if os.path.exists(path):
         return [Path(path)]
     matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
-    expect(matches, f"{path}: expected a file, a folder or a pattern that fits some; check it")
-    # ** matches a file twice, beside its folder
+    expect(matches, f"{path}: expected a file, a folder or a pattern that matches some; check it")
+    # ** matches a file and its folder
     return list(dict.fromkeys(file for match in matches for file in find_files(match)))
 
 
 def read_records(paths, template=None):
-    """Yields each document that is not empty as a `Record`. template: the `ChatTemplate` that turns
-    messages into text. InputError for a path without a document, and for a broken line."""
+    """Yields a `Record` for each document that is not empty. template: a `ChatTemplate` that turns
+    messages into text. Raises InputError for a path without documents, and for a malformed line."""
     for path in paths:
         empty = True
         for file in find_files(path):
             for record in filter(lambda record: record.text, read_file(file, template)):
                 empty = False
                 yield record
-        expect(not empty, f"{path}: expected text in UTF-8 that is not empty; name another")
+        expect(not empty, f"{path}: expected UTF-8 text that is not empty; give another")
 
 
 def read_file(file, template=None):
-    """Yields the Records of a file; none where it should be text and is not UTF-8."""
+    """Yields the Records of a file; none if it is a text that is not UTF-8."""
     if not file.name.endswith(LINES):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             yield Record(((file.read_bytes().decode(), True),))
@@ -104,15 +104,15 @@ def parse_line(line, template):
 
 
 def chat_parts(messages, template):
-    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. In the loss is
-    what the conversation with an assistant's turn has beyond the prompt for it."""
+    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. What rendering
+    a turn of the assistant adds to its prompt is in the loss."""
     is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
     expect(isinstance(messages, list) and all(map(is_message, messages)),
            'it has no text, nor "messages" that are objects with role and content')
     expect(template, "messages need a model that has a chat template")
-    # a first message answers nothing, and many templates refuse the empty conversation before it
+    # not a first message: many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-    # where a template drops the reasoning of earlier turns, only the last is as it was generated
+    # some templates drop the reasoning of earlier turns: then only the last is as generated
     for answers in (turns, turns[-1:]):
         texts = [""]  # each begins with the one before it
         for i in answers:
@@ -125,14 +125,14 @@ def chat_parts(messages, template):
 
 
 def split_of(text):
-    """The split that a text belongs to, by its hash: 1 in 20 is held out."""
+    """The split of a text, by its hash: 1 in 20 is held out."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
 
 def split_records(paths, splits, template=None):
     """Yields (split, Record) for the documents of some of SPLITS; paths None: the built-in corpus.
-    Texts are first cut, so that one file fills both splits; neighbouring pieces are joined."""
+    Texts are cut into pieces, so that one file fills both splits; neighbours are joined again."""
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):

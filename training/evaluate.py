@@ -1,4 +1,4 @@
-"""How good draft heads are: head accuracy, tokens per step, which nodes of trees are accepted."""
+"""Measures draft heads: head accuracy, tokens per step, how often nodes of trees are accepted."""
 
 import math
 import time
@@ -12,15 +12,15 @@ from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import guess_masks, run_heads, run_model, top_hits
 
-PROMPTS = 32       # held-out ones, decoded to measure the heads
+PROMPTS = 32       # held-out prompts that are decoded
 DECODED = 64       # new tokens per prompt
 TREE_SIZE = 17
 TOPS = (1, 2, 4, 8)  # head accuracy is measured for these n
-SECONDS = 120.0    # that measuring may take, at least
+SECONDS = 120.0    # for all measurements, unless a caller gives more
 
 
 def until(seconds, items):
-    """Yields the first item, and others until the seconds have passed."""
+    """Yields the first item, and more until the time is over."""
     end = time.monotonic() + seconds
     for item in items:
         yield item
@@ -30,7 +30,7 @@ def until(seconds, items):
 
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
-    """{n of TOPS: [K] shares of held-out places whose greedy token is in a head's top n}."""
+    """{n of TOPS: [K] shares of held-out positions whose greedy token is in a head's top n}."""
     hits = guesses = 0
     length = block_size + heads.config.n_draft + 1
     for seed in until(seconds, range(16)):
@@ -46,9 +46,9 @@ def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
 
 @torch.inference_mode()
 def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
-    """How often node n of a tree, the n-th likeliest, was accepted at depth d: row d - 1, column
-    n - 1 of [[share] * (size - 1)] * K; and over how many prompts and tokens per step. A smaller
-    tree is the front of a larger one, so one table serves all sizes."""
+    """([[share] * (size - 1)] * K: how often node n of a tree, the n-th likeliest, was accepted at
+    depth d, in row d - 1, column n - 1; number of prompts; tokens per step). A smaller tree is the
+    front of a larger one, so one table serves all sizes."""
     n = min(8, len(prompts))  # decoded together
     engine = prepare(heads.model, prompts, DECODED, heads, batch_size=n, graph=False,
                      policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
@@ -66,7 +66,7 @@ def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
 
 
 def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
-    """The dict of measurements for heads.json, in about so many seconds or less."""
+    """The measurements for heads.json, a dict, made in about `seconds` or less."""
     log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
     top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
     cpu.apply(heads.model, heads)  # from here on they decode
@@ -84,12 +84,12 @@ def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
 
 
 def record(heads, out, tokenizer, measured):
-    """Prints what was measured and adds it to the heads' heads.json."""
+    """Prints the measurements and adds them to heads.json."""
     print("held-out accuracy" + "".join(f"{f'top {n}':>9}" for n in TOPS))
     for i, row in enumerate(zip(*measured["top_accuracy"].values()), start=1):
         print(f"head {i:<12}" + "".join(f"{share:>9.1%}" for share in row))
     print(f"{measured['tokens_per_step']:.2f} tokens per step over {measured['prompts']} held-out "
           f"prompts, greedy, tree size {TREE_SIZE}")
     info = dict(training=heads.info.get("training", {})) | measured
-    with saving(f"{out}: what was measured cannot be written", "make room and --evaluate"):
+    with saving(f"{out}: the measurements cannot be written", "make room and --evaluate"):
         heads.save_record(out, tokenizer, **info)
