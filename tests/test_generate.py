@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import random
 import weakref
 from collections import Counter
 from functools import partial
@@ -51,53 +50,8 @@ def test_short_prompts_are_read_at_once(toy, plain, prefilled, name, batch, pass
     assert prefilled[:len(passes)] == passes
 
 
-@pytest.mark.parametrize("name, way", [
-    *((name, "sampled") for name in PRESETS), ("clover", "greedy"), ("clover2", "filtered")])
-def test_any_heads_tree_and_batch_give_the_plain_text(toy, plain, name, way):
-    """Catches a guess that is accepted wrongly, a cache row left behind, noise that depends on the slot or the tree."""
-    heads = random_heads(toy, name)
-    for tree_size, batch in [(2, 1), (9, 3), (64, 8)]:
-        out = generate(toy, PROMPTS, 24, heads, tree_size=tree_size, batch_size=batch, **WAYS[way])
-        assert out.tokens == plain[way], (tree_size, batch)
-        assert sum(out.step_lengths.values()) == out.steps
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_broken_heads_only_cost_time(toy, plain, name):
-    """Catches a tree without its root, which would never end: heads whose weights became NaN or infinite."""
-    for head, value in ((0, math.nan), (-1, math.nan), (0, math.inf)):
-        heads = random_heads(toy, name)
-        heads.heads[head].project.linear.bias.data.fill_(value)
-        assert generate(toy, PROMPTS, 24, heads, tree_size=9).tokens == plain["greedy"]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_model_shape_is_lossless(shape):
-    model = toy_model(**SHAPES[shape])
-    heads = CloverHeads(PRESETS["clover"], model).eval()
-    want = generate(model, PROMPTS[:4], 30, **SAMPLED)
-    got = generate(model, PROMPTS[:4], 30, heads, tree_size=20, batch_size=3, **SAMPLED)
-    assert got.tokens == want.tokens
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Lookup, and steps that draft in several ways
-
-DRAFTS = {"lookup-2": (False, 2), "lookup-64": (False, 64), "both-3": (True, 3), "both-22": (True, 22),
-          "both-64": (True, 64)}
-
-
-@pytest.mark.parametrize("drafts, way", [
-    *((drafts, "sampled") for drafts in DRAFTS), ("lookup-64", "greedy"), ("both-22", "filtered")])
-def test_lookup_gives_the_plain_text(toy, plain, drafts, way):
-    """Catches a chain of another sequence, of tokens behind the text's end, or merged under the wrong node."""
-    both, tree_size = DRAFTS[drafts]
-    for name, batch in [("clover", 1), ("medusa", 3), ("clover2", 8)] if both else [(None, 1), (None, 3), (None, 8)]:
-        heads = random_heads(toy, name) if both else None
-        out = generate(toy, PROMPTS, 24, heads, lookup=True, tree_size=tree_size, batch_size=batch, **WAYS[way])
-        assert out.tokens == plain[way], (name, batch)
-        assert sum(out.accepted.values()) >= out.emitted - out.steps  # a text's last step may be cut
-
 
 def repeating_model():
     """Greedily it says the token after the last one, modulo 7, for ever."""
@@ -153,51 +107,6 @@ class InTurns(FixedPolicy):
 
 
 ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
-
-
-@pytest.mark.parametrize("name, way", [("clover", "filtered"), ("clover2", "sampled"), ("medusa", "greedy")])
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_the_text_is_plain_when_every_step_drafts_in_another_way(toy, plain, steps_ahead, name, way):
-    """Catches heads that read a hole in the text, a path of another step's length, a step read as another's."""
-    heads = random_heads(toy, name)
-    for batch in (1, 3, 8):
-        policy = InTurns(*ALL)
-        made = new_engine(toy, heads, batch_size=batch, capacity=150, policy=policy, sampling=Sampling(**WAYS[way]))
-        made.decoder.steps_ahead = steps_ahead
-        out = made.generate(PROMPTS, 24)
-        assert out.tokens == plain[way]
-        assert policy.told == {plan: steps for plan, (steps, _) in out.plans.items()}
-        assert sum(tokens for _, tokens in out.plans.values()) == out.emitted and len(out.plans) >= 5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many prompts
-
-GRID = [(name, batch, tree_size) for name in (*PRESETS, "lookup", "clover+lookup", "medusa+lookup", "in turns")
-        for batch in (1, 3, 8, 16) for tree_size in (1, 5, 16, 64) if name != "in turns" or tree_size == 64]
-SAMPLE = [("clover", 16, 5), ("clover2", 3, 16), ("clover+lookup", 8, 16), ("in turns", 8, 64)]
-
-
-@pytest.fixture(scope="module")
-def mixed():
-    """A model, 32 prompts of 1 to 900 tokens, and in each way the plain text of each, alone in its engine."""
-    model, rng = toy_model(block_size=1024), random.Random(0)
-    prompts = random_prompts([1, 900] + [rng.randint(1, rng.choice((20, 200, 900))) for _ in range(30)])
-    plain = lambda way: generate(model, prompts, 24, batch_size=1, **WAYS[way]).tokens
-    return model, prompts, {way: plain(way) for way in ("greedy", "sampled")}
-
-
-@pytest.mark.parametrize("name, batch, tree_size",
-                         SAMPLE + [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in SAMPLE])
-def test_mixed_prompts_through_refilled_slots(mixed, name, batch, tree_size):
-    """Catches a slot that keeps something of the prompt before, and results in the order of their ends."""
-    model, prompts, plain = mixed
-    preset = "clover" if name == "in turns" else name.removesuffix("lookup").rstrip("+")
-    drafts = dict(tree_size=tree_size, lookup="lookup" in name) if name != "in turns" else dict(policy=InTurns(*ALL))
-    for way, n in ("greedy", 32), ("sampled", 16):
-        made = new_engine(model, random_heads(model, preset) if preset else None, batch_size=batch,
-                          sampling=Sampling(**WAYS[way]), **drafts)
-        assert made.generate(prompts[:n], 24).tokens == plain[way][:n]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,34 +232,6 @@ def test_seeds_differ_and_repeat(toy):
     assert runs[0] == runs[1] != runs[2] != runs[3]
     same = generate(toy, [PROMPTS[0]] * 2, 20, temperature=1.5).tokens
     assert same[0] != same[1]  # two sequences of one call have noise of their own
-
-
-MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40), Sampling(1.2, top_p=0.6, seed=-5),
-         Sampling(0, top_k=3, top_p=0.5), Sampling(1.5, min_p=0.2), Sampling(1.0, 5, 0.9, 0.05, seed=2**63 - 1),
-         Sampling(0.9, seed=4)]
-
-
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-@pytest.mark.parametrize("name", [None, "clover"])
-def test_every_text_is_sampled_as_it_asks(toy, name, steps_ahead):
-    """Catches parameters of another slot or of its last text, and a way to sample that gives other tokens."""
-    def alone(index):
-        made = new_engine(toy, capacity=150)
-        sequence = made.add(PROMPTS[index], 24, MIXED[index], index=index)
-        while made.busy:
-            made.step()
-        return sequence.tokens
-    want = list(map(alone, range(8)))
-    assert generate(toy, PROMPTS, 24, sampling=MIXED).tokens == want
-    heads = random_heads(toy, name) if name else None
-    for batch in (1, 3, 8):
-        policy = InTurns(*[plan for plan in ALL if heads or not plan.head_nodes])
-        made = new_engine(toy, heads, batch_size=batch, capacity=150, policy=policy, sampling=Sampling(2.0, seed=9))
-        made.decoder.steps_ahead = steps_ahead
-        modes, launch = set(), made.decoder.launch
-        made.decoder.launch = lambda *step: modes.add(made.decoder.sampling_mode) or launch(*step)
-        assert made.generate(PROMPTS, 24, sampling=MIXED).tokens == want
-        assert 2 in modes and (batch > 1 or modes == {0, 1, 2})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
