@@ -1,8 +1,10 @@
-"""Texts that a model writes for its own heads. Given its template up to where the user's words
-begin, a chat model writes these too (Magpie, arXiv 2406.08464), a base model from its start."""
+"""Text that a model writes for its own heads. A chat model also writes the user's messages, given its
+template up to where they begin (Magpie, arXiv 2406.08464). That alone gives few kinds of requests,
+so half of the messages start with one of openings.jsonl. A base model writes from its start."""
 
 import itertools
 import json
+import random
 from pathlib import Path
 
 from clover import model_hash
@@ -13,10 +15,13 @@ from model import InputError, atomic_write, expect, human, read_json
 from training.common import progress
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
-ROUND = 64                           # texts that are written at once, and held by a file
+ROUND = 384                          # conversations per file, before bad ones are dropped
+SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # of answers, round by round
 USER_TEMPERATURE = 0.9               # of the user's words
 MARK = "the user's words"            # where they are in a template
+OPENINGS = Path(__file__).with_name("openings.jsonl")  # "{text}" stands for an earlier answer
+QUOTED = range(200, 1200)            # characters of an answer that is quoted so
 
 
 class Writer:
@@ -30,7 +35,9 @@ class Writer:
         self.stop = set(stop)
         self.seed = seed
         self.log = log
-        self.openings = set()  # the first words of all texts
+        self.seen = set()  # how each user message so far begins
+        self.openings = [json.loads(line) for line in OPENINGS.read_text().splitlines()]
+        self.answers = []  # those of the previous round that an opening may quote
 
     def claim(self):
         """Makes the folder. Raises InputError if another model wrote in it."""
@@ -71,6 +78,10 @@ class Writer:
         return self.count(texts)
 
     def count(self, texts):
+        """The tokens of a round's texts, whose answers the next round may quote."""
+        messages = itertools.chain(*(text.get("messages", ()) for text in texts))
+        self.answers = [m["content"] for m in messages
+                        if m["role"] == "assistant" and len(m["content"]) in QUOTED]
         words = (text.get("text") or "".join(m["content"] for m in text["messages"])
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
@@ -79,32 +90,42 @@ class Writer:
         """Up to ROUND texts, as lines of .jsonl hold them."""
         seed = self.seed * 1_000_003 + number
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        empty = {i: [] for i in range(ROUND)}
         if not self.template:
-            texts = self.extend({i: [] for i in range(ROUND)}, "text", seed, temperature or 0.8)
+            texts = self.extend(empty, "text", seed, temperature or 0.8)
             return [dict(text=message["content"]) for [message] in texts.values()]
-        chats = self.extend({i: [] for i in range(ROUND)}, "user", seed, USER_TEMPERATURE)
+        chats = self.extend(empty, "user", seed, USER_TEMPERATURE, self.begin(seed))
         texts = chats = self.extend(chats, "assistant", seed, temperature)
         chats = {i: chat for i, chat in chats.items() if i % 2}  # these have a second turn
         chats = self.extend(chats, "user", seed, USER_TEMPERATURE)
         texts = texts | self.extend(chats, "assistant", seed, temperature)
         return [dict(messages=chat) for chat in texts.values()]
 
-    def extend(self, chats, role, seed, temperature):
-        """{number: messages}, each with a message that the model wrote in a role; without those
-        that are no good: empty, near-duplicates of others, runaways, with special tokens."""
+    def begin(self, seed):
+        """{number: how this conversation's first message begins} of every second pair."""
+        choose = random.Random(seed).choice
+        begun = {i: choose(self.openings) for i in range(ROUND) if i % 4 < 2}
+        return {i: text.replace("{text}", choose(self.answers or [""])) for i, text in begun.items()}
+
+    def extend(self, chats, role, seed, temperature, begun={}):
+        """{number: messages}, each with a message that the model wrote in a role, and which starts
+        as `begun` says; without those that are no good: empty, near-duplicates of others, runaways,
+        with special tokens."""
         context = self.model.config.block_size
         longest = min(128 if role == "user" else 384, context // 4)  # the user's hardly end later
-        prompts = {i: self.prompt(chat, role) for i, chat in chats.items()}
+        prompts = {i: self.prompt(chat, role) + self.encoding.encode(begun.get(i, ""))
+                   for i, chat in chats.items()}
         prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
         if not prompts:
             return {}
         capacity = max(map(len, prompts.values())) + longest
-        engine = self.engine(len(prompts), capacity, Sampling(temperature, seed=seed))
+        slots = min(len(prompts), SLOTS[self.model.device.type])
+        engine = self.engine(slots, capacity, Sampling(temperature, seed=seed))
         output = engine.generate(list(prompts.values()), longest, self.stop)
         extended = {}
         for i, sequence in zip(prompts, output.sequences):
             tokens = [token for token in sequence.tokens if token not in self.stop]
-            text = self.encoding.decode(tokens)
+            text = begun.get(i, "") + self.encoding.decode(tokens)
             special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
             grams = list(zip(*(tokens[start:] for start in range(4))))
             repeats = len(set(grams)) < len(grams) / 2
@@ -135,10 +156,10 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
     def is_new(self, text):
-        """Whether no text before began with the same eight words."""
-        before = len(self.openings)
-        self.openings.add(tuple(text.lower().split()[:8]))
-        return len(self.openings) > before
+        """Whether no message before began with the same twelve words."""
+        before = len(self.seen)
+        self.seen.add(tuple(text.lower().split()[:12]))
+        return len(self.seen) > before
 
 
 def written_by(folder):
