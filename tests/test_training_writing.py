@@ -45,12 +45,13 @@ class Scripted:
             SimpleNamespace(tokens=ids, ended="stop" if ids[-1:] == [END] else "length") for ids in tokens])
 
 
-def writer(folder, encoding, monkeypatch, says, template=CHATML):
+def writer(folder, encoding, monkeypatch, says, template=CHATML, openings=("",)):
     monkeypatch.setattr(writing, "ROUND", 8)
     script = Scripted(encoding, says)
     monkeypatch.setattr(writing, "Engine", script)
     encoding.template = template
     made = writing.Writer(folder, toy_model(), encoding, [END, 261], 1, log=lambda line: None)
+    made.openings = openings
     made.claim()
     return made, script
 
@@ -83,7 +84,7 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
 
 def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path, monkeypatch):
     """Catches a run that starts anew after Ctrl-C, two processes that write the same, temperatures that do not vary."""
-    says = lambda i, text: f"{len(made.openings)} {i}" if text.endswith("user\n") else "hell"
+    says = lambda i, text: f"{len(made.seen)} {i}" if text.endswith("user\n") else "hell"
     with_end = lambda i, text: says(i, text) + "<|im_end|>"
     made, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
     made.write(300, rank=1, size=2)
@@ -92,13 +93,26 @@ def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path
     assert {call[1] for call in script.calls} >= {0.9, 0.8, 1.0}
     again, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
     again.write(300, rank=1, size=2)
-    assert not script.calls and again.openings == made.openings
+    assert not script.calls and again.seen == made.seen
     silent, _ = writer(tmp_path / "none", encoding, monkeypatch, lambda *_: "")
     with pytest.raises(InputError, match="give --data"):
         silent.write(1)
     (tmp_path / "self" / writing.ABOUT).write_text('{"model": "0123"}')
     with pytest.raises(InputError, match="another model"):
         again.claim()
+
+
+def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(encoding, tmp_path, monkeypatch):
+    """Catches an opening that the message lacks, a quotation of nothing, one kind of request alone."""
+    def says(i, text):
+        return ("hell " * 2 + f"{len(script.calls)} {i}" if text.endswith("assistant\n") else f"ask {i}") + "<|im_end|>"
+    monkeypatch.setattr(writing, "QUOTED", range(5, 100))
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, openings=["Shorten: {text}. "])
+    first, second = made.round(0), made.round(1)
+    made.count(first)
+    begun = {text["messages"][0]["content"] for text in made.round(1)}
+    assert {text["messages"][0]["content"] for text in first} >= {"Shorten: . ask 0", "ask 2", "Shorten: . ask 5"}
+    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # nothing new without answers
 
 
 def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatch):

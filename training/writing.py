@@ -1,6 +1,7 @@
-"""Text that a model writes for its own heads. A chat model also writes the user's messages, given its
-template up to where they begin (Magpie, arXiv 2406.08464). That alone gives few kinds of requests,
-so half of the messages start with one of openings.jsonl. A base model writes from its start."""
+"""Text that a model writes for its own heads. A chat model also writes the user's messages, given
+its template up to where they begin (Magpie, arXiv 2406.08464). That alone gives few kinds of
+requests, so half of the messages start with one of openings.jsonl. A base model writes from its
+start."""
 
 import itertools
 import json
@@ -104,8 +105,9 @@ class Writer:
     def begin(self, seed):
         """{number: how this conversation's first message begins} of every second pair."""
         choose = random.Random(seed).choice
-        begun = {i: choose(self.openings) for i in range(ROUND) if i % 4 < 2}
-        return {i: text.replace("{text}", choose(self.answers or [""])) for i, text in begun.items()}
+        quoted = self.answers or [""]
+        return {i: choose(self.openings).replace("{text}", choose(quoted))
+                for i in range(ROUND) if i % 4 < 2}
 
     def extend(self, chats, role, seed, temperature, begun={}):
         """{number: messages}, each with a message that the model wrote in a role, and which starts
