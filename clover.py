@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
-from model import Block, Blocks, InputError, Norm, atomic_write, read_json, token_positions, warn
+from model import (Block, Blocks, InputError, Norm, atomic_write, check, read_json, token_positions,
+                   warn)
 
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build
@@ -37,6 +38,16 @@ class CloverConfig:
     shared: bool = False        # the first head has its own weights, the others share one set
     vocabulary: int = 0         # token ids to draft among (FR-Spec, arXiv 2502.14856); 0: all
 
+    def check(self):
+        """Raises InputError for a size or a name that is out of range -> self."""
+        check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
+        check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
+        for what, name, known in (("mix", self.mix, (*MIXERS, "none")),
+                                  ("projector", self.projector, PROJECTORS)):
+            if name not in known:
+                raise InputError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        return self
+
 
 PRESETS = {
     "medusa": CloverConfig("medusa", augment_layers=0, mix="none"),
@@ -48,10 +59,11 @@ PRESETS = {
 
 
 def preset(name, **switches):
-    """The CloverConfig of a preset, with single switches flipped for an ablation."""
+    """The CloverConfig of a preset, with the switches that are not None flipped for an ablation."""
     if name not in PRESETS:
         raise InputError(f"unknown preset {name!r}; presets: {', '.join(PRESETS)}")
-    return replace(PRESETS[name], **switches)
+    switches = {key: value for key, value in switches.items() if value is not None}
+    return replace(PRESETS[name], **switches).check()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -364,12 +376,10 @@ def read_record(path):
     record = read_json(path)
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
     try:
-        config = CloverConfig(**record["config"])
+        config = CloverConfig(**record["config"]).check()
         valid = ({name: type(value) for name, value in record["config"].items()} == types
                  and {"sizes", "norm", "tokenizer"} <= set(record["base"])
-                 and 1 <= config.n_draft <= MAX_DRAFT and 0 <= config.augment_layers <= MAX_AUGMENT
-                 and config.vocabulary >= 0 and config.mix in (*MIXERS, "none")
-                 and config.projector in PROJECTORS and is_acceptance(record.get("acceptance", {})))
+                 and is_acceptance(record.get("acceptance", {})))
     except (AttributeError, KeyError, TypeError, ValueError):
         valid = False
     if not valid:

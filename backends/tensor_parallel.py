@@ -28,10 +28,11 @@ class SharedError(InputError):
 
 @dataclass(eq=False)
 class Group:
-    """The N ranks, of which this process is `rank`. Group() is one process alone; the others need
-    torch.distributed to be initialised, as `start` does."""
+    """The N ranks, of which this process is `rank`, on `device`. Group() is one process alone; the
+    others need torch.distributed to be initialised, as `start` does."""
     rank: int = 0
     size: int = 1
+    device: str | None = None
 
     # Numbers and objects of all ranks
 
@@ -295,24 +296,23 @@ def best_of_ranks(scores, tokens, k):
 # --------------------------------------------------------------------------------------------------
 # How ranks start and end
 
-def start(args):
-    """The `Group` of the ranks that torchrun started; Group() without torchrun. Gives args.device
-    its default and the number of this rank's GPU."""
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def start(device=None):
+    """The `Group` of the ranks that torchrun started, each on a GPU of its own, or on a CPU;
+    without torchrun that of one process. device: as --device says, or the default."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if size == 1:
-        return Group()
-    if args.device.startswith("cuda:"):
-        raise SharedError(f"each rank takes its own GPU; expected --device cuda, not {args.device}")
-    if args.device == "cuda":
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = pick_device(args.device)
+        return Group(device=device)
+    if device.startswith("cuda:"):
+        raise SharedError(f"each rank takes its own GPU; expected --device cuda, not {device}")
+    name = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+    device = pick_device(name)
     backend = dict(backend="gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # which a barrier asks for
     dist.init_process_group(timeout=TIMEOUT, **backend)
-    group = Group(int(os.environ["RANK"]), size)
+    group = Group(int(os.environ["RANK"]), size, name)
     group.all_gather(torch.zeros(2**18, device=device))  # NCCL's buffers, before memory is counted
     group.check_same(sys.argv[1:], "were started with different flags")
     return group

@@ -35,15 +35,16 @@ def add_decode_flags(parser):
     parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
                         "lookup, or both: DIR+lookup; default: the model's own heads, and lookup")
     several = dict(nargs="+", metavar="N")
-    number = lambda *flag, **options: flags.add_number(parser, *flag, **options)
-    number("--tree-sizes", 1, 64, auto=True, default=[5, 17, None], **several,
-           help="nodes of a drafted tree, or auto; default: 5 17 auto")
-    number("--batch-sizes", 1, 1024, default=[1], **several, help="sequences together")
-    number("--temperatures", 0, 1e4, float, default=[0.0], **several, help="0: greedy")
-    number("--prompts", 1, 10**6, metavar="N",
-           help="default: 16, or the largest batch; all of --chats")
-    number("--max-new-tokens", 1, 10**6, default=128, help="of each prompt")
-    number("--runs", 1, 10**6, default=3, help="rounds; medians count")
+    count = flags.at_least(1)
+    add = parser.add_argument
+    add("--tree-sizes", type=flags.at_least(1, auto=True), default=[5, 17, None], **several,
+        help="nodes of a drafted tree, or auto; default: 5 17 auto")
+    add("--batch-sizes", type=count, default=[1], **several, help="sequences together; default: 1")
+    add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
+    add("--prompts", type=count, metavar="N",
+        help="default: 16, or the largest batch; all of --chats")
+    add("--max-new-tokens", type=count, default=128, help="of each prompt; default: 128")
+    add("--runs", type=count, default=3, help="rounds; medians count; default: 3")
     parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
                         "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
@@ -69,8 +70,8 @@ def check_decode_flags(parser, args):
 def add_gpu_flags(parser):
     parser.add_argument("--out", required=True, metavar="DIR", help="where results.jsonl grows")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="default: all, see docs")
-    flags.add_number(parser, "--seconds", 1, 86400, default=480, metavar="N",
-                     help="for all parts; each has its share")
+    parser.add_argument("--seconds", type=flags.at_least(1), default=480, metavar="N",
+                        help="for all parts, each has its share; default: 480")
     parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "
                         "chats of bench/prompts.jsonl by this model, with its heads")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
@@ -78,7 +79,12 @@ def add_gpu_flags(parser):
 
 def main(args):
     from bench import decoding, draw, finish, gpu, operations
+    from generate import Sampling, fixed_plan
     if args.command == "decode":
+        for temperature in args.temperatures:  # bad values are refused before others are measured
+            Sampling(temperature)
+        for size in filter(None, args.tree_sizes):
+            fixed_plan(size, heads=None, lookup=True)
         finish(args, (operations if args.random_weights else decoding).bench(args))
     else:
         dict(gpu=gpu, draw=draw)[args.command].bench(args)

@@ -69,7 +69,7 @@ def load_prompts(args, encoding):
     """({kind: prompts}, stop tokens): --chats, or held-out texts, which nothing stops."""
     if not args.chats:
         n = args.prompts or max(16, *args.batch_sizes)
-        heldout = load_tokens(args.data, encoding, "heldout", encoding.template)
+        heldout = load_tokens(args.data, encoding, "heldout")
         return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
     file = Path(args.chats)
     groups = {}

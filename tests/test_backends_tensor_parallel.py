@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_say_what_one_process_says(folder, size, tmp_path):
     """Catches a slice that another rank has too, a bias added twice, another token's noise, other heads' slopes."""
-    decode = lambda rank: print(json.dumps(texts(folder, start(SimpleNamespace(device="cpu")))))
+    decode = lambda rank: print(json.dumps(texts(folder, start("cpu"))))
     said = run_ranks(tmp_path, decode, size)
     want, (first, *others) = texts(folder, Group()), [json.loads(out) for _, out, _ in said]
     assert all(other == first for other in others)
@@ -144,7 +143,7 @@ def test_calls_of_a_group(tmp_path, monkeypatch, missing):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(torch.distributed, missing, raising=False)
     (_, first, _), (_, second, _) = run_ranks(
-        tmp_path, lambda rank: print(json.dumps(calls(start(SimpleNamespace(device="cpu"))))))
+        tmp_path, lambda rank: print(json.dumps(calls(start("cpu")))))
     assert first.startswith("once\n") and "once" not in second
     first, second, alone = json.loads(first.removeprefix("once\n")), json.loads(second), calls(Group())
     differ = "the processes differ; start all with the same torchrun command and the same files"
@@ -209,7 +208,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
             main()
 
     def main():
-        group = start(SimpleNamespace(device="cpu"))
+        group = start("cpu")
         if group.rank:
             os.kill(os.getpid(), signal.SIGKILL)
         group.on_first(lambda: None)
@@ -233,10 +232,10 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(InputError, match="expected --device cuda, not cuda:0"):
-        start(SimpleNamespace(device="cuda:0"))
+        start("cuda:0")
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="device 'cuda:1' is not available here"):
-            start(SimpleNamespace(device="cuda"))
+            start("cuda")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -20,6 +20,7 @@ import torch
 from bench import ROOT, SIZES, Measured, decoding, draw, llama_cpp, operations, roofline, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, Head
+from conftest import refusal
 from generate import Decoder, Engine, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
@@ -260,6 +261,12 @@ def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse(flags.split())
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("flags, message", [("--tree-sizes 5 65", "tree size must be"),
+                                            ("--temperatures 0 -1", "temperature must be")])
+def test_bad_values_are_refused_before_others_are_measured(flags, message):
+    refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
 
 
 def test_flags_are_parsed_without_torch():

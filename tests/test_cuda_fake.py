@@ -437,8 +437,7 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start):
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), Products() as products,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
-        run = SimpleNamespace(args=SimpleNamespace(objective=objective), heads=heads, group=Group(), dtype=BF16,
-                              autocast=torch.autocast("cuda", BF16))
+        run = SimpleNamespace(config=SimpleNamespace(objective=objective), heads=heads, group=Group(), dtype=BF16)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
         total, accuracies = Run.losses(run, ids, ids.bool(), ids, None)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)

@@ -308,16 +308,16 @@ def test_trees_as_text():
 
 BAD_FLAGS = {
     "empty stop": (["--prompt", "a", "--stop", ""], "non-empty texts, not ''"),
-    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "--min-p: expected"),
+    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be a number from 0 to 1"),
     "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
     "system without chat": (["--prompt", "a", "--system", "b"], "give --chat"),
     "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
-    "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "--tree-size from 1 to 1"),
+    "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
     "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "leaves out"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "which --draft heads needs"),
-    "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "--tree-size from 3 to 64"),
+    "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "of at least 3"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
 }
@@ -431,4 +431,4 @@ def test_output_without_room_is_one_line(folder):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr == "generate.py: standard output cannot be written: No space left on device\n"
+    assert done.stderr == "generate.py: [Errno 28] No space left on device\n"

@@ -71,10 +71,7 @@ def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
     note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
     model.blocks[0].register_forward_pre_hook(note("model"))
     heads.augment_blocks[0].register_forward_pre_hook(note("heads"))
-    autocast = torch.autocast("cpu", torch.bfloat16)
-    teacher = run_model(model, ids, autocast=autocast)
-    with autocast:
-        run_heads(heads, teacher, ids)
+    run_heads(heads, run_model(model, ids, dtype=torch.bfloat16), ids, dtype=torch.bfloat16)
     assert seen == [("model", dtype == torch.float32), ("heads", True)] and not torch.is_autocast_enabled("cpu")
 
 

@@ -128,10 +128,9 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     model, rng = toy_model(), np.random.default_rng(0)
     sizes = [5, 1, 30, 7, 7, 12]
     tokens = data.pack([(rng.integers(0, 97, n), np.ones(n, bool)) for n in sizes])
-    autocast = torch.autocast("cpu", enabled=False)
     monkeypatch.setattr(data, "SPAN", 16)
     file = tmp_path / "states-0.npy"
-    rows = data.store_states(file, model, tokens, Group(), autocast, torch.float32)
+    rows = data.store_states(file, model, tokens, Group(), torch.float32)
     assert rows.shape == (62, 64 + 4) and rows.nbytes + 128 == file.stat().st_size
     stored = tokens._replace(states=rows)
     spans = [(a, b) for batch in data.span_batches(tokens, 16) for a, b in batch]
@@ -150,9 +149,9 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     whole = data.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
     assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
     monkeypatch.setattr(data, "write_states", None)  # they are there
-    data.store_states(file, model, tokens, Group(), autocast, torch.float32)
+    data.store_states(file, model, tokens, Group(), torch.float32)
     usage = SimpleNamespace(free=1000)
     monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(InputError, match="no room"):
-        data.store_states(tmp_path / "states-1.npy", model, tokens, Group(), autocast, torch.float32)
+        data.store_states(tmp_path / "states-1.npy", model, tokens, Group(), torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["states-0.npy"]

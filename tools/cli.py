@@ -15,7 +15,7 @@ def main(argv=None):
     from tools.load import load, make_engine, read_prompts
     from tools.printer import Printer, converse
     with command():
-        group = tensor_parallel.start(args)
+        group = tensor_parallel.start(args.device)
         conversations = group.on_first(lambda: read_prompts(args))
         loaded = load(args, group)
         if not conversations:

@@ -1,11 +1,10 @@
-"""What the flags name, loaded: model, heads, tokenizer, prompts; and the engine for them."""
+"""Loads what the flags name: model, heads, tokenizer, prompts; and makes the engine for them."""
 
 import contextlib
 import json
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +17,14 @@ from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, expect, pick_device
+from model import GPT, InputError, check, expect, pick_device
 from tools.policy import choose_threads, pick_policy
 
 
 def load_model(args, group=None, packed=None, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
-    device = pick_device(args.device)
+    device = pick_device((group and group.device) or args.device)
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
     last = encoding.max_token_value
@@ -37,21 +36,20 @@ def load_model(args, group=None, packed=None, dtype=None):
 
 @dataclass(eq=False)
 class Loaded:
-    """What the flags name; of ranks, each has read the same."""
+    """What the flags name; the same on all ranks."""
     model: GPT
     encoding: Encoding
     heads: CloverHeads | None
     sampling: dict  # of a `Sampling`
-    stop: list      # token ids and texts that end a text
+    stop: list      # token ids and texts that end a sequence
     group: tensor_parallel.Group
 
     def encode(self, messages, chat):
         """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
         since a template may look at the clock."""
-        ids = partial(encode_prompt, self.encoding, messages[-1]["content"])
-        if chat:
-            ids = partial(self.encoding.chat, messages)
-        return self.group.on_first(ids)
+        text = messages[-1]["content"]
+        return self.group.on_first(lambda: self.encoding.chat(messages) if chat
+                                   else encode_prompt(self.encoding, text))
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -74,7 +72,9 @@ def load(args, group):
 
 def load_alone(args, group):
     """As `load`, but does not wait for other ranks."""
-    sampling = sampling_flags(args) | dict(seed=args.seed)
+    if args.threads:
+        check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
+    sampling = sampling_flags(args)
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
@@ -116,25 +116,26 @@ def make_policy(args, loaded, prompts):
 
 
 def sampling_flags(args):
-    """How to sample: as the flags say, else as the folder does, of which a line is printed."""
-    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    defaults = sampling_defaults(args.model)
-    if given.get("temperature", defaults["temperature"]) == 0:
-        filters = ", ".join(f"--{name.replace('_', '-')}" for name in given if given[name])
-        if filters and "temperature" not in given:
+    """The fields of a `Sampling`: the flags, else what the model's generation_config.json says,
+    which is printed."""
+    flags = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    Sampling(**flags, seed=args.seed)  # refuses a bad flag before the model is loaded
+    defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
+    if flags.get("temperature", defaults.get("temperature")) == 0:
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in flags if flags[name])
+        if filters and "temperature" not in flags:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
-        return dict(temperature=0.0) | given
-    of_folder = {name: defaults[name] for name in defaults if name not in given}
-    file = part_file(find_model(args.model), "generation_config.json")
-    try:
-        Sampling(**of_folder)
-    except InputError as error:
-        raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
-    if of_folder:
-        words = ", ".join(f"{name} {value:g}" for name, value in of_folder.items())
+        defaults = dict(temperature=0.0)
+    elif defaults:
+        file = part_file(find_model(args.model), "generation_config.json")
+        try:
+            Sampling(**defaults)
+        except InputError as error:
+            raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
+        words = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         print(f"sampling as {file.parent.resolve().name}/{file.name} says: "
               f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
-    return of_folder | given
+    return defaults | flags | dict(seed=args.seed)
 
 
 def opening(args):
@@ -149,11 +150,12 @@ def read_prompts(args):
            "leave out --chat, or take a model that was trained to chat")
     if args.prompts:
         found = read_file(Path(args.prompts), args.chat)
-        return [[*opening(args), *messages] for messages in found]
-    with utf8("standard input"):
-        texts = [sys.stdin.buffer.read().decode() if text == "-" else text
-                 for text in args.prompt or []]
-    return [[*opening(args), dict(role="user", content=text)] for text in texts]
+    else:
+        with utf8("standard input"):
+            texts = [sys.stdin.buffer.read().decode() if text == "-" else text
+                     for text in args.prompt or []]
+        found = [[dict(role="user", content=text)] for text in texts]
+    return [[*opening(args), *messages] for messages in found]
 
 
 @contextlib.contextmanager

@@ -396,9 +396,9 @@ class App:
 def run(args):
     try:
         listener = socket.create_server((args.host, args.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
-    group = tensor_parallel.start(args)
+    group = tensor_parallel.start(args.device)
     expect(group.size == 1, "a server is one process; start it without torchrun")
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)

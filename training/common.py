@@ -1,19 +1,50 @@
-"""What training needs beside the training: files, the schedule, signals."""
+"""What a run is, its files, the learning rate's schedule, signals."""
 
 import contextlib
+import json
+import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from model import InputError, atomic_write
+from model import InputError, atomic_write, expect
+from training.flags import FIXED, STORED, RunConfig
+
+STATE_FILE = "train_state.pt"  # of a run: weights, optimizer, step
+RUN_FILE = "run.json"          # its RunConfig
+
+
+def run_config(args, out):
+    """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
+    Raises InputError where it would overwrite that run, or change what FIXED names."""
+    given = {name: value for name, value in vars(args).items() if name in STORED}
+    if "model" in given:
+        given["model"] = os.path.abspath(args.model)  # for --resume from anywhere
+    if args.evaluate or not args.resume:
+        expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
+               "--resume continues it, or use another --out")
+        return RunConfig(**given)
+    try:
+        saved = json.loads((out / RUN_FILE).read_text())
+        expect(set(saved) == set(STORED), f"{RUN_FILE} has other flags")
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"{out}: --resume needs a run that this version saved there "
+                         f"({error})") from None
+    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
+    differ = "; ".join(f"{flag(name)} {saved[name]}, not {given[name]}" for name in FIXED
+                       if given.get(name, saved[name]) != saved[name])
+    expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
+    return replace(RunConfig(**saved), **given)
 
 
 @contextlib.contextmanager
 def saving(what, advice):
-    """Around writing files: InputError with the reason where they cannot be written."""
+    """Around writing files. Raises InputError, with the reason, where they cannot be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -21,17 +52,21 @@ def saving(what, advice):
         raise InputError(f"{what} ({reason}); {advice}") from None
 
 
-def save_file(path, value, advice):
+def save_lines(path, values):
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    atomic_write(path, lambda tmp: Path(tmp).write_text(text))
+
+
+def save_file(path, value):
     def write(tmp):
-        with open(tmp, "wb") as file:  # torch's own file does not say why it fails
+        with open(tmp, "wb") as file:  # where it opens a file itself, torch hides why that fails
             torch.save(value, file)
-    with saving(f"{path}: cannot be written", advice):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, write)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, write)
 
 
 def load_file(path, keys, mmap=False):
-    """The dict with these keys that `save_file` wrote. mmap: its tensors stay in the file."""
+    """Reads a dict with these keys, as `save_file` wrote it. mmap: its tensors stay in the file."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         return {key: value[key] for key in keys}
@@ -47,7 +82,7 @@ def set_learning_rate(optimizer, peak, step, steps):
 
 
 def progress(start, steps, tokens_per_step, log):
-    """A function that logs what the caller says of a step, tokens per second, the time left."""
+    """A function that logs a step and a line about it, with tokens per second and time left."""
     began = time.perf_counter()
 
     def show(step, line):
@@ -59,17 +94,17 @@ def progress(start, steps, tokens_per_step, log):
 
 @contextlib.contextmanager
 def noted_signals():
-    """Inside, Ctrl-C and SIGTERM only add their number to the list that this gives. A second Ctrl-C
-    interrupts; a second SIGTERM does not, as a parent process may have sent it too."""
-    came = []
+    """Inside, Ctrl-C and SIGTERM only add their numbers to a list. A second Ctrl-C interrupts; a
+    second SIGTERM does not, since a parent process may have sent it too."""
+    received = []
 
     def note(number, frame):
-        if came and number == signal.SIGINT:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from model import InputError, expect
-from training.flags import STATE_FILE
+from training.common import STATE_FILE
 
 LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",

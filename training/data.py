@@ -1,4 +1,4 @@
-"""Documents into tokens and the model's states of them: mapped files, windows, prompts."""
+"""Tokens of documents, and the model's hidden states for them: stored files, windows, prompts."""
 
 import contextlib
 import hashlib
@@ -17,10 +17,10 @@ from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 from training.loss import Teacher, hidden_states, teach
 
 FILE = "tokens.pt"      # in --out
-COVERAGE = 0.97         # share of the training text that an "auto" draft vocabulary holds
+COVERAGE = 0.97         # share of the training tokens that an "auto" draft vocabulary covers
 VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
-SPAN = 2048             # tokens of a document that the model reads at once; longer ones are cut
-BATCH = 8192            # tokens of such a forward pass, at most
+SPAN = 2048             # the model reads longer documents in parts of this many tokens
+BATCH = 8192            # most tokens of such a forward pass
 BESIDE = 4  # int16 numbers after a state's: the logsumexp, as float32, and the token, as int32
 
 
@@ -39,8 +39,8 @@ def pack(documents):
 
 
 def encode_record(record, encoding):
-    """A Record's token ids and loss mask, arrays. A tokenizer's prefix comes before all but chats,
-    unless it is the end_of_text after each. Special tokens are found except in plain texts."""
+    """The token ids and the loss mask of a Record. All but chats get the tokenizer's prefix, unless
+    that is the end_of_text, which follows each. Plain text has no special tokens."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -53,39 +53,40 @@ def encode_record(record, encoding):
     return np.array(ids, np.uint32), loss_mask
 
 
-def encode_splits(paths, splits, encoding, template=None):
+def encode_splits(paths, splits, encoding):
     """The documents of `split_records`, encoded -> {split: Tokens}."""
     documents = {split: [] for split in splits}
-    for split, record in split_records(paths, splits, template):
+    for split, record in split_records(paths, splits, encoding.template):
         documents[split].append(encode_record(record, encoding))
     return {split: pack(pairs) for split, pairs in documents.items()}
 
 
-def load_tokens(paths, encoding, split, template=None):
-    return encode_splits(paths, [split], encoding, template)[split]
+def load_tokens(paths, encoding, split):
+    return encode_splits(paths, [split], encoding)[split]
 
 
-def tokens_key(paths, encoding, template=None):
+def tokens_key(paths, encoding):
     """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
-    template = template and (template.source, template.tokens)
+    template = encoding.template and (encoding.template.source, encoding.template.tokens)
     parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def store_tokens(file, key, paths, encoding, template=None):
-    """The `open_tokens` of this `tokens_key`; they are made unless the file holds them."""
+def store_tokens(file, key, paths, encoding):
+    """`open_tokens` of a file, which is written unless it has this `tokens_key`."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
-    tokens = encode_splits(paths, SPLITS, encoding, template)
-    for states in file.parent.glob("states-*.npy"):  # of the tokens before
+    tokens = encode_splits(paths, SPLITS, encoding)
+    for states in file.parent.glob("states-*.npy"):  # of other tokens
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
-    save_file(file, dict(key=key) | arrays, "make room, or choose another --out")
+    with saving(f"{file}: cannot be written", "make room, or use another --out"):
+        save_file(file, dict(key=key) | arrays)
     return open_tokens(file)
 
 
@@ -96,8 +97,8 @@ def open_tokens(file):
 
 
 def set_draft_vocabulary(heads, ids, n, log=print):
-    """Lets heads draft among the n most frequent of an array's token ids, of equals the lowest; 0:
-    all. n None: VOCABULARY_STEPs that cover COVERAGE of the array; all unless under half."""
+    """Lets heads draft only among the n most frequent of the token ids in an array, ties to the
+    lower id. n 0: all; None: those that cover COVERAGE, or all if that is half of all or more."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -113,8 +114,8 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
     """The slice `mine` of n random windows of `Tokens` -> (ids, int64; loss_mask, bool; documents,
-    int64: a token's in its window, from 0, or None if all are 0), each [windows, length], and the
-    `Teacher` of all but the last position in a dtype, or None where no states are stored."""
+    int64: the number of each token's, or None if a window has one alone), each [windows, length],
+    and the `Teacher` of all but the last position in a dtype, None where no states are stored."""
     last = len(tokens.ids) - length
     expect(last >= 0, f"expected a window of {length} tokens in each split, but one has only "
            f"{len(tokens.ids)}; give more text, or a smaller --block-size")
@@ -138,13 +139,13 @@ def to_device(array, device):
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
 
 
-def prompts(tokens, n, length, seed=0, max_len=None):
-    """n prompts, lists of ids, the same for the same seed, from random documents, one of each while
-    they last. From a text: `length` ids before its last, or half as many where no text has them.
-    From others: up to max_len ids, by default 4 * length, that precede an answer."""
+def prompts(tokens, n, length, seed=0):
+    """n prompts, lists of ids, the same for the same seed, from random documents; no document twice
+    before all were used. From a text: `length` ids before its last, or fewer where no document has
+    as many. From others: up to 4 * length that precede an answer."""
     rng = np.random.default_rng(seed)
-    max_len = max_len or 4 * length
     ends = np.append(tokens.starts[1:], len(tokens.ids))
+    length = min(length, int((ends - tokens.starts).max()) - 1)
 
     def prompt_of(i):  # None if it has none
         start = tokens.starts[i]
@@ -156,22 +157,20 @@ def prompts(tokens, n, length, seed=0, max_len=None):
                 return tokens.ids[first:first + length].tolist()
         elif (answers > 0).any():
             answer = rng.choice(answers[answers > 0])
-            return tokens.ids[start + max(answer - max_len, 0):start + answer].tolist()
+            return tokens.ids[start + max(answer - 4 * length, 0):start + answer].tolist()
     found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
     chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
-    if not chosen and n > 0:
-        expect(length > 1, "expected documents of two tokens, for prompts; give more text")
-        return prompts(tokens, n, length // 2, seed, max_len)
+    expect(chosen, "expected documents of two tokens, for prompts; give more text")
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-# The frozen model runs once per text, however often heads read it. Beside each of its states are
-# the greedy token and the logsumexp of the logits, from which its distribution over any token ids
-# follows by their rows of the LM head alone.
+# The frozen model reads all tokens once. Stored with each of its states are the greedy token and
+# the logsumexp of the logits: with them, the probabilities of some token ids need only their rows
+# of the LM head.
 
 def unpack_teacher(packed, dtype):
-    """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, its states in a dtype."""
+    """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, with states in a dtype."""
     hidden, logsumexp, greedy = packed.split((packed.shape[-1] - BESIDE, 2, 2), dim=-1)
     return Teacher(hidden.view(torch.bfloat16).to(dtype),
                    logsumexp.contiguous().view(torch.float32)[..., 0],
@@ -179,7 +178,7 @@ def unpack_teacher(packed, dtype):
 
 
 def span_batches(tokens, longest):
-    """Batches of (start, end): parts of documents, at most `longest` tokens, of similar length."""
+    """Batches of (start, end): parts of documents, of similar lengths up to `longest` tokens."""
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
              for first in range(start, end, longest)]
@@ -188,9 +187,9 @@ def span_batches(tokens, longest):
     return [spans[i:i + n] for i in range(0, len(spans), n)]
 
 
-def store_states(file, model, tokens, group, autocast, dtype):
-    """Writes the states of `Tokens` to a file, unless they are there, by all processes of a group
-    -> them, mapped into memory, int16 [N, C + BESIDE]."""
+def store_states(file, model, tokens, group, dtype):
+    """The model's states for `Tokens`, int16 [N, C + BESIDE], mapped from a file. All processes of
+    the group write it together, unless it exists."""
     shape = (len(tokens.ids), model.config.n_embd + BESIDE)
     if not file.exists():
         temporary = file.with_name(f"{file.name}.tmp")
@@ -199,7 +198,7 @@ def store_states(file, model, tokens, group, autocast, dtype):
         batches = span_batches(tokens, min(SPAN, model.config.block_size))
         show = progress(0, len(batches), shape[0] // len(batches), group.print)
         for i in range(group.rank, len(batches), group.size):
-            write_states(rows, model, tokens, batches[i], autocast, dtype)
+            write_states(rows, model, tokens, batches[i], dtype)
             if i // group.size % 10 == 0:
                 show(i + 1, f"step {i + 1}/{len(batches)}  hidden states")
         rows.flush()
@@ -209,20 +208,20 @@ def store_states(file, model, tokens, group, autocast, dtype):
 
 
 def create(file, shape):
-    """Makes an empty file of int16 numbers. Refuses one that does not fit the disk."""
+    """Makes a file of int16 zeros. Raises InputError if it does not fit the disk."""
     size = 2 * shape[0] * shape[1]
     free = shutil.disk_usage(file.parent).free
     takes = f"hidden states take {human(size, 'B')} of {human(free, 'B')} in {file.parent}"
     print(takes, flush=True)
-    expect(size <= free, f"no room: {takes}; take fewer texts, or another --out")
+    expect(size <= free, f"no room: {takes}; use less text, or another --out")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 
 
-def write_states(rows, model, tokens, spans, autocast, dtype):
+def write_states(rows, model, tokens, spans, dtype):
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    hidden = hidden_states(model, ids.to(model.device), autocast=autocast)
+    hidden = hidden_states(model, ids.to(model.device), dtype=dtype)
     hidden, logsumexp, greedy = teach(model, hidden.bfloat16(), dtype)
     parts = hidden, logsumexp.float()[..., None], greedy.int()[..., None]
     packed = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()

@@ -70,8 +70,8 @@ def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
     log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
     top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
     cpu.apply(heads.model, heads)  # from here on they decode
-    room = heads.model.config.block_size - DECODED  # of the context, for a prompt
-    starts = prompts(heldout, PROMPTS, max(min(64, room // 2), 1), max_len=max(min(256, room), 1))
+    room = heads.model.config.block_size - DECODED  # for a prompt of up to 4 * length tokens
+    starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
     log(f"measuring 2 of 4: greedy, tree size {TREE_SIZE}")
     _, done, tokens_per_step = acceptance(heads, starts, 0.0, TREE_SIZE, seconds / 6)
     tables = {}

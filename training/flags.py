@@ -1,109 +1,98 @@
-"""The flags of train_heads.py, parsed before torch is loaded."""
+"""The flags of train_heads.py, and the run that they describe. Loads no torch."""
 
 import argparse
-import json
 import os
-import sys
-from pathlib import Path
+from dataclasses import dataclass, fields
 
-from tools.flags import Parser, add_model_flags, add_number, add_quantize_flag
+from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
 
-# names and limits of clover.py, model.py and training/, which would load torch
-PRESETS = ("medusa", "hydra", "clover", "clover2")
-MIXERS = ("attention", "concat", "none")
-PROJECTORS = ("res", "linear")
-MAX_DRAFT = 32
-MAX_AUGMENT = 64
-MIN_VOCABULARY = 8   # ids to draft among: the acceptance table is measured with as many beams
-
-STATE_FILE = "train_state.pt"  # in --out: weights, optimizer, step
-RUN_FILE = "run.json"          # in --out: the flags that --resume takes over
+SELF = "self"  # as --data: text that the model writes
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
-SELF = "self"                  # of --data: texts that the model writes
-TRAINING = ("batch_size", "block_size", "lr", "seed", "objective", "self_tokens", "dtype",
-            "quantize")  # what heads.json says of the training
-# a resumed run cannot change these
-FIXED = ("preset", *SWITCHES, *TRAINING, "draft_vocabulary")
-SAVED = (*FIXED, "steps", "model", "data")
 
 
-def main(argv=None):
-    """python train_heads.py"""
-    args = parse_heads(argv)
-    import train_heads  # loads torch
-    from tools.errors import command
-    with command():
-        if code := train_heads.main(args):
-            sys.exit(code)
+@dataclass(frozen=True)
+class RunConfig:
+    """What a training run does, by its flags. Saved with its checkpoint, all but the device, and
+    compared when it is resumed. None: as the preset, the model or the data suggest."""
+    model: str = str(DEMO)
+    data: list | None = None  # absolute paths, or SELF
+    steps: int = 500
+    batch_size: int = 8       # of all processes together
+    block_size: int | None = None
+    lr: float = 6e-3
+    seed: int = 1
+    objective: str = "distill"
+    self_tokens: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    preset: str = "clover"
+    n_draft: int | None = None
+    augment_layers: int | None = None
+    mix: str | None = None
+    mix_before: bool | None = None
+    projector: str | None = None
+    shared: bool | None = None
+    draft_vocabulary: int | None = None
+    device: str | None = None
+
+    @property
+    def window(self):
+        """Tokens of a training window: those that the heads read, and those that they guess."""
+        return self.block_size + self.n_draft + 1
+
+    @property
+    def tokens_per_step(self):
+        return self.batch_size * self.block_size
+
+    def select(self, names):
+        return {name: getattr(self, name) for name in names}
+
+
+STORED = [field.name for field in fields(RunConfig) if field.name != "device"]
+FIXED = [name for name in STORED if name not in ("model", "data", "steps")]
+TRAINING = FIXED[:FIXED.index("preset")]  # what heads.json says about the training
 
 
 def parse_heads(argv=None):
-    """train_heads.py's flags. With --resume those that are not given are the saved run's."""
-    parser = heads_parser()
-    args = parser.parse_args(argv)
-    out = args.out or f"out/{args.preset}"
-    if args.resume and not args.evaluate:
-        try:
-            saved = json.loads((Path(out) / RUN_FILE).read_text())
-            if set(saved) != set(SAVED):
-                raise ValueError(f"{RUN_FILE} has other flags")
-        except (OSError, TypeError, ValueError) as error:
-            parser.error(f"{out}: --resume needs a run that this version saved there ({error})")
-        args = parser.parse_args(argv, argparse.Namespace(**saved))  # sets only what argv gives
-        flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
-        differ = "; ".join(f"{flag(name)} {saved[name]}, not {vars(args)[name]}" for name in FIXED
-                           if vars(args)[name] != saved[name])
-        if differ:
-            parser.error(f"{out} holds a run with {differ}, which --resume cannot change")
-    elif not args.evaluate and (Path(out) / STATE_FILE).exists():
-        parser.error(f"{out} holds a run already; --resume goes on with it, or take another --out")
-    if 0 < (args.draft_vocabulary or 0) < MIN_VOCABULARY:
-        parser.error(f"--draft-vocabulary takes auto, 0 for all, or at least {MIN_VOCABULARY}")
-    args.out = out
-    args.model = os.path.abspath(args.model)  # for --resume from anywhere
-    args.data = args.data and [path if path == SELF else os.path.abspath(path)
-                               for path in args.data]
-    return args
-
-
-def heads_parser():
+    """train_heads.py's flags. Those of the `RunConfig` are there only where they are given."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
-    add_model_flags(parser)
-    add_quantize_flag(parser)
-    data = ("self: what the model writes; default: self for a chat model, else Python's standard "
-            "library")
-    add_data_flag(parser, data)
-    add_number(parser, "--steps", 1, 10**9, default=500)
-    add_number(parser, "--batch-size", 1, 10**9, default=8, help="sequences per step")
-    add_number(parser, "--block-size", 1, 10**9,
-               help="tokens per sequence; default: 256, or what the context holds")
-    add_number(parser, "--lr", 0, 10, float, above=True, default=6e-3, help="peak learning rate")
-    add_number(parser, "--seed", 0, 2**31, default=1)
-    parser.add_argument("--preset", default="clover", choices=PRESETS)
-    switches = parser.add_argument_group("switches", "default: the preset's",
-                                         argument_default=argparse.SUPPRESS)
-    add_number(switches, "--draft-heads", 1, MAX_DRAFT, dest="n_draft", metavar="K")
-    add_number(switches, "--augment-layers", 0, MAX_AUGMENT, help="blocks before the heads")
-    switch = switches.add_argument
+    parser.add_argument("--out", metavar="DIR", help="default: out/ and the preset's name")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
+    run = parser.add_argument_group("run", "with --resume, defaults are those of the saved run",
+                                    argument_default=argparse.SUPPRESS)
+    add_model_flags(run, argparse.SUPPRESS)
+    add_quantize_flag(run)
+    add_data_flag(run, "self: what the model writes; default: self for a chat model, else "
+                       "Python's standard library")
+    add = run.add_argument
+    count = dict(type=at_least(1), metavar="N")
+    add("--self-tokens", **count, help="of --data self; default: a quarter of those to train on")
+    add("--steps", **count, help=f"default: {RunConfig.steps}")
+    add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
+    add("--block-size", **count, help="tokens per sequence; default: 256, or what the context fits")
+    add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
+    add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
+    add("--objective", choices=("distill", "data"), help="learn the model's next-token "
+        "distribution, the default, or the text")
+    add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
+        "presets and their switches, the next six flags")
+    add("--draft-heads", dest="n_draft", type=int, metavar="K")
+    add("--augment-layers", type=int, metavar="N", help="blocks before the heads")
+    add("--mix", metavar="NAME", help="how a head reads the token guessed before it")
     on_off = argparse.BooleanOptionalAction
-    switch("--mix", choices=MIXERS, help="how a head takes in the token guessed before it")
-    switch("--mix-before", action=on_off, help="take in the root before the augmenting block too")
-    switch("--projector", choices=PROJECTORS, help="what comes before the LM head")
-    switch("--shared", action=on_off, help="all heads but the first share their weights")
-    add_number(parser, "--draft-vocabulary", 0, 2**31, auto=True, metavar="N|auto",
-               help="draft among the N most frequent tokens of the data; 0: all; default: auto, "
-                    "what covers 97%% of the data, if under half")
-    add = parser.add_argument
-    add("--out", help="default: out/ and the preset's name")
-    add("--resume", action="store_true", help="continue the run in --out")
-    add("--objective", choices=("distill", "data"), default="distill",
-        help="train towards the model's next-token distribution or the text")
-    add_number(parser, "--self-tokens", 1, 10**12, metavar="N", help="tokens that the model writes "
-               "for --data self; default: a quarter of those to train on")
-    add("--evaluate", action="store_true", help="only measure the heads in --out")
-    return parser
+    add("--mix-before", action=on_off, help="read the root before the augmenting block too")
+    add("--projector", metavar="NAME", help="what comes before the LM head")
+    add("--shared", action=on_off, help="all heads but the first share their weights")
+    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft among the "
+        "N most frequent tokens; 0: all; default: auto, what covers 97%% of the text if under half")
+    return parser.parse_args(argv, argparse.Namespace(device=None))
+
+
+def data_path(name):
+    return name if name == SELF else os.path.abspath(name)
 
 
 def add_data_flag(parser, default="default: Python's standard library"):
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="files of text or .jsonl, "
-                        f"folders, patterns; {default}")
+    parser.add_argument("--data", nargs="+", type=data_path, metavar="PATH",
+                        help=f"files of text or .jsonl, folders, patterns; {default}")

@@ -2,20 +2,20 @@
 
 K heads over N tokens make K * N * V logits, and as many in their gradient: with K = 5, N = 4096 and
 V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient of its input is known as
-soon as the logits are. The forward pass computes both chunk by chunk and keeps [N, C] alone.
+soon as the logits are. The forward pass computes both chunk by chunk and keeps only [N, C].
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
-t + 1 + i. Heads with a draft vocabulary learn the model's probabilities of its tokens alone: V is
-its size. Losses are sums, not means: several processes add theirs up.
-"""
+t + 1 + i. Heads with a draft vocabulary learn only the probabilities of its tokens: V is its size.
+Losses are sums, not means: several processes add theirs up.
 
-import contextlib
+dtype: of matrix products, float32 or bfloat16; None: the model's."""
+
 from typing import NamedTuple
 
 import torch
 
-# Logits at a time: 16 MB in float32, as a CPU's cache holds; more on a GPU, where a product of few
-# rows takes as long to read the LM head as one of many. Memory holds six times as many numbers.
+# Logits at a time: 16 MB in float32, which fit a CPU's cache; more on a GPU, where a product of few
+# rows is bound by reading the LM head. Memory holds six times as many numbers.
 CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
@@ -33,7 +33,7 @@ class Teacher(NamedTuple):
 
 @torch.no_grad()
 def teach(model, hidden, dtype=None):
-    """The `Teacher` of hidden states [B, T, C]. dtype: of products; default: exact ones."""
+    """The `Teacher` of hidden states [B, T, C]."""
     weight = None if dtype is None else model.head.weight.to(dtype)
     parts = []
     for states in hidden.flatten(0, 1).split(chunk_rows(model.config.vocab_size, hidden.is_cuda)):
@@ -47,29 +47,35 @@ def teach(model, hidden, dtype=None):
     return Teacher(hidden, logsumexp, greedy)
 
 
+def autocast(model, dtype):
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
 @torch.no_grad()
-def hidden_states(model, ids, documents=None, autocast=contextlib.nullcontext()):
-    """The model's hidden states [B, T, C] of token ids, documents [B, T]."""
-    with contextlib.nullcontext() if model.dtype.itemsize == 2 else autocast:  # as in decoding
+def hidden_states(model, ids, documents=None, dtype=None):
+    """The model's hidden states [B, T, C] for token ids and their documents [B, T]."""
+    is_half = model.dtype.itemsize == 2  # which runs as in decoding
+    with autocast(model, None if is_half else dtype):
         return model(ids, documents=documents)
 
 
-def run_model(model, ids, documents=None, dtype=None, autocast=contextlib.nullcontext()):
-    """The `Teacher` of token ids, documents [B, T + 1], of which the last is not read."""
+def run_model(model, ids, documents=None, dtype=None):
+    """The `Teacher` of token ids and documents [B, T + 1], of which the last is not read."""
     documents = None if documents is None else documents[:, :-1]
-    return teach(model, hidden_states(model, ids[:, :-1], documents, autocast), dtype)
+    return teach(model, hidden_states(model, ids[:, :-1], documents, dtype), dtype)
 
 
-def run_heads(heads, teacher, ids, documents=None):
+def run_heads(heads, teacher, ids, documents=None, dtype=None):
     """The heads' K outputs [B, T, C] by teacher forcing. ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
     up_to = None if documents is None else documents[:, :-K - 1]
-    return heads(teacher.hidden[:, :-K], ids[:, 1:], up_to)
+    with autocast(heads.model, dtype):
+        return heads(teacher.hidden[:, :-K], ids[:, 1:], up_to)
 
 
 def guess_masks(tokens, K, loss_mask, documents=None):
-    """Which guesses count, bool [K, B, T]: of tokens in loss_mask, and not across a border of
-    documents, default one. tokens, loss_mask, documents: [B, T + K + 1]."""
+    """Which guesses count, bool [K, B, T]: those of tokens in loss_mask, in the same document.
+    tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
     documents = torch.zeros_like(tokens) if documents is None else documents
     ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
@@ -80,11 +86,11 @@ def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill"
     """Per head: (sum of cross-entropies in nats, hits: top-1 is the model's greedy token), float32
     [K] each, over guess_mask [K, B, T]. outputs: K tensors [B, T, C], inputs to the LM head.
     teacher: a `Teacher` of [B, T + K]. tokens: int64 [B, T + K + 1]. objective: "distill", against
-    the model's next-token distribution, or "data", against the tokens. dtype: of products."""
+    the model's next-token distribution, or "data", against the tokens."""
     norm = heads.model.norm
     weight = heads.model.head.weight
     greedy = teacher.greedy
-    if heads.vocabulary is not None:  # ids become rows of what is drafted, -1 for any other
+    if heads.vocabulary is not None:  # ids become indices into it, -1 for any other
         rows = heads.vocabulary.long()
         index = rows.new_full((len(weight),), -1)
         index[rows] = torch.arange(len(rows), device=rows.device)
@@ -114,9 +120,9 @@ class HeadLosses(torch.autograd.Function):
             if text is None:
                 target = (hidden[rows, positions] @ weight.T).to(exact)
                 target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
-            else:  # all 0 for a token that is not drafted, which does not count
+            else:  # all 0 for a token outside the draft vocabulary, which does not count
                 target = (text[rows, positions, None] == columns).to(exact)
-            total = target.sum(dim=-1)  # 1, or what is drafted
+            total = target.sum(dim=-1)  # 1, or the draft vocabulary's share
             best = greedy[rows, positions]
             for i, output in enumerate(outputs):
                 counted = counts[i, rows, positions]
@@ -140,8 +146,8 @@ class HeadLosses(torch.autograd.Function):
 
 
 def chunks(mask, n):
-    """Yields (rows, positions) of mask [B, length], n at a time: of what is set; on a GPU, where to
-    know would be to wait for it, of all."""
+    """Yields (rows, positions) where mask [B, length] is set, n at a time; on a GPU all of them,
+    since the host would have to wait for the mask."""
     grid = torch.cartesian_prod(*(torch.arange(size, device=mask.device) for size in mask.shape))
     if mask.device.type == "cpu":
         grid = grid[mask.flatten()]
@@ -150,8 +156,8 @@ def chunks(mask, n):
 
 
 def top_hits(heads, outputs, teacher, guess_mask, tops):
-    """float32 [len(tops), K]: for each n of tops and each head, in how many guesses of guess_mask
-    the model's greedy token is among the head's n likeliest; of equals the lower id comes first."""
+    """float32 [len(tops), K]: for each n of tops and each head, how many guesses of guess_mask have
+    the model's greedy token among the head's n likeliest; ties go to the lower id."""
     model, T = heads.model, outputs[0].shape[1]
     ids = torch.arange(model.config.vocab_size, device=teacher.greedy.device)
     drafted = ids >= 0 if heads.vocabulary is None else torch.isin(ids, heads.vocabulary)
