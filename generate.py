@@ -509,15 +509,10 @@ class Engine:
         return self.retire()
 
     def admit(self):
-        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps. A GPU, where
-        a pass over one short prompt takes as long as over several, waits for an eighth of the
-        slots."""
-        at_once = self.decoder.batch_size // 8 if self.decoder.steps_ahead else 1
+        """Fills free slots with prompts, about PREFILL_CHUNK tokens between two steps."""
         budget = PREFILL_CHUNK
         while budget > 0 and (self.prefilling or (self.waiting and self.cached_prefix)):
             if not self.prefilling:
-                if self.running and len(self.cached_prefix) < min(at_once, len(self.waiting)):
-                    break
                 self.next_prompts()
             start = self.prefill_start
             self.prefill_start = self.decoder.prefill(self.prefilling, start)
