@@ -472,6 +472,7 @@ class PackedHeads(Packed, DraftHeads):
     def draft(self, clover, state, root, tree_size, W):
         if self.vocabulary is not clover.vocabulary:
             self.set_vocabulary(clover.vocabulary)
+        assert W <= clover.max_beams
         K = min(clover.config.n_draft, tree_size - 1)
         state = state.contiguous()
         root = root.contiguous()
