@@ -175,6 +175,32 @@ def root_tree(root):
     return Tree(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), torch.ones_like(tokens))
 
 
+class DraftHeads(nn.ModuleList):
+    """The draft heads of a `CloverHeads`: one for each depth; with shared weights the first, and
+    one for all others. A backend puts one of its own in their place."""
+
+    @torch.no_grad()
+    def draft(self, clover, state, root, tree_size, W):
+        """As `CloverHeads.draft`; clover: the one that these are of."""
+        B, C = state.shape
+        K = min(clover.config.n_draft, tree_size - 1)
+        # the n best of each depth: no more can be in the tree; the first W are the beams that go on
+        candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
+        states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
+        guessed = root[:, None]  # (B, w)
+        for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
+            embedding = clover.embedding(guessed) if clover.reads_tokens else None
+            states, *out = clover.draft_head(depth)(states, embedding)
+            out, _ = clover.model.norm.add_and_norm(*out)  # (B, w, C)
+            logprobs, tokens = clover.model.head.topk(out.flatten(0, 1), W, clover.vocabulary)
+            select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
+            guessed = candidates.tokens[:, depth, :W]
+            if clover.reads_tokens and depth < K - 1:
+                beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
+                states = states.gather(1, beam)
+        return Tree(*best_tree(root, candidates, tree_size))
+
+
 class CloverHeads(nn.Module):
     """K draft heads on a frozen model, a `GPT` whose weights are not among this module's.
 
@@ -189,7 +215,7 @@ class CloverHeads(nn.Module):
         self.hash = None  # 16 hex digits of the file they came from
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
-        self.heads = nn.ModuleList(Head(config, base) for _ in range(n_weights))
+        self.heads = DraftHeads(Head(config, base) for _ in range(n_weights))
         mixes_before = config.mix_before and config.mix != "none"
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = Blocks(Block(base) for _ in range(config.augment_layers))
@@ -282,7 +308,6 @@ class CloverHeads(nn.Module):
             outputs.append(out if residual is None else residual + out)
         return outputs
 
-    @torch.no_grad()
     def draft(self, state, root, tree_size, beams):
         """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the
         likeliest first.
@@ -293,24 +318,7 @@ class CloverHeads(nn.Module):
         kept and come first, and a smaller tree is the front of a larger one with as many beams."""
         if tree_size == 1:
             return root_tree(root)
-        B, C = state.shape
-        W = min(beams, tree_size - 1)
-        K = min(self.config.n_draft, tree_size - 1)
-        # the n best of each depth: no more can be in the tree; the first W are the beams that go on
-        candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
-        states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
-        guessed = root[:, None]  # (B, w)
-        for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
-            embedding = self.embedding(guessed) if self.reads_tokens else None
-            states, *out = self.draft_head(depth)(states, embedding)
-            out, _ = self.model.norm.add_and_norm(*out)  # (B, w, C)
-            logprobs, tokens = self.model.head.topk(out.flatten(0, 1), W, self.vocabulary)
-            select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
-            guessed = candidates.tokens[:, depth, :W]
-            if self.reads_tokens and depth < K - 1:
-                beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
-                states = states.gather(1, beam)
-        return Tree(*best_tree(root, candidates, tree_size))
+        return self.heads.draft(self, state, root, tree_size, min(beams, tree_size - 1))
 
     # ----------------------------------------------------------------------------------------------
     # Files

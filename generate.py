@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from clover import MAX_BEAMS, Tree, root_tree
-from kernels import HAS_TRITON, accept_path, commit_path, merge_chain, ngram_lookup
+from kernels import HAS_TRITON, accept_path, commit_path
 from model import MAX_TREE, InputError, KVCache, check
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
@@ -238,8 +238,8 @@ class Decoder:
             beams = self.beams or self.heads.default_beams(size)
             tree = self.heads.draft(slots.state, slots.root, size, beams)
         if plan.lookup_tokens:
-            chain = ngram_lookup(slots.history, slots.cache.lengths, plan.lookup_tokens)
-            tree = Tree(*merge_chain(*tree, chain))
+            tree = Tree(*self.model.blocks.add_lookup(tree, slots.history, slots.cache.lengths,
+                                                      plan.lookup_tokens))
         return tree
 
     def verify(self, tree, positions):

@@ -389,6 +389,11 @@ class Blocks(nn.ModuleList):
         """As `forward` -> (the norm of the residual stream, the stream), each [B, T, C]."""
         return norm.add_and_norm(*self(*arguments))
 
+    @staticmethod
+    def add_lookup(tree, *arguments):
+        """A tree and the chain that `kernels.ngram_lookup` finds, merged."""
+        return kernels.merge_chain(*tree, kernels.ngram_lookup(*arguments))
+
     def prepare(self, module):
         """Does to a module that decodes with these blocks what a backend did to them."""
 

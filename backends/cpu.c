@@ -8,6 +8,8 @@
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, of the functions above
 //     argmax        the best token of each row of logits, with or without Gumbel noise
+//     draft         a tree of what the draft heads guess
+//     add_lookup    a tree and what followed the text's suffix earlier
 //
 // Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
 // whatever the other rows, the threads and the token's place in the cache. Threads share the units
@@ -31,8 +33,10 @@
 #define SLICE 64             // numbers of a head whose sums stay in registers
 #define MAX_TREE 64          // T of a tree
 #define MAX_HEAD 256         // D
+#define MAX_CANDIDATES 2048  // K * n
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best
+#define CHUNK 64             // beams whose logits are in memory at once
 #define UNIT (1 << 19)       // numbers of a weight in a unit, if that gives a thread 2 to 8 units
 #define MIN_WORK 4096        // numbers below which a function stays on one thread
 #define FETCH 2048           // bytes ahead of those in use that are asked of the memory
@@ -867,5 +871,288 @@ void argmax(const float *logits, int M, int V, int T, int first_token, const flo
         for (int i = 1; i < a.parts; i++)
             best = better(best, a.best[m * a.parts + i]);
         out[m] = best.token;
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// select_candidates, best_tree: as in kernels.py
+//
+// Trees are [4][B][T]: tokens, parents, depths and ancestors, `plane` numbers apart.
+
+typedef struct { float score; int64_t token; int place; } Entry;
+
+INLINE int outranks(Entry a, Entry b) {
+    if (a.score != b.score)
+        return a.score > b.score;
+    return a.token < b.token || (a.token == b.token && a.place < b.place);
+}
+
+// Takes an entry, no score of which is NaN, among the n best, which are in order
+static void keep(Entry *best, int *count, int n, Entry entry) {
+    if (*count == n && !outranks(entry, best[n - 1]))
+        return;
+    int i = *count < n ? (*count)++ : n - 1;
+    for (; i > 0 && outranks(entry, best[i - 1]); i--)
+        best[i] = best[i - 1];
+    best[i] = entry;
+}
+
+// logprobs, tokens [B, w, W]; joint, chosen, parents [B, K, n], of which [:, depth] is filled
+void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
+                       int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
+    for (int b = 0; b < B; b++) {
+        size_t out = ((size_t)b * K + depth) * n;
+        Entry best[MAX_TREE];
+        int count = 0;
+        for (int i = 0; i < (depth ? W * W : W); i++) {
+            size_t at = ((size_t)b * w + (w > 1 ? i / W : 0)) * W + i % W;
+            float logprob = logprobs[at] > 0 ? 0 : logprobs[at] <= 0 ? logprobs[at] : -INFINITY;
+            float above = depth ? joint[out - n + i / W] : 0;
+            keep(best, &count, n, (Entry){above + logprob, tokens[at], i});
+        }
+        for (int i = 0; i < n; i++) {
+            joint[out + i] = i < count ? best[i].score : -INFINITY;
+            chosen[out + i] = i < count ? best[i].token : 0;
+            parents[out + i] = i < count ? best[i].place / W : -1;
+        }
+    }
+}
+
+static void set_node(int64_t *tree, size_t plane, int node, int64_t parent, int64_t token) {
+    tree[node] = token;
+    tree[plane + node] = parent;
+    tree[2 * plane + node] = tree[2 * plane + parent] + 1;
+    tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
+}
+
+void best_tree(const int64_t *root, const float *joint, const int64_t *tokens,
+               const int64_t *parents, int B, int K, int n, int T, int64_t *tree) {
+    size_t plane = (size_t)B * T;
+    memset(tree, 0, 4 * plane * sizeof *tree);
+    for (int b = 0; b < B; b++, joint += K * n, tokens += K * n, parents += K * n, tree += T) {
+        Entry best[MAX_TREE];
+        uint8_t node_of[MAX_CANDIDATES] = {0};
+        int count = 0;
+        for (int i = 0; i < K * n; i++)
+            if (parents[i] >= 0)
+                keep(best, &count, T - 1, (Entry){fmaxf(joint[i], -3e38f), 0, i});
+        tree[0] = root[b];
+        tree[3 * plane] = 1;
+        for (int node = 1; node <= count; node++) {
+            int at = best[node - 1].place;
+            set_node(tree, plane, node, at < n ? 0 : node_of[at - at % n - n + parents[at]], tokens[at]);
+            node_of[at] = node;
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// draft: the beam search of clover.DraftHeads
+//
+//   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
+//   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
+//
+// A row is a beam, or a sequence at the first depth, and where heads read no token: all beams of a
+// sequence are alike there.
+
+enum { NO_MIX, ATTENTION, CONCAT };
+
+typedef struct {
+    Norm norm;                   // of a state before it is mixed
+    Linear mix, key_value;       // of its query, of e; or of both together
+    Linear project;
+} Head;
+
+typedef struct {
+    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: the projector is, else a ResBlock
+    float scale;                 // of e
+    const Head *heads;           // [n_weights]: the last is that of all depths from there on
+    Norm norm;
+    Linear rows, table;          // of the draft vocabulary, of all tokens, whose rows are e
+    const int32_t *ids;          // of the draft vocabulary's tokens, NULL: 0, 1, ...
+} Heads;
+
+typedef struct {                 // the arguments of a row's functions
+    const Heads *heads;
+    const Head *head;
+    float *state, *e, *x, *y, *kv;  // [M, C], x and kv [M, 2 C]
+    float *logits, *logprobs;    // [CHUNK, V], [M, W]
+    int64_t *proposed;           // [M, W]: tokens
+    int first, W;                // the row of the first logits
+} Beams;
+
+static void before_mix_row(void *arguments, int m) {
+    const Beams *a = arguments;
+    int C = a->heads->n_embd, width = a->heads->mix == CONCAT ? 2 * C : C;
+    norm_row(&a->head->norm, a->state + (size_t)m * C, C, a->x + (size_t)m * width);
+    if (width > C)
+        memcpy(a->x + (size_t)m * width + C, a->e + (size_t)m * C, C * sizeof *a->e);
+}
+
+static float dot(const float *a, const float *b, int n) {
+    vf sum = {0};
+    for (int i = 0; i < n; i += LANES)
+        sum += load_n(a + i, n - i) * load_n(b + i, n - i);
+    return sum_lanes(sum);
+}
+
+static void mix_row(void *arguments, int m) {
+    const Beams *a = arguments;
+    int C = a->heads->n_embd, D = C / a->heads->n_head;
+    float *state = a->state + (size_t)m * C, *y = a->y + (size_t)m * C;
+    const float *key = a->kv + (size_t)m * 2 * C, *value = key + C;
+    for (int i = 0; i < C && a->heads->mix == CONCAT; i++)
+        state[i] += y[i];
+    for (int h = 0; h < C && a->heads->mix == ATTENTION; h += D) {
+        float norms = sqrtf(dot(y + h, y + h, D)) * sqrtf(dot(key + h, key + h, D));
+        float cosine = dot(y + h, key + h, D) / fmaxf(norms, 1e-16f);
+        for (int i = h; i < h + D; i++)
+            state[i] += cosine * value[i];
+    }
+    if (a->heads->linear) {
+        memcpy(a->x + (size_t)m * 2 * C, state, C * sizeof *state);
+        memcpy(a->x + (size_t)m * 2 * C + C, a->e + (size_t)m * C, C * sizeof *state);
+    }
+}
+
+static void last_norm_row(void *arguments, int m) {
+    const Beams *a = arguments;
+    int C = a->heads->n_embd;
+    float *y = a->y + (size_t)m * C;
+    for (int i = 0; !a->heads->linear && i < C; i += LANES) {
+        vf v = load_n(y + i, C - i);
+        v = v / (1.0f + vexp(-v)) + load_n(a->state + (size_t)m * C + i, C - i);
+        copy_n(y + i, &v, C - i, sizeof(float));
+    }
+    norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
+}
+
+static void best_tokens_row(void *arguments, int row) {
+    const Beams *a = arguments;
+    int V = a->heads->rows.n, W = a->W, count = 0;
+    const float *x = a->logits + (size_t)row * V;
+    size_t out = (size_t)(a->first + row) * W;
+    vf best = splat(-INFINITY), sum = {0};
+    for (int i = 0; i < V; i += LANES)
+        best = larger(select_lanes(NUMBERS < V - i, load_n(x + i, V - i), best), best);
+    float maximum = max_lanes(best);
+    for (int i = 0; i < V; i += LANES)
+        sum += select_lanes(NUMBERS < V - i, vexp(load_n(x + i, V - i) - maximum), splat(0));
+    float log_sum = maximum + logf(sum_lanes(sum));
+    Entry top[MAX_TREE];
+    for (int i = 0; i < V; i++)
+        if (count < W || x[i] > top[W - 1].score)
+            keep(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, 0, i});
+    for (int i = 0; i < W; i++) {
+        a->logprobs[out + i] = top[i].score - log_sum;
+        a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].place] : top[i].place;
+    }
+}
+
+// From the states of M beams, which change, and e: logprobs, proposed
+static void run_head(Beams *a, int M, int threads) {
+    const Heads *h = a->heads;
+    int C = h->n_embd;
+    if (h->mix != NO_MIX) {
+        parallel(before_mix_row, a, M, C, threads);
+        product(&a->head->mix, a->x, M, a->y, threads);
+    }
+    if (h->mix == ATTENTION)
+        product(&a->head->key_value, a->e, M, a->kv, threads);
+    parallel(mix_row, a, M, C, threads);
+    product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
+    parallel(last_norm_row, a, M, 4 * C, threads);
+    for (a->first = 0; a->first < M; a->first += CHUNK) {
+        int rows = min(M - a->first, CHUNK);
+        product(&h->rows, a->x + (size_t)a->first * C, rows, a->logits, threads);
+        parallel(best_tokens_row, a, rows, h->rows.n, threads);
+    }
+}
+
+// state [B, C], float32 or bfloat16; root [B]; tree: of T nodes, of W beams at each of K depths
+void draft(const Heads *h, const void *state, int bfloat16, const int64_t *root, int B, int K,
+           int W, int T, int64_t *tree, int threads) {
+    int reads = h->mix != NO_MIX || h->linear, M = B, C = h->n_embd, n = min(W * W, T - 1);
+    size_t rows = (size_t)B * (reads && K > 1 ? W : 1), found = (size_t)B * K * n;
+    size_t integers = rows * (1 + W) + 2 * found, logits = min(rows, CHUNK) * (size_t)h->rows.n;
+    int64_t *guessed = scratch(PASS, integers * sizeof *guessed
+                                     + (logits + found + rows * (7 * C + W)) * sizeof(float));
+    int64_t *tokens = guessed + rows * (1 + W), *parents = tokens + found;
+    float *joint = (float *)(parents + found);
+    Beams a = {.heads = h, .state = joint + found, .W = W, .proposed = guessed + rows};
+    a.e = a.state + rows * C;
+    a.y = a.e + rows * C;
+    a.x = a.y + rows * C;
+    a.kv = a.x + rows * 2 * C;
+    a.logprobs = a.kv + rows * 2 * C;
+    a.logits = a.logprobs + rows * W;
+    for (size_t i = 0; i < (size_t)B * C; i++) {
+        uint32_t bits = bfloat16 ? (uint32_t)((const uint16_t *)state)[i] << 16
+                                 : ((const uint32_t *)state)[i];
+        memcpy(a.state + i, &bits, sizeof bits);
+    }
+    memcpy(guessed, root, B * sizeof *root);
+    for (int depth = 0; depth < K; depth++) {
+        a.head = h->heads + min(depth, h->n_weights - 1);
+        if (reads)
+            unpack_rows(&h->table, guessed, M, a.e);
+        for (size_t i = 0; reads && i < (size_t)M * C; i++)
+            a.e[i] *= h->scale;
+        run_head(&a, M, threads);
+        select_candidates(a.logprobs, a.proposed, B, M / B, W, K, n, depth, joint, tokens, parents);
+        if (!reads || depth == K - 1)
+            continue;
+        for (int i = 0; i < B * W; i++) {  // the beams that go on
+            size_t at = ((size_t)(i / W) * K + depth) * n + i % W;
+            const float *from = a.state + (i / W * (M / B) + parents[at]) * C;
+            memcpy(a.x + (size_t)i * C, from, C * sizeof *from);
+            guessed[i] = tokens[at];
+        }
+        M = B * W;
+        memcpy(a.state, a.x, (size_t)M * C * sizeof *a.x);
+    }
+    best_tree(root, joint, tokens, parents, B, K, n, T, tree);
+}
+
+// -------------------------------------------------------------------------------------------------
+// add_lookup: merge_chain of a tree and ngram_lookup, as in kernels.py
+
+static int look_up(const int32_t *text, int last, int n, int64_t *chain) {
+    int longest = 0, match = 0;
+    for (int end = last - 1; end >= 0 && longest < 4; end--) {
+        int length = 0;
+        while (length < 4 && length <= end && text[end - length] == text[last - length])
+            length++;
+        if (length > longest) {
+            longest = length;
+            match = end;
+        }
+    }
+    for (int i = 0; longest && i < n; i++)
+        chain[i] = text[match + 1 + i % (last - match)];
+    return longest ? n : 0;
+}
+
+// history [B, S]; columns: of the tree, [B, T]; merged: a tree of T + n nodes
+void add_lookup(const int64_t *columns[4], const int32_t *history, const int32_t *lengths, int B,
+                int T, int S, int n, int64_t *merged) {
+    size_t plane = (size_t)B * (T + n);
+    memset(merged, 0, 4 * plane * sizeof *merged);
+    for (int b = 0; b < B; b++, merged += T + n) {
+        int64_t chain[MAX_TREE], parent = 0;
+        int count = look_up(history + (size_t)b * S, lengths[b], n, chain), size = T;
+        for (int i = 0; i < 4; i++)
+            memcpy(merged + i * plane, columns[i] + (size_t)b * T, T * sizeof *merged);
+        for (int i = 0; i < count; i++) {
+            int64_t depth = merged[2 * plane + parent] + 1, node = 0;
+            while (node < T && (merged[node] != chain[i] || merged[plane + node] != parent
+                                || merged[2 * plane + node] != depth || !merged[3 * plane + node]))
+                node++;
+            if (node == T) {
+                node = size++;
+                set_node(merged, plane, node, parent, chain[i]);
+            }
+            parent = node;
+        }
     }
 }

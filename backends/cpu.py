@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as models
+from clover import AttentionDecoder, CloverHeads, Concat, DraftHeads, Projector, ResBlock, Tree
 from kernels import filled, filter_logits, runs_triton
 from model import Blocks, InputError, LMHead, atomic_write, warn
 
@@ -31,6 +32,8 @@ MAX_HEAD = 256  # the largest head size
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)  # kinds of a packed weight
 BITS = 32, 16, 8, 4                       # of a number of each
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+MIXERS = type(None), AttentionDecoder, Concat  # numbered as in cpu.c
+PROJECTORS = ResBlock, Projector
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 SOURCE = Path(__file__).with_name("cpu.c")
 
@@ -52,7 +55,10 @@ def is_usable(device):
 
 
 def pack(module):
-    """Puts packed layers and blocks in the place of a module's."""
+    """Puts packed layers and blocks in the place of a module's: of a `GPT` in its weights' dtype,
+    of `CloverHeads` in 8 bits, which can change no text."""
+    is_heads = isinstance(module, CloverHeads)
+    pack_weight = pack_rounded if is_heads else pack_floats
     weights = [layer.weight for layer in module.modules() if type(layer) in LAYERS]
     for weight in weights:
         if weight.dtype not in KINDS:
@@ -60,11 +66,14 @@ def pack(module):
                              "cast the model before")
     for name, layer in list(module.named_modules()):
         if type(layer) in LAYERS:
-            packed = pack_floats(layer.weight.detach(), layer.bias)
+            packed = pack_weight(layer.weight.detach(), layer.bias)
             module.set_submodule(name, LAYERS[type(layer)](packed))
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks and all(map(is_in_c, blocks)):
             module.set_submodule(name, PackedBlocks(blocks))
+    if is_heads and isinstance(module.model.head, PackedLMHead) and all(
+            map(is_head_in_c, module.heads)):
+        module.heads = PackedHeads(module)
 
 
 def is_in_c(block):
@@ -72,6 +81,12 @@ def is_in_c(block):
     attn, mlp = block.attn, block.mlp
     return attn.config.head_size <= MAX_HEAD and all(
         isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
+
+
+def is_head_in_c(head):
+    """Whether cpu.c runs a draft head: not one that holds layers of somebody's own."""
+    is_known = type(head.mix) in MIXERS and type(head.project) in PROJECTORS
+    return is_known and not any(isinstance(layer, nn.Linear) for layer in head.modules())
 
 
 @contextmanager
@@ -122,6 +137,9 @@ Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm 
                (Linear, "qkv proj up down"),
                (c_int32, "n_embd n_head n_kv_head head_size n_inner"),
                (c_int32, "norms_all gated gelu window rope"), (c_float, "scale"))
+Head = struct("Head", (Norm, "norm"), (Linear, "mix key_value project"))
+Heads = struct("Heads", (c_int32, "n_embd n_head n_weights mix linear"), (c_float, "scale"),
+               (POINTER(Head), "heads"), (Norm, "norm"), (Linear, "rows table"), (c_void_p, "ids"))
 Pass = struct("Pass", (c_int32, "B T threads bfloat16"),
               (c_void_p, "lengths ancestors rope window_rope slopes kv"),
               (c_int64, "layer_stride value_stride batch_stride head_stride"))
@@ -130,7 +148,11 @@ FUNCTIONS = {
     "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
-    "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int)}
+    "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int),
+    "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
+    "best_tree": (*[c_void_p] * 4, *[c_int] * 4, c_void_p),
+    "draft": (POINTER(Heads), c_void_p, c_int, c_void_p, *[c_int] * 4, c_void_p, c_int),
+    "add_lookup": (c_void_p * 4, c_void_p, c_void_p, *[c_int] * 4, c_void_p)}
 
 
 @lru_cache
@@ -190,7 +212,6 @@ def pointer(x):
 
 class PackedWeight:
     """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them."""
-    chosen = None, None  # what `rows` was asked for last, and gave
 
     def __init__(self, kind, shape, values, scales=None, minimums=None, bias=None):
         self.values, self.scales, self.minimums = values, scales, minimums
@@ -215,22 +236,21 @@ class PackedWeight:
             raise IndexError(f"expected rows 0 to {self.linear.n - 1}")
         return out
 
-    def rows(self, index):
-        """The `PackedWeight` of the rows int [n], made once; without a bias, as an LM head has."""
-        if self.chosen[0] is not index:
-            block, lane = index // LANES, index % LANES
-            inner = self.values.shape[-1], 1, 1
-            tensors = [x if x is None else blocks(x[block, :, lane].flatten(1), 1, n)
-                       for x, n in zip((self.values, self.scales, self.minimums), inner)]
-            shape = len(index), self.linear.k
-            self.chosen = index, PackedWeight(self.linear.kind, shape, *tensors)
-        return self.chosen[1]
-
 
 def pack_floats(weight, bias=None):
     """A weight [n, k] of one of KINDS -> `PackedWeight`."""
     values = blocks(weight, 4, 4 // weight.itemsize)
     return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
+
+
+def pack_rounded(weight, bias=None):
+    """A weight float [n, k] -> `PackedWeight` of 8 bits, each GROUP of inputs rounded to its own
+    scale."""
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 127).half()  # (n, G)
+    q = (groups / scales.float().clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
+    q = q.flatten(1)[:, :weight.shape[1]].to(torch.int8)
+    return pack_quantized(q, scales.T, None, bias)
 
 
 def pack_quantized(q, scales, minimums=None, bias=None):
@@ -281,9 +301,10 @@ class PackedLMHead(PackedLinear):
     """`model.LMHead` of such a weight. Methods as there."""
 
     def topk(self, hidden, k, vocab_ids=None):
+        logits = self.packed.multiply(hidden)
         if vocab_ids is None:
-            return topk_logprobs(self.packed.multiply(hidden), k)
-        logprobs, columns = topk_logprobs(self.packed.rows(vocab_ids).multiply(hidden), k)
+            return topk_logprobs(logits, k)
+        logprobs, columns = topk_logprobs(logits[:, vocab_ids], k)
         return logprobs, vocab_ids[columns].long()
 
     def logits(self, hidden):
@@ -391,6 +412,16 @@ class PackedBlocks(Packed, Blocks):
                              normed.data_ptr())
         return x, normed
 
+    @staticmethod
+    def add_lookup(tree, history, lengths, n):
+        B, T = tree[0].shape
+        inputs = [x.contiguous() for x in (*tree, history, lengths)]
+        columns = (c_void_p * 4)(*map(pointer, inputs[:4]))
+        merged = torch.empty(4, B, T + n, dtype=torch.int64)
+        library().add_lookup(columns, *map(pointer, inputs[4:]), B, T, history.shape[1], n,
+                             merged.data_ptr())
+        return merged.unbind()
+
 
 def block_struct(block, tensors):
     """A `Block` of packed layers; what it points to is added to `tensors`."""
@@ -409,6 +440,58 @@ def block_struct(block, tensors):
     has_rope = block.attn.rotates and config.positions == "rope"
     struct.rope = block.attn.has_own_rope if has_rope else -1
     struct.scale = config.attn_scale or config.head_size ** -0.5
+    return struct
+
+
+class PackedHeads(Packed, DraftHeads):
+    """The draft heads of a `CloverHeads` of packed layers, which one call of cpu.c runs over all
+    depths."""
+
+    def __init__(self, clover):
+        super().__init__(clover.heads)
+        base = clover.model
+        self.tensors = []  # that the structs point to
+        self.structs = (Head * len(self))(*(head_struct(head, self.tensors) for head in self))
+        self.struct = Heads(
+            n_embd=base.config.n_embd, n_head=getattr(self[0].mix, "n_head", 1),
+            n_weights=len(self), mix=MIXERS.index(type(self[0].mix)),
+            linear=type(self[0].project) is Projector, scale=clover.embedding_scale,
+            heads=self.structs, norm=norm_struct(base.norm, self.tensors),
+            table=base.head.packed.linear)
+        self.table = base.head.packed
+        self.set_vocabulary(clover.vocabulary)
+
+    def set_vocabulary(self, tokens):
+        self.vocabulary = tokens
+        self.rows = self.table
+        if tokens is not None:
+            self.rows = pack_rounded(self.table.unpack(tokens.long()))
+        self.struct.rows = self.rows.linear
+        self.struct.ids = pointer(tokens)
+
+    def draft(self, clover, state, root, tree_size, W):
+        if self.vocabulary is not clover.vocabulary:
+            self.set_vocabulary(clover.vocabulary)
+        assert W <= clover.max_beams
+        K = min(clover.config.n_draft, tree_size - 1)
+        state = state.contiguous()
+        root = root.contiguous()
+        tree = torch.empty(4, len(root), tree_size, dtype=torch.int64)
+        library().draft(self.struct, state.data_ptr(), state.dtype == torch.bfloat16,
+                        root.data_ptr(), len(root), K, W, tree_size, tree.data_ptr(), threads())
+        return Tree(*tree.unbind())
+
+
+def head_struct(head, tensors):
+    """A `Head` of packed layers; what it points to is added to `tensors`."""
+    struct = Head(project=head.project.linear.packed.linear)
+    if head.mix is not None:
+        struct.norm = norm_struct(head.mix.norm, tensors)
+    if isinstance(head.mix, AttentionDecoder):
+        struct.mix = head.mix.query.packed.linear
+        struct.key_value = head.mix.key_value.packed.linear
+    elif head.mix is not None:
+        struct.mix = head.mix.linear.packed.linear
     return struct
 
 

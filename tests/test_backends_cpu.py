@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels
 import model as models
 from backends import cpu
-from clover import CloverHeads, preset
+from clover import PRESETS, CloverHeads, preset
 from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
 from model import GPT
-from test_clover import random_heads
+from test_clover import paths, random_heads
 from test_kernels import as_int64, random_forest
+from test_kernels_fused import MERGED, TREES, random_chain, random_proposals, random_tree
 from test_model import chain
 
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
@@ -147,6 +150,40 @@ def test_argmax_is_gumbel_argmax(temperature):
     assert torch.equal(cpu.argmax(logits, *args, first), want)
 
 
+@needs_compiler
+@pytest.mark.parametrize("B, K, W, T, shared", TREES.values(), ids=TREES.keys())
+def test_trees_in_c_are_those_of_the_references(B, K, W, T, shared):
+    """Catches another order among equals, a NaN that wins, a place that nobody fills, a spare node that counts."""
+    n = min(W * W, T - 1)
+    root = torch.arange(B) + 70
+    got, want = (kernels.Candidates.empty(root, K, n) for _ in range(2))
+    for depth in range(K):
+        w = 1 if depth == 0 or shared else W
+        proposals = random_proposals(B, w, W)
+        kernels.select_candidates_reference(*proposals, want, depth)
+        cpu.library().select_candidates(*map(cpu.pointer, proposals), B, w, W, K, n, depth, *map(cpu.pointer, got))
+        assert all(torch.equal(a[:, depth], b[:, depth]) for a, b in zip(got, want))
+    tree = torch.empty(4, B, T, dtype=torch.int64)
+    cpu.library().best_tree(root.data_ptr(), *map(cpu.pointer, got), B, K, n, T, tree.data_ptr())
+    assert torch.equal(tree, torch.stack(kernels.best_tree_reference(root, want, T)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("T, n", MERGED)
+def test_chains_in_c_are_those_of_the_references(T, n):
+    """Catches a node twice, spare nodes taken for real ones, a match that is not the longest, or the latest of such."""
+    rng = random.Random(0)
+    trees = [random_tree(rng, T) for _ in range(100)]
+    chains = torch.tensor([random_chain(rng, n, tree) for tree in trees]).clamp(min=0)
+    tree = [torch.stack([as_int64([rows])[0] for rows in columns]) for columns in zip(*trees)]
+    for history in (torch.cat((torch.full((100, 1), 9), chains, torch.full((100, 1), 9)), dim=1).int(),
+                    torch.randint(0, 3, (100, 40), dtype=torch.int32)):
+        lengths = (history.shape[1] - 1 - torch.arange(100) % 3).int()
+        chain = kernels.ngram_lookup_reference(history, lengths, n)
+        want = kernels.merge_chain_reference(*tree, chain)
+        assert all(map(torch.equal, cpu.PackedBlocks.add_lookup(tree, history, lengths, n), want))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
@@ -237,6 +274,12 @@ def test_only_what_has_kernels_is_packed():
     cpu.apply(model)
     assert isinstance(model.blocks[0].mlp.up, torch.nn.Linear) and not cpu.is_exact(model)
     assert isinstance(model.blocks[0].mlp.down, cpu.PackedLinear)
+    heads = random_heads(toy_model())
+    heads.heads[1].project.linear.__class__ = type("Own", (torch.nn.Linear,), {})
+    cpu.apply(heads.model, heads)
+    assert not isinstance(heads.heads, cpu.PackedHeads) and isinstance(heads.heads[1].mix.query, cpu.PackedLinear)
+    with torch.no_grad():
+        assert len(paths(heads.draft(torch.randn(1, 64), torch.tensor([5]), 17, 4), 0)) == 17
     model = toy_model().to("meta")
     cpu.apply(model)
     assert type(model.head) is models.LMHead
@@ -285,6 +328,48 @@ def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
     got = model.head.topk(hidden, 4, vocab_ids)
     torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1], want[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocabulary", [[], [96, 3, 50, 7, 21, 8, 0, 11]], ids=["all-tokens", "some"])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("shape", ["llama", "untied-biased", "gpt2"])
+def test_heads_draft_the_same_trees_in_c(shape, name, vocabulary, monkeypatch):
+    """Catches a beam that reads another's state, a bias, norm or embedding left out, another sequence's tokens."""
+    model = toy_model(**SHAPES[shape])
+    heads = random_heads(model, name)
+    heads.set_vocabulary(vocabulary)
+    state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0, 96])
+    sizes = (2, 1), (5, 2), (17, 4), (64, 8)
+    want = [heads.draft(state, root, *size) for size in sizes]
+    monkeypatch.setattr(cpu, "pack_rounded", cpu.pack_floats)  # 8 bits would give other trees
+    cpu.apply(model, heads)
+    assert isinstance(heads.heads, cpu.PackedHeads)
+    for size, tree in zip(sizes, want):
+        got = heads.draft(state, root, *size)
+        assert [set(paths(got, b)) for b in range(3)] == [set(paths(tree, b)) for b in range(3)]
+        alone = heads.draft(state[1:2], root[1:2], *size)
+        assert all(torch.equal(a[0], b[1]) for a, b in zip(alone, got))
+    heads.set_vocabulary([1, 2, 3, 4])  # after they were packed
+    assert set(heads.draft(state, root, 5, 2).tokens[:, 1:].unique().tolist()) <= {1, 2, 3, 4}
+
+
+@needs_compiler
+@pytest.mark.parametrize("V", [97, 9000])
+def test_hostile_states_draft_valid_trees_in_c(V):
+    """Catches NaN or infinity that takes a token twice, one that is none, or another sequence's tree with it."""
+    model = toy_model(vocab_size=V)
+    heads = random_heads(model)
+    cpu.apply(model, heads)
+    state, root = torch.randn(4, 64), torch.tensor([5, 0, 96, 7])
+    want = heads.draft(state, root, 17, 4)
+    state[0], state[1, 3], state[2, 5] = math.nan, math.inf, -math.inf
+    torch.set_num_threads(2)
+    got = heads.draft(state, root, 17, 4)
+    torch.set_num_threads(1)
+    assert all(torch.equal(a[3], b[3]) for a, b in zip(got, want))
+    for b in range(4):
+        assert len(paths(got, b)) == 17 and 0 <= got.tokens.min() and got.tokens.max() < V
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,7 +452,7 @@ def test_two_processes_may_build_at_once(tmp_path):
     assert len(list((tmp_path / "clover").iterdir())) == 1
 
 
-FUNCTIONS = "product or row_without or attention or argmax or same_bits"
+FUNCTIONS = "product or row_without or attention or argmax or same_bits or trees_in_c or chains_in_c"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 

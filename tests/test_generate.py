@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import generate as module
+import kernels
 import model as models
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, refusal, toy_model
@@ -82,10 +83,11 @@ def test_lookup_finds_what_repeats():
 def test_lookup_in_prompts_of_all_kinds(vocab_size, prompt, chain, monkeypatch):
     """Catches ids that 16 bits do not hold, a prompt that is not all in the history."""
     model = toy_model(vocab_size=vocab_size, block_size=1024, n_layer=1)
-    want, merge = generate(model, [prompt], 40).tokens, module.merge_chain
+    want, merge = generate(model, [prompt], 40).tokens, kernels.merge_chain
     for heads, tree_size in ((None, 11), (random_heads(model), 22)):
         chains = []
-        monkeypatch.setattr(module, "merge_chain", lambda *tree: chains.append(tree[4][0].tolist()) or merge(*tree))
+        monkeypatch.setattr(kernels, "merge_chain",
+                            lambda *tree: chains.append(tree[4][0].tolist()) or merge(*tree))
         assert generate(model, [prompt], 40, heads, lookup=True, tree_size=tree_size).tokens == want
         assert chains[0] == chain[:10]
 
