@@ -407,8 +407,7 @@ class Blocks(nn.ModuleList):
         nodes. looks_up: the history is read."""
         return False
 
-    @staticmethod
-    def add_lookup(tree, *arguments):
+    def add_lookup(self, tree, *arguments):
         """A tree and the chain that `kernels.ngram_lookup` finds, merged."""
         return kernels.merge_chain(*tree, kernels.ngram_lookup(*arguments))
 

@@ -337,6 +337,15 @@ class Results(dict):
         return self[shape]
 
 
+class Trees(dict):
+    """(Its address, a `Tree`) by (B, T), likewise."""
+
+    def __missing__(self, shape):
+        columns = torch.empty(4, *shape, dtype=torch.int64)
+        self[shape] = columns.data_ptr(), Tree(*columns.unbind())
+        return self[shape]
+
+
 class PackedLMHead(PackedLinear):
     """`model.LMHead` of such a weight. Methods as there; `sample` gives one of `Results`."""
 
@@ -428,7 +437,7 @@ class PackedBlocks(Packed, Blocks):
         self.tensors = []  # that the structs point to
         self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
-        self.places, self.accepted = Results(), Results()
+        self.places, self.accepted, self.trees = Results(), Results(), Trees()
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
         if cache is None:
@@ -446,15 +455,14 @@ class PackedBlocks(Packed, Blocks):
 
     # The stages of a step. The next step with a tree of this size overwrites the results.
 
-    @staticmethod
-    def add_lookup(tree, history, lengths, n):
+    def add_lookup(self, tree, history, lengths, n):
         B, T = tree[0].shape
         inputs = [x.contiguous() for x in (*tree, history, lengths)]
-        columns = (c_void_p * 4)(*map(pointer, inputs[:4]))
-        merged = torch.empty(4, B, T + n, dtype=torch.int64)
-        library().add_lookup(columns, *map(pointer, inputs[4:]), B, T, history.shape[1], n,
-                             merged.data_ptr())
-        return merged.unbind()
+        *columns, text, ends = [x.data_ptr() for x in inputs]
+        address, merged = self.trees[B, T + n]
+        library().add_lookup((c_void_p * 4)(*columns), text, ends, B, T, history.shape[1], n,
+                             address)
+        return merged
 
     def positions(self, cache, depths):
         B, T = depths.shape
@@ -604,6 +612,7 @@ class PackedHeads(Packed, DraftHeads):
             heads=self.structs, norm=norm_struct(base.norm, self.tensors),
             table=base.head.packed.linear)
         self.table = base.head.packed
+        self.trees = Trees()
         self.set_vocabulary(clover.vocabulary)
 
     def set_vocabulary(self, tokens):
@@ -621,10 +630,11 @@ class PackedHeads(Packed, DraftHeads):
         K = min(clover.config.n_draft, tree_size - 1)
         state = state.contiguous()
         root = root.contiguous()
-        tree = torch.empty(4, len(root), tree_size, dtype=torch.int64)
+        B, = root.shape
+        address, tree = self.trees[B, tree_size]
         library().draft(self.struct, state.data_ptr(), state.dtype == torch.bfloat16,
-                        root.data_ptr(), len(root), K, W, tree_size, tree.data_ptr(), threads())
-        return Tree(*tree.unbind())
+                        root.data_ptr(), B, K, W, tree_size, address, threads())
+        return tree
 
 
 def head_struct(head, tensors):
