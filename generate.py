@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from clover import MAX_BEAMS, Tree, root_tree
-from kernels import HAS_TRITON, accept_path, commit_path
+from kernels import HAS_TRITON, commit_path
 from model import MAX_TREE, InputError, KVCache, check
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
@@ -98,21 +98,31 @@ class FixedPolicy:
 class Accepted(NamedTuple):
     """What a step accepted of B trees: views of one tensor, `packed`, all that the host copies."""
     packed: torch.Tensor  # int64 [B, 2 P + 2], of `accept_path`
-    tokens: torch.Tensor  # [B, P]: accepted guesses, then the bonus token, the next root
-    path: torch.Tensor    # [B, P]: the accepted nodes, root first
-    count: torch.Tensor   # [B]: how many there are
-    last: torch.Tensor    # [B]: the index of the last
+    P: int
 
-    @classmethod
-    def unpack(cls, packed):
-        P = packed.shape[1] // 2 - 1
-        tokens, path, ends = packed.split((P, P, 2), dim=1)
-        return cls(packed, tokens, path, *ends.unbind(1))
+    @property
+    def tokens(self):
+        """[B, P]: accepted guesses, then the bonus token, the next root"""
+        return self.packed[:, :self.P]
+
+    @property
+    def path(self):
+        """[B, P]: the accepted nodes, root first"""
+        return self.packed[:, self.P:-2]
+
+    @property
+    def count(self):
+        """[B]: how many nodes were accepted"""
+        return self.packed[:, -2]
+
+    @property
+    def last(self):
+        """[B]: the index of the last"""
+        return self.packed[:, -1]
 
     def to_lists(self):
         """(tokens, path) of each sequence."""
-        rows = zip(self.tokens.tolist(), self.path.tolist(), self.count.tolist())
-        return [(tokens[:n], path[:n]) for tokens, path, n in rows]
+        return [(row[:row[-2]], row[self.P:self.P + row[-2]]) for row in self.packed.tolist()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,6 +149,7 @@ class Slots:
         return Slots(*caches, *(getattr(self, name)[rows] for name in self.ROWS),
                      {name: x[rows] for name, x in self.sampling.items()})
 
+    @torch.inference_mode()
     def swap(self, a, b):
         """Exchanges what two slots hold."""
         n = int(self.cache.lengths[[a, b]].max())
@@ -186,6 +197,9 @@ class Decoder:
         if beams is not None:
             check("beams", beams, 1, heads.max_beams if heads else MAX_BEAMS, whole=True)
         self.model = model
+        self.blocks = model.blocks  # each look-up in a module takes 5 us of a step
+        self.head = model.head
+        self.device = model.device
         self.heads = heads
         self.batch_size = batch_size
         self.plans = plans
@@ -195,6 +209,7 @@ class Decoder:
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = model.blocks.decoding_context
+        self.inference_mode = torch.inference_mode()  # making one takes as long as a step's stage
         P = max(map(self.max_path, plans))
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
@@ -223,7 +238,7 @@ class Decoder:
 
     def step(self, plan):
         tree = self.draft(plan)                        # tokens, parents, depths, ancestors [B, T]
-        positions = self.slots.cache.lengths[:, None] + tree.depths  # [B, T]
+        positions = self.blocks.positions(self.slots.cache, tree.depths)  # [B, T]
         normed, hidden = self.verify(tree, positions)  # [B, T, C]; K/V go to rows lengths..
         target = self.sample(normed, positions)        # [B, T]: the model's own next tokens
         accepted = self.accept(plan, tree, target)     # tokens, path [B, P], count [B]
@@ -238,7 +253,7 @@ class Decoder:
             beams = self.beams or self.heads.default_beams(size)
             tree = self.heads.draft(slots.state, slots.root, size, beams)
         if plan.lookup_tokens:
-            tree = Tree(*self.model.blocks.add_lookup(tree, slots.history, slots.cache.lengths,
+            tree = Tree(*self.blocks.add_lookup(tree, slots.history, slots.cache.lengths,
                                                       plan.lookup_tokens))
         return tree
 
@@ -247,33 +262,35 @@ class Decoder:
         if self.model.config.positions == "learned":
             # nodes past the context's end are never emitted, but have no position of their own
             positions = positions.clamp(max=self.model.config.block_size - 1)
-        return self.model.norm_and_hidden(tree.tokens, positions, self.slots.cache, tree.ancestors)
+        return self.blocks.norm_and_hidden(self.model, tree.tokens, positions, self.slots.cache,
+                                           tree.ancestors)
 
     def sample(self, normed, positions):
-        normed = normed.flatten(0, 1)  # (B * T, C)
-        sampling = self.slots.sampling
-        place = dict(sequence=self.slots.sequence, position=(positions + 1).view(-1))
-        if self.sampling_mode == FILTERED:
-            logits = self.model.head.logits(normed)
-            target = self.model.head.filtered_sample(logits, **sampling, **place)
-        else:
+        sampling, sequence = self.slots.sampling, self.slots.sequence
+        if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
-            target = self.model.head.sample(normed, temperature, sampling["seed"], **place)
+            return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
+        logits = self.head.logits(normed.flatten(0, 1))  # (B * T, V)
+        target = self.head.filtered_sample(logits, **sampling, sequence=sequence,
+                                           position=(positions + 1).view(-1))
         return target.view_as(positions)
 
     def accept(self, plan, tree, target):
-        packed = accept_path(*tree, target, self.slots.active, self.max_path(plan))
-        return Accepted.unpack(packed)
+        P = self.max_path(plan)
+        return Accepted(self.blocks.accept_path(*tree, target, self.slots.active, P), P)
 
     def commit(self, plan, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
         token the next root. Rows from `count` on are junk, which the next step overwrites."""
         slots = self.slots
+        moves = plan.head_nodes > 0  # else the tree is a chain, whose path is its first nodes
+        if self.blocks.commit(slots, self.heads, hidden, accepted.packed, moves, self.looks_up):
+            return
         lengths = slots.cache.lengths
         if self.heads or self.looks_up:
             positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
         last = accepted.last[:, None]
-        if plan.head_nodes:  # else the tree is a chain, whose path is its first nodes
+        if moves:
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
@@ -302,24 +319,25 @@ class Decoder:
             self.graphs[key] = capture(partial(self.step, plan), self.model.device, self.pool)
         return result
 
-    @torch.inference_mode()
     def launch(self, plan, with_trees=False):
         """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
         slots, their `Tree`s of lists or None, and the step's own seconds: None for the first step
         of a plan and sampling mode, which compiles and captures it."""
         is_steady = (plan, self.sampling_mode) in self.graphs
-        device = self.model.device
-        to_host = lambda x: x.to("cpu", non_blocking=True)  # before another graph overwrites it
+        device = self.device
         start = mark(device)
-        accepted, tree = self.run(plan)
-        packed = to_host(accepted.packed)
-        columns = [to_host(x) for x in tree] if with_trees else None
+        with self.inference_mode:
+            accepted, tree = self.run(plan)
+            tensors = accepted.packed, *(tree if with_trees else ())
+            if device.type != "cpu":  # before another graph overwrites them
+                tensors = [x.to("cpu", non_blocking=True) for x in tensors]
         end = mark(device)
 
         def wait():
             seconds = seconds_between(start, end)
-            trees = columns and list(map(Tree, *(x.tolist() for x in columns)))
-            return Accepted.unpack(packed).to_lists(), trees, seconds if is_steady else None
+            packed, *columns = tensors
+            trees = list(map(Tree, *(x.tolist() for x in columns))) if with_trees else None
+            return Accepted(packed, accepted.P).to_lists(), trees, seconds if is_steady else None
         return wait
 
     def warm_up(self):
@@ -328,6 +346,7 @@ class Decoder:
             with self.context():
                 self.launch(plan)()
 
+    @torch.inference_mode()
     def prefill(self, sequences, start):
         """Reads the next chunk of prompts, from token `start`, into adjacent slots -> where it
         ends; after the last chunk the slots run. sequences: {slot: Sequence}, one, or several whose
@@ -488,7 +507,6 @@ class Engine:
         self.waiting.append(sequence)
         return sequence
 
-    @torch.inference_mode()
     def step(self, with_trees=False):
         """Admits prompts and runs one step of all slots -> `StepResult`s, on a GPU those of the
         step before: the host reads them while this one runs."""

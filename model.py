@@ -17,7 +17,7 @@ import contextlib
 import json
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class KVCache:
     """Keys and values of B sequences."""
     kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
     lengths: torch.Tensor  # int32 [B]: the committed rows
+    kept: dict = field(default_factory=dict)  # what a backend keeps for it from step to step
 
     def slots(self, first, count=1):
         """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
@@ -338,9 +339,12 @@ class LMHead(nn.Linear):
         return kernels.project_topk(hidden, self.weight, k, vocab_ids)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
-        """As `kernels.project_sample` -> tokens int64 [M]."""
-        return kernels.project_sample(hidden, self.weight, temperature, seed, sequence, position,
-                                      first_token)
+        """What follows hidden [B, T, C] of tokens at position [B, T] -> tokens int64 [B, T]. The
+        rest as in `kernels.project_sample`."""
+        if isinstance(temperature, torch.Tensor) or temperature:  # else there is no noise
+            position = position + 1
+        return kernels.project_sample(hidden.flatten(0, 1), self.weight, temperature, seed,
+                                      sequence, position.view(-1), first_token).view_as(position)
 
     def logits(self, hidden):
         """float32 [M, V]: half precision would make ties."""
@@ -385,12 +389,25 @@ class Blocks(nn.ModuleList):
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 
-    def norm_and_hidden(self, norm, *arguments):
-        """As `forward` -> (the norm of the residual stream, the stream), each [B, T, C]."""
-        return norm.add_and_norm(*self(*arguments))
+    # What a step does of each stage, for a backend to bring its own
 
-    @staticmethod
-    def add_lookup(tree, *arguments):
+    def positions(self, cache, depths):
+        """The positions int64 [B, T] of nodes of these depths."""
+        return cache.lengths[:, None] + depths
+
+    def norm_and_hidden(self, model, tokens, positions, cache, ancestors):
+        """As `GPT.forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
+        hidden = model.embeddings(tokens, positions)
+        return model.norm.add_and_norm(*self(hidden, model.tables, positions, cache, ancestors))
+
+    accept_path = staticmethod(kernels.accept_path)
+
+    def commit(self, slots, heads, hidden, accepted, moves, looks_up):
+        """As `generate.Decoder.commit`; False: not done, as here. moves: a path may leave out
+        nodes. looks_up: the history is read."""
+        return False
+
+    def add_lookup(self, tree, *arguments):
         """A tree and the chain that `kernels.ngram_lookup` finds, merged."""
         return kernels.merge_chain(*tree, kernels.ngram_lookup(*arguments))
 
@@ -510,11 +527,6 @@ class GPT(nn.Module):
         hidden, residual = self.blocks(self.embeddings(tokens, positions), self.tables, positions,
                                        cache, ancestors, start, documents)
         return hidden if residual is None else residual + hidden.to(residual.dtype)
-
-    def norm_and_hidden(self, tokens, positions, cache, ancestors):
-        """As `forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
-        return self.blocks.norm_and_hidden(self.norm, self.embeddings(tokens, positions),
-                                           self.tables, positions, cache, ancestors)
 
     def embeddings(self, tokens, positions):
         """What the first block reads of tokens [B, T] -> [B, T, C]."""

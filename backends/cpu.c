@@ -10,6 +10,7 @@
 //     argmax        the best token of each row of logits, with or without Gumbel noise
 //     draft         a tree of what the draft heads guess
 //     add_lookup    a tree and what followed the text's suffix earlier
+//     verify, sample, accept_path, commit    stages of a step, each in one call
 //
 // Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
 // whatever the other rows, the threads and the token's place in the cache. Threads share the units
@@ -77,10 +78,12 @@ typedef struct {
 } Block;
 
 typedef struct {                 // what the blocks of a pass share
-    int32_t B, T, threads, bfloat16;  // the type of keys and values, else float32
+    int32_t B, T, threads, bfloat16;  // the type of keys, values and rotations, else float32
+    int32_t rows, rope_rows;     // of the cache, S, and of a table of rotations
     const int32_t *lengths;      // [B]: rows in the cache before the tokens'
     const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
-    const float *rope[2];        // [B, T, 2, D]: cosine, signed sine
+    const int64_t *positions;    // [B, T]
+    const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
     const float *slopes;         // [Hq] of ALiBi, or NULL
     void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
@@ -232,7 +235,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 }
 
 // Memory of the calling thread, kept from call to call
-enum { PREPARED, PASS, ROWS, PARTS, BEST, BUFFERS };
+enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, BUFFERS };
 
 static void *scratch(int which, size_t size) {
     static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
@@ -280,9 +283,25 @@ INLINE vu load_halves(const uint16_t *x, int n) {
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
+// 16 numbers, at most n, of a row that is in bfloat16 or float32
+INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
+    return bfloat16 ? (vf)(load_halves((const uint16_t *)x + at, n) << 16)
+                    : load_n((const float *)x + at, n);
+}
+
 INLINE vh to_bfloat16(vf x) {    // the nearest, ties to even
     vu bits = (vu)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return __builtin_convertvector((vu)select_lanes(x == x, (vf)rounded, (vf)bits) >> 16, vh);
+}
+
+// Writes x [n] from item `at` of a row that is in bfloat16 or float32
+static void write_row(void *out, size_t at, const float *x, int n, int bfloat16) {
+    for (int i = 0; bfloat16 && i < n; i += LANES) {
+        vh halves = to_bfloat16(load_n(x + i, n - i));
+        copy_n((uint16_t *)out + at + i, &halves, n - i, sizeof(uint16_t));
+    }
+    if (!bfloat16)
+        memcpy((float *)out + at, x, n * sizeof *x);
 }
 
 INLINE vf from_float16(vu x) {
@@ -589,7 +608,11 @@ static void rope_cache_row(void *arguments, int m) {
     const Call *a = arguments;
     const Block *c = a->block;
     int D = c->head_size, Hq = c->n_head, Hkv = c->n_kv_head, T = a->pass->T;
-    const float *rope = c->rope < 0 ? NULL : a->pass->rope[c->rope] + (size_t)m * 2 * D;
+    const void *table = c->rope < 0 ? NULL : a->pass->rope[c->rope];
+    float rope[2 * MAX_HEAD + LANES];
+    for (int i = 0; table && i < 2 * D; i += LANES)
+        store(rope + i, load_row(table, a->pass->positions[m] * 2 * D + i, 2 * D - i,
+                                 a->pass->bfloat16));
     float *x = a->x + (size_t)m * (Hq + 2 * Hkv) * D;
     if (c->q_norm.weight && c->norms_all) {
         norm_row(&c->q_norm, x, Hq * D, x);
@@ -601,17 +624,11 @@ static void rope_cache_row(void *arguments, int m) {
         if (c->q_norm.weight && !c->norms_all && !is_value)
             norm_row(kv < 0 ? &c->q_norm : &c->k_norm, x, D, x);
         for (int i = 0; i < D; i++)
-            rotated[i] = is_value || !rope ? x[i]
+            rotated[i] = is_value || !table ? x[i]
                 : x[i] * rope[i] + x[i < D / 2 ? i + D / 2 : i - D / 2] * rope[D + i];
         size_t at = kv < 0 ? ((size_t)m * Hq + h) * D
             : cache_at(a, is_value, m / T, kv % Hkv, a->pass->lengths[m / T] + m % T);
-        float *out = kv < 0 ? a->out : a->pass->kv;
-        if (kv < 0 || !a->pass->bfloat16)
-            memcpy(out + at, rotated, D * sizeof *rotated);
-        for (int i = 0; kv >= 0 && a->pass->bfloat16 && i < D; i += LANES) {
-            vh halves = to_bfloat16(load(rotated + i));
-            copy_n((uint16_t *)a->pass->kv + at + i, &halves, D - i, sizeof(uint16_t));
-        }
+        write_row(kv < 0 ? a->out : a->pass->kv, at, rotated, D, kv >= 0 && a->pass->bfloat16);
     }
 }
 
@@ -682,8 +699,7 @@ INLINE void read_cache(const Call *a, int b, int head, int row, float *out) {
     for (int i = 0; i < 2; i++, out += SPLIT * padded, from += a->pass->value_stride * bytes) {
         fetch(from + FETCH, D * bytes);
         for (int d = 0; d < padded; d += LANES)
-            store(out + d, bytes == 2 ? (vf)(load_halves((uint16_t *)from + d, D - d) << 16)
-                                      : load_n((float *)from + d, D - d));
+            store(out + d, load_row(from, d, D - d, bytes == 2));
     }
 }
 
@@ -769,11 +785,25 @@ static void glu_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // run_blocks: model.Block, one after another
 
-// x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm
-void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
-                float *normed) {
+// Whether the cache, or a table of rotations, has no rows for some of the tokens
+static int lacks_rows(const Pass *pass) {
+    for (int b = 0; b < pass->B; b++)
+        if (pass->lengths[b] < 0 || pass->lengths[b] > pass->rows - pass->T)
+            return 1;
+    for (int m = 0; pass->rope_rows && m < pass->B * pass->T; m++)
+        if (pass->positions[m] < 0 || pass->positions[m] >= pass->rope_rows)
+            return 1;
+    return 0;
+}
+
+// x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm. Returns 1 if the
+// cache has no room.
+int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
+               float *normed) {
     Pass pass = *first;
     int M = pass.B * pass.T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass.threads;
+    if (lacks_rows(first))
+        return 1;
     int q_size = blocks->n_head * blocks->head_size;
     int size = 2 * q_size + 2 * blocks->n_kv_head * blocks->head_size + C + 3 * inner;
     float *q = scratch(PASS, (size_t)M * size * sizeof *q), *delta = q + (size_t)M * q_size;
@@ -801,6 +831,7 @@ void run_blocks(const Block *blocks, int count, const Norm *last, const Pass *fi
         parallel(add_norm_row, &add, M, C, threads);
         pass.kv = (char *)pass.kv + pass.layer_stride * (pass.bfloat16 ? 2 : 4);
     }
+    return 0;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -815,7 +846,8 @@ typedef struct { float score; int token; } Best;
 typedef struct {
     const float *logits;         // [M, V]
     int V, T, first_token, parts;  // T: rows of a sequence; first_token: of the first column
-    const float *temperature;    // [M / T]
+    int ahead;                   // added to positions
+    const float *temperature;    // [M / T], or NULL: all 0
     const int64_t *seed, *sequence, *position;  // the last [M], the others [M / T]
     Best *best;                  // [M, parts]
 } Argmax;
@@ -841,9 +873,12 @@ INLINE Best better(Best a, Best b) {
 static void best_of_part(void *arguments, int unit) {
     const Argmax *a = arguments;
     int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
-    float temperature = a->temperature[m / a->T];
-    uint64_t key = splitmix64(a->seed[m / a->T] + 0x9e3779b97f4a7c15);
-    key = splitmix64(splitmix64(key + a->sequence[m / a->T]) + a->position[m]);
+    float temperature = a->temperature ? a->temperature[m / a->T] : 0;
+    uint64_t key = 0;
+    if (temperature != 0) {
+        key = splitmix64(a->seed[m / a->T] + 0x9e3779b97f4a7c15);
+        key = splitmix64(splitmix64(key + a->sequence[m / a->T]) + a->position[m] + a->ahead);
+    }
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
     for (int i = start; i < end; i += LANES) {
@@ -859,19 +894,24 @@ static void best_of_part(void *arguments, int unit) {
         a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
 }
 
+static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
+    a->parts = (a->V + PART - 1) / PART;
+    a->best = scratch(BEST, (size_t)M * a->parts * sizeof *a->best);
+    parallel(best_of_part, a, M * a->parts, PART, threads);
+    for (int m = 0; m < M; m++) {
+        Best best = a->best[m * a->parts];
+        for (int i = 1; i < a->parts; i++)
+            best = better(best, a->best[m * a->parts + i]);
+        out[m] = best.token;
+    }
+}
+
 void argmax(const float *logits, int M, int V, int T, int first_token, const float *temperature,
             const int64_t *seed, const int64_t *sequence, const int64_t *position, int64_t *out,
             int threads) {
-    Argmax a = {logits, V, T, first_token, (V + PART - 1) / PART, temperature, seed, sequence,
-                position, NULL};
-    a.best = scratch(BEST, (size_t)M * a.parts * sizeof *a.best);
-    parallel(best_of_part, &a, M * a.parts, PART, threads);
-    for (int m = 0; m < M; m++) {
-        Best best = a.best[m * a.parts];
-        for (int i = 1; i < a.parts; i++)
-            best = better(best, a.best[m * a.parts + i]);
-        out[m] = best.token;
-    }
+    Argmax a = {logits, V, T, first_token, .temperature = temperature, .seed = seed,
+                .sequence = sequence, .position = position};
+    best_tokens(&a, M, out, threads);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1155,4 +1195,177 @@ void add_lookup(const int64_t *columns[4], const int32_t *history, const int32_t
             parent = node;
         }
     }
+}
+
+// -------------------------------------------------------------------------------------------------
+// The stages of a step: arguments as in generate.Decoder
+
+typedef struct {
+    Linear embed;                // k = 0: the caller has embedded the tokens
+    float embed_scale;
+    const Block *blocks;
+    int32_t count;
+    Norm norm;
+} Model;
+
+// x [n], rounded to bfloat16
+static void round_floats(float *x, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        vf v = (vf)(__builtin_convertvector(to_bfloat16(load_n(x + i, n - i)), vu) << 16);
+        copy_n(x + i, &v, n - i, sizeof *x);
+    }
+}
+
+// x becomes the residual stream of tokens [M], normed its norm, hidden, if there, the stream in
+// bfloat16. Returns 1 if there is no such token or no room.
+int verify(const Model *model, const Pass *pass, const int64_t *tokens, float *x, float *normed,
+           uint16_t *hidden) {
+    int n = pass->B * pass->T * model->blocks->n_embd;
+    if (model->embed.k) {
+        if (unpack_rows(&model->embed, tokens, pass->B * pass->T, x))
+            return 1;
+        if (pass->bfloat16)
+            round_floats(x, n);
+        if (model->embed_scale != 1) {
+            for (int i = 0; i < n; i++)
+                x[i] *= model->embed_scale;
+            if (pass->bfloat16)
+                round_floats(x, n);
+        }
+    }
+    if (run_blocks(model->blocks, model->count, &model->norm, pass, x, normed))
+        return 1;
+    if (hidden)
+        write_row(hidden, 0, x, n, 1);
+    return 0;
+}
+
+// The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
+// time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
+void sample(const Linear *w, const float *x, int M, int T, int first_token,
+            const float *temperature, const int64_t *seed, const int64_t *sequence,
+            const int64_t *position, int64_t *out, int threads) {
+    int step = max(MAX_TREE / T, 1) * T;
+    float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
+    for (int m = 0; m < M; m += step) {
+        int rows = min(M - m, step), b = m / T;
+        Argmax a = {logits, w->n, T, first_token, .ahead = 1};
+        if (temperature) {
+            a.temperature = temperature + b;
+            a.seed = seed + b;
+            a.sequence = sequence + b;
+            a.position = position + m;
+        }
+        product(w, x + (size_t)m * w->k, rows, logits, threads);
+        best_tokens(&a, rows, out + m, threads);
+    }
+}
+
+// out [B, T]
+void add_depths(const int32_t *lengths, const int64_t *depths, int B, int T, int64_t *out) {
+    for (int m = 0; m < B * T; m++)
+        out[m] = lengths[m / T] + depths[m];
+}
+
+// Formula as in kernels.accept_path. out [B, 2 P + 2]
+void accept_path(const int64_t *tokens, const int64_t *parents, const int64_t *ancestors,
+                 const int64_t *target, const int32_t *active, int B, int T, int P, int64_t *out) {
+    for (int b = 0; b < B; b++, tokens += T, parents += T, ancestors += T, target += T) {
+        int64_t *path = out + P;
+        int count = 1;
+        path[0] = 0;
+        for (int i = 1; i < T && count < P; i++)
+            if (ancestors[i] && parents[i] == path[count - 1] && tokens[i] == target[parents[i]])
+                path[count++] = i;
+        for (int i = count; i < P; i++)
+            path[i] = 0;
+        for (int i = 0; i < P; i++)
+            out[i] = target[path[i]];
+        out[2 * P] = count * active[b];
+        out[2 * P + 1] = (count - 1) * active[b];
+        out += 2 * P + 2;
+    }
+}
+
+typedef struct {
+    Pass trees, paths;           // of the model's cache and of the augmenting blocks' one
+    int32_t layers, n_kv_head, head_size;  // of the model's cache
+    int32_t moves, P, C, count;  // moves: a path may leave out nodes; count: augmenting blocks
+    const Block *blocks;
+    Norm norm;                   // of the state
+    const int64_t *accepted;     // [B, 2 P + 2], of accept_path
+    const void *hidden;          // [B, T, C]
+    void *state;                 // [B, C], or NULL: nothing drafts from it
+    int32_t *lengths, *history;  // [B]; [B, history_stride], or NULL
+    int64_t history_stride;
+    int64_t *root;               // [B]
+} Commit;
+
+// Keys or values of a layer, of each sequence's accepted nodes, to the front of its tree
+static void move_path(void *arguments, int unit) {
+    const Commit *c = arguments;
+    const Pass *pass = &c->trees;
+    size_t size = (size_t)c->head_size * (pass->bfloat16 ? 2 : 4);
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = c->accepted + b * (2 * c->P + 2), *path = row + c->P;
+        for (int head = 0; head < c->n_kv_head; head++) {
+            int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
+                + b * pass->batch_stride + head * pass->head_stride;
+            char *tree = (char *)pass->kv + at / c->head_size * size + pass->lengths[b] * size;
+            for (int i = 1; i < row[2 * c->P]; i++)
+                if (path[i] != i)  // ids rise: no row is read after it is written
+                    memcpy(tree + i * size, tree + path[i] * size, size);
+        }
+    }
+}
+
+// The augmenting blocks over the paths, as far as the longest goes -> what heads draft from, at a
+// root mean square of 1
+static int augment(const Commit *c) {
+    Pass pass = c->paths;
+    Norm none = {0};
+    int B = pass.B, P = c->P, C = c->C, T = 1, bfloat16 = pass.bfloat16;
+    for (int b = 0; b < B; b++)
+        T = max(T, c->accepted[b * (2 * P + 2) + 2 * P]);
+    size_t size = 2 * sizeof(int64_t) + 2 * C * sizeof(float);  // of a node
+    int64_t *positions = scratch(PATHS, B * T * size), *ancestors = positions + B * T;
+    float *x = (float *)(ancestors + B * T), *normed = x + (size_t)B * T * C;
+    for (int m = 0; m < B * T; m++) {
+        int b = m / T, j = m % T, node = c->accepted[b * (2 * P + 2) + P + j];
+        positions[m] = pass.lengths[b] + j;
+        ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
+        for (int i = 0; i < C; i += LANES) {
+            vf v = load_row(c->hidden, ((size_t)b * c->trees.T + node) * C + i, C - i, bfloat16);
+            copy_n(x + (size_t)m * C + i, &v, C - i, sizeof v[0]);
+        }
+    }
+    pass.T = T;
+    pass.positions = positions;
+    pass.ancestors = ancestors;
+    if (c->count && run_blocks(c->blocks, c->count, &none, &pass, x, normed))
+        return 1;
+    for (int b = 0; b < B; b++) {
+        int64_t last = c->accepted[b * (2 * P + 2) + 2 * P + 1];
+        norm_row(&c->norm, x + (b * T + last) * C, C, normed);
+        write_row(c->state, (size_t)b * C, normed, C, bfloat16);
+    }
+    return 0;
+}
+
+// Returns 1 if the augmenting blocks' cache has no room.
+int commit(const Commit *c) {
+    const Pass *pass = &c->trees;
+    int P = c->P, size = pass->B * c->n_kv_head * P * c->head_size;
+    if (c->moves)
+        parallel(move_path, (void *)c, 2 * c->layers, size, pass->threads);
+    if (c->state && augment(c))
+        return 1;
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = c->accepted + b * (2 * P + 2);
+        for (int i = 0; c->history && i < P; i++)
+            c->history[b * c->history_stride + c->lengths[b] + 1 + i] = row[i];
+        c->root[b] = row[row[2 * P + 1]];
+        c->lengths[b] += row[2 * P];
+    }
+    return 0;
 }

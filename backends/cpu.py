@@ -6,13 +6,14 @@ saved. Without a compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,6 +35,9 @@ BITS = 32, 16, 8, 4                       # of a number of each
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 MIXERS = type(None), AttentionDecoder, Concat  # numbered as in cpu.c
 PROJECTORS = ResBlock, Projector
+CHUNK = 2**26   # bytes of memory that are asked for at once
+FREE = [torch.empty(0, dtype=torch.uint8)]  # what is left of the last chunk
+NO_TABLES = None, None, None
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 SOURCE = Path(__file__).with_name("cpu.c")
 
@@ -89,15 +93,15 @@ def is_head_in_c(head):
     return is_known and not any(isinstance(layer, nn.Linear) for layer in head.modules())
 
 
-@contextmanager
-def kernel_threads():
+class kernel_threads:
     """Leaves torch one thread, and its others to cpu.c: torch's would spin beside them for a
     millisecond after each operation, and a step has none that is worth a second thread."""
-    THREADS.append(torch.get_num_threads())
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
+
+    def __enter__(self):
+        THREADS.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_):
         torch.set_num_threads(THREADS.pop())
 
 
@@ -140,9 +144,15 @@ Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm 
 Head = struct("Head", (Norm, "norm"), (Linear, "mix key_value project"))
 Heads = struct("Heads", (c_int32, "n_embd n_head n_weights mix linear"), (c_float, "scale"),
                (POINTER(Head), "heads"), (Norm, "norm"), (Linear, "rows table"), (c_void_p, "ids"))
-Pass = struct("Pass", (c_int32, "B T threads bfloat16"),
-              (c_void_p, "lengths ancestors rope window_rope slopes kv"),
+Pass = struct("Pass", (c_int32, "B T threads bfloat16 rows rope_rows"),
+              (c_void_p, "lengths ancestors positions rope window_rope slopes kv"),
               (c_int64, "layer_stride value_stride batch_stride head_stride"))
+Model = struct("Model", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"),
+               (c_int32, "count"), (Norm, "norm"))
+Commit = struct("Commit", (Pass, "trees paths"),
+                (c_int32, "layers n_kv_head head_size moves P C count"), (POINTER(Block), "blocks"),
+                (Norm, "norm"), (c_void_p, "accepted hidden state lengths history"),
+                (c_int64, "history_stride"), (c_void_p, "root"))
 FUNCTIONS = {
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
     "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
@@ -152,7 +162,12 @@ FUNCTIONS = {
     "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
     "best_tree": (*[c_void_p] * 4, *[c_int] * 4, c_void_p),
     "draft": (POINTER(Heads), c_void_p, c_int, c_void_p, *[c_int] * 4, c_void_p, c_int),
-    "add_lookup": (c_void_p * 4, c_void_p, c_void_p, *[c_int] * 4, c_void_p)}
+    "add_lookup": (c_void_p * 4, c_void_p, c_void_p, *[c_int] * 4, c_void_p),
+    "verify": (POINTER(Model), POINTER(Pass), *[c_void_p] * 4),
+    "sample": (POINTER(Linear), c_void_p, c_int, c_int, c_int, *[c_void_p] * 5, c_int),
+    "add_depths": (c_void_p, c_void_p, c_int, c_int, c_void_p),
+    "accept_path": (*[c_void_p] * 5, c_int, c_int, c_int, c_void_p),
+    "commit": (POINTER(Commit),)}
 
 
 @lru_cache
@@ -210,16 +225,32 @@ def pointer(x):
     return None if x is None else x.data_ptr()
 
 
+def in_large_pages(x):
+    """A copy of a tensor or None in pages of 2 MB, where Linux has them: reading the weights from
+    pages of 4 kB takes 1.15 times as long."""
+    if x is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return x
+    size = -(-x.nbytes // 64) * 64  # cpu.c reads 64 bytes at a time
+    if size > len(FREE[0]):
+        chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a system without them
+            chunk.madvise(mmap.MADV_HUGEPAGE)
+        FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
+    memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
+    return memory[:x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+
 class PackedWeight:
     """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them."""
 
     def __init__(self, kind, shape, values, scales=None, minimums=None, bias=None):
-        self.values, self.scales, self.minimums = values, scales, minimums
+        tensors = map(in_large_pages, (values, scales, minimums))
+        self.values, self.scales, self.minimums = tensors
         self.bias = None if bias is None else bias.float()
         group = 0 if scales is None else -(-shape[1] // GROUP) * GROUP // scales.shape[1]
         half = scales is not None and scales.dtype == torch.float16
         self.linear = Linear(kind, *shape, group, half,
-                             *map(pointer, (values, scales, minimums, self.bias)))
+                             *map(pointer, (self.values, self.scales, self.minimums, self.bias)))
 
     def multiply(self, x):
         """x [..., k] -> float32 [..., n]"""
@@ -297,8 +328,30 @@ class PackedLinear(Packed):
         return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
+class Results(dict):
+    """int64 tensors that functions write to, by shape: made once, since torch.empty takes 15 us in
+    a step, where none of its code is in the processor's caches. The next call overwrites them."""
+
+    def __missing__(self, shape):
+        self[shape] = torch.empty(shape, dtype=torch.int64)
+        return self[shape]
+
+
+class Trees(dict):
+    """(Its address, a `Tree`) by (B, T), likewise."""
+
+    def __missing__(self, shape):
+        columns = torch.empty(4, *shape, dtype=torch.int64)
+        self[shape] = columns.data_ptr(), Tree(*columns.unbind())
+        return self[shape]
+
+
 class PackedLMHead(PackedLinear):
-    """`model.LMHead` of such a weight. Methods as there."""
+    """`model.LMHead` of such a weight. Methods as there; `sample` gives one of `Results`."""
+
+    def __init__(self, packed):
+        super().__init__(packed)
+        self.tokens = Results()
 
     def topk(self, hidden, k, vocab_ids=None):
         logits = self.packed.multiply(hidden)
@@ -311,8 +364,18 @@ class PackedLMHead(PackedLinear):
         return self.packed.multiply(hidden)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
-        logits = self.packed.multiply(hidden)
-        return argmax(logits, temperature, seed, sequence, position, first_token)
+        B, T = position.shape
+        rows = [None] * 4  # where all is greedy, there is no noise
+        if type(temperature) is torch.Tensor or temperature:
+            rows = temperature, seed, sequence, position = (
+                filled(temperature, hidden, B).float(), filled(seed, hidden, B),
+                sequence.contiguous(), position.contiguous())
+        if hidden.dtype != torch.float32:
+            hidden = hidden.float()
+        out = self.tokens[B, T]
+        library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, first_token,
+                         *map(pointer, rows), out.data_ptr(), threads())
+        return out
 
     def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, **noise):
         """With the noise of `sample`, bit for bit."""
@@ -374,53 +437,143 @@ class PackedBlocks(Packed, Blocks):
         self.tensors = []  # that the structs point to
         self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
+        self.places, self.accepted, self.trees = Results(), Results(), Trees()
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
         if cache is None:
             return super().forward(hidden, tables, positions, None, None, *rest)
-        stream, _ = self.run(Norm(), hidden, tables, positions, cache, ancestors)
-        return stream.to(hidden.dtype), None
+        x = hidden.to(torch.float32, copy=True).contiguous()
+        lengths = positions[:, 0].int() if ancestors is None else cache.lengths
+        positions = positions.contiguous()
+        ancestors = None if ancestors is None else ancestors.contiguous()
+        a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
+        normed = torch.empty_like(x)
+        failed = library().run_blocks(self.structs, len(self), Norm(), a_pass, x.data_ptr(),
+                                      normed.data_ptr())
+        check_room(failed, a_pass)
+        return x.to(hidden.dtype), None
 
-    def norm_and_hidden(self, norm, hidden, tables, positions, cache, ancestors):
+    # The stages of a step. The next step with a tree of this size overwrites the results.
+
+    def add_lookup(self, tree, history, lengths, n):
+        B, T = tree[0].shape
+        inputs = [x.contiguous() for x in (*tree, history, lengths)]
+        *columns, text, ends = [x.data_ptr() for x in inputs]
+        address, merged = self.trees[B, T + n]
+        library().add_lookup((c_void_p * 4)(*columns), text, ends, B, T, history.shape[1], n,
+                             address)
+        return merged
+
+    def positions(self, cache, depths):
+        B, T = depths.shape
+        out = self.places[B, T]
+        depths = depths.contiguous()
+        library().add_depths(cache.lengths.data_ptr(), depths.data_ptr(), B, T, out.data_ptr())
+        return out
+
+    def norm_and_hidden(self, model, tokens, positions, cache, ancestors):
         """As `Blocks.norm_and_hidden`; the norm is in float32."""
-        tensors = []
-        struct = norm_struct(norm, tensors)
-        stream, normed = self.run(struct, hidden, tables, positions, cache, ancestors)
-        return normed, stream.to(hidden.dtype)
+        key = "verify", *tokens.shape
+        if key not in cache.kept:
+            cache.kept[key] = Verify(self, model, cache, *tokens.shape)
+        return cache.kept[key](tokens.contiguous(), positions.contiguous(), ancestors.contiguous())
+
+    def accept_path(self, tokens, parents, depths, ancestors, target, active, max_path):
+        B, T = tokens.shape
+        out = self.accepted[B, 2 * max_path + 2]
+        rows = [x.contiguous() for x in (tokens, parents, ancestors, target, active)]
+        library().accept_path(*[x.data_ptr() for x in rows], B, T, max_path, out.data_ptr())
+        return out
+
+    def commit(self, slots, heads, hidden, accepted, moves, looks_up):
+        if heads and (heads.mix_in or not isinstance(heads.augment_blocks, PackedBlocks)):
+            return False
+        T = hidden.shape[1]
+        P = accepted.shape[1] // 2 - 1
+        key = "commit", T, P, moves, looks_up, threads()
+        kept = slots.cache.kept
+        if key not in kept:
+            kept[key] = commit_struct(slots, heads, T, P, moves, looks_up)
+        struct, _ = kept[key]
+        struct.accepted = accepted.data_ptr()
+        struct.hidden = hidden.data_ptr()
+        check_room(library().commit(struct), struct.paths)
+        return True
 
     def prepare(self, module):
         pack(module)
 
-    def run(self, norm, hidden, tables, positions, cache, ancestors):
-        """-> (residual stream, its norm), float32 [B, T, C]"""
-        B, T, C = hidden.shape
-        kv = cache.kv
-        assert kv.dtype in KINDS, kv.dtype
-        lengths = positions[:, 0].int()
-        if ancestors is not None:
-            lengths, ancestors = cache.lengths, ancestors.contiguous()
-        end = int(lengths.max()) + T
-        if end > kv.shape[4]:
-            raise ValueError(f"expected a cache for {end} rows; got {tuple(kv.shape)}")
-        *ropes, slopes = tables
-        ropes = [x if x is None else x[positions].float() for x in ropes]
-        a_pass = Pass(B, T, threads(), kv.dtype == torch.bfloat16,
-                      *map(pointer, (lengths, ancestors, *ropes, slopes, kv)), *kv.stride()[:4])
-        x = hidden.to(torch.float32, copy=True).contiguous()
-        normed = torch.empty_like(x)
-        library().run_blocks(self.structs, len(self), norm, a_pass, x.data_ptr(),
-                             normed.data_ptr())
-        return x, normed
 
-    @staticmethod
-    def add_lookup(tree, history, lengths, n):
-        B, T = tree[0].shape
-        inputs = [x.contiguous() for x in (*tree, history, lengths)]
-        columns = (c_void_p * 4)(*map(pointer, inputs[:4]))
-        merged = torch.empty(4, B, T + n, dtype=torch.int64)
-        library().add_lookup(columns, *map(pointer, inputs[4:]), B, T, history.shape[1], n,
-                             merged.data_ptr())
-        return merged.unbind()
+class Verify:
+    """`verify` of trees [B, T] with a model and one cache: structs and results, made once."""
+
+    def __init__(self, blocks, model, cache, B, T):
+        self.model = model
+        C = model.config.n_embd
+        self.stream, self.normed = (torch.empty(B, T, C) for _ in range(2))
+        self.hidden = self.stream
+        if model.dtype == torch.bfloat16:
+            self.hidden = torch.empty(B, T, C, dtype=model.dtype)
+        self.tensors = []  # that the structs point to
+        self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
+        self.struct = Model(blocks=blocks.structs, count=len(blocks), embed_scale=1,
+                            norm=norm_struct(model.norm, self.tensors))
+        if self.embeds:
+            self.struct.embed = model.embed.table.packed.linear
+            if model.embed_scale is not None:
+                self.struct.embed_scale = model.embed_scale.item()
+        self.a_pass = pass_struct((B, T), model.tables, cache.kv, cache.lengths)
+        rounded = None if self.hidden is self.stream else self.hidden
+        self.results = [*map(pointer, (self.stream, self.normed, rounded))]
+
+    def __call__(self, tokens, positions, ancestors):
+        if not self.embeds:
+            self.stream.copy_(self.model.embeddings(tokens, positions))
+        self.a_pass.threads = threads()
+        self.a_pass.positions = positions.data_ptr()
+        self.a_pass.ancestors = ancestors.data_ptr()
+        failed = library().verify(self.struct, self.a_pass, tokens.data_ptr(), *self.results)
+        check_room(failed, self.a_pass)
+        return self.normed, self.hidden
+
+
+def commit_struct(slots, heads, T, P, moves, looks_up):
+    """A `Commit` of `PackedBlocks.commit`, and the tensor that it alone points to."""
+    kv, lengths = slots.cache.kv, slots.cache.lengths
+    B, C = slots.state.shape
+    struct = Commit(trees=pass_struct((B, T), NO_TABLES, kv, lengths), layers=kv.shape[0],
+                    n_kv_head=kv.shape[3], head_size=kv.shape[5], moves=moves, P=P, C=C,
+                    lengths=lengths.data_ptr(), root=slots.root.data_ptr())
+    if looks_up:
+        struct.history = slots.history.data_ptr()
+        struct.history_stride = slots.history.stride(0)
+    if not heads:
+        return struct, None
+    ones = torch.ones(C)
+    struct.norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
+    struct.state = slots.state.data_ptr()
+    struct.blocks = heads.augment_blocks.structs
+    struct.count = len(heads.augment_blocks)
+    struct.paths = pass_struct((B, 1), heads.model.tables, slots.heads_cache.kv, lengths)
+    return struct, ones
+
+
+def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
+    """A `Pass` over a cache for B sequences of T tokens."""
+    assert kv.dtype in KINDS, kv.dtype
+    B, T = shape[:2]
+    *ropes, slopes = tables
+    rope_rows = max((len(x) for x in ropes if x is not None), default=0)
+    assert all(x is None or x.dtype == kv.dtype and x.is_contiguous() for x in ropes)
+    return Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows,
+                *map(pointer, (lengths, ancestors, positions, *ropes, slopes, kv)),
+                *kv.stride()[:4])
+
+
+def check_room(failed, a_pass):
+    if failed:
+        raise ValueError(f"expected known tokens, and a cache of {a_pass.rows} rows with room for "
+                         f"{a_pass.T} more")
 
 
 def block_struct(block, tensors):
@@ -459,6 +612,7 @@ class PackedHeads(Packed, DraftHeads):
             heads=self.structs, norm=norm_struct(base.norm, self.tensors),
             table=base.head.packed.linear)
         self.table = base.head.packed
+        self.trees = Trees()
         self.set_vocabulary(clover.vocabulary)
 
     def set_vocabulary(self, tokens):
@@ -476,10 +630,11 @@ class PackedHeads(Packed, DraftHeads):
         K = min(clover.config.n_draft, tree_size - 1)
         state = state.contiguous()
         root = root.contiguous()
-        tree = torch.empty(4, len(root), tree_size, dtype=torch.int64)
+        B, = root.shape
+        address, tree = self.trees[B, tree_size]
         library().draft(self.struct, state.data_ptr(), state.dtype == torch.bfloat16,
-                        root.data_ptr(), len(root), K, W, tree_size, tree.data_ptr(), threads())
-        return Tree(*tree.unbind())
+                        root.data_ptr(), B, K, W, tree_size, address, threads())
+        return tree
 
 
 def head_struct(head, tensors):

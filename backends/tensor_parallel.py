@@ -258,12 +258,13 @@ class VocabParallelHead(nn.Module):
 
     def sample(self, hidden, temperature, seed, sequence, position):
         own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
+        hidden, own, position = hidden.flatten(0, 1), own.view(-1), (position + 1).view(-1)
         tokens = own + self.first
         score = filter_logits(self.row_logits(hidden, own)[:, None], temperature=temperature)
         noise = gumbel(seed, sequence, position, tokens[:, None])
         score += noise * (per_row(temperature, hidden) > 0)
         both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
-        return best_of_ranks(*both.unbind(1), 1)[1][:, 0]
+        return best_of_ranks(*both.unbind(1), 1)[1].view(len(sequence), -1)
 
     def logits(self, hidden):
         return self.all_columns(self.local.logits(hidden))

@@ -18,9 +18,9 @@ import model as models
 from backends import cpu
 from clover import PRESETS, CloverHeads, preset
 from conftest import SHAPES, random_prompts, refusal, toy_model
-from generate import generate
+from generate import Accepted, Decoder, DraftPlan, generate
 from hf import checkpoint
-from kernels import gumbel_argmax, tree_attention_reference
+from kernels import accept_path_reference, gumbel_argmax, tree_attention_reference
 from model import GPT
 from test_clover import paths, random_heads
 from test_kernels import as_int64, random_forest
@@ -97,8 +97,9 @@ def attention_structs(q, k, slopes, window, lengths, ancestors, scale, threads):
     """(Block, Pass) for keys and values k [2, B, Hkv, S, D] of a layer."""
     B, T, Hq, D = q.shape
     block = cpu.Block(n_head=Hq, n_kv_head=k.shape[2], head_size=D, window=window, rope=-1, scale=scale or D ** -0.5)
-    tensors = lengths, ancestors, None, None, slopes, k
-    return block, cpu.Pass(B, T, threads, k.dtype == torch.bfloat16, *map(cpu.pointer, tensors), 0, *k.stride()[:3])
+    tensors = lengths, ancestors, None, None, None, slopes, k
+    return block, cpu.Pass(B, T, threads, k.dtype == torch.bfloat16, k.shape[3], 0, *map(cpu.pointer, tensors), 0,
+                           *k.stride()[:3])
 
 
 def attend(q, k, slopes, window, lengths, ancestors, scale=None, threads=1):
@@ -181,7 +182,76 @@ def test_chains_in_c_are_those_of_the_references(T, n):
         lengths = (history.shape[1] - 1 - torch.arange(100) % 3).int()
         chain = kernels.ngram_lookup_reference(history, lengths, n)
         want = kernels.merge_chain_reference(*tree, chain)
-        assert all(map(torch.equal, cpu.PackedBlocks.add_lookup(tree, history, lengths, n), want))
+        assert all(map(torch.equal, cpu.PackedBlocks([]).add_lookup(tree, history, lengths, n), want))
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
+def test_sample_is_argmax_of_the_logits(B, T, temperature):
+    """Catches rows of another sequence or position where not all fit in memory, and noise of the node's own position."""
+    packed, *_ = packed_weight(cpu.INT8, 300, 64)
+    packed.linear.bias = None
+    head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # beside larger logits noise changes nothing
+    sequence, position = torch.arange(B) + 2**40, torch.randint(0, 1000, (B, T))
+    temperature = temperature and torch.linspace(0, 2, B)
+    want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
+    assert torch.equal(head.sample(hidden, temperature, 5, sequence, position), want.view(B, T))
+
+
+@needs_compiler
+@pytest.mark.parametrize("P", [1, 3, 6])
+def test_accept_path_is_its_reference(P):
+    """Catches a spare node, or one whose parent was not accepted, on the path, and a path longer than P."""
+    model = cpu.PackedBlocks([])
+    generator = torch.Generator().manual_seed(0)
+    for T in (1, 2, 9, 64):
+        ancestors = [random_forest(T, (), generator) for _ in range(50)]
+        parents = [[0 if i == 0 else max((j for j in range(i) if row[i] >> j & 1), default=0) for i in range(T)]
+                   for row in ancestors]
+        ancestors = as_int64(ancestors) | 1  # of a tree: all nodes see its root
+        ancestors[:, 7:8] = 0                # spare
+        tokens, target = torch.randint(0, 2, (2, 50, T), generator=generator)
+        active = torch.randint(0, 2, (50,), generator=generator, dtype=torch.int32)
+        tree = tokens, torch.tensor(parents), torch.zeros_like(tokens), ancestors, target, active, P
+        assert torch.equal(model.accept_path(*tree), accept_path_reference(*tree))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, plan", [
+    (None, DraftPlan()), (None, DraftPlan(0, 3)), ("clover", DraftPlan(7)), ("clover", DraftPlan(4, 3)),
+    ("medusa", DraftPlan(7))])
+def test_commit_is_the_decoders(name, plan, dtype, monkeypatch):
+    """Catches a cache row of another layer, side or head that moves, or not, and a history, root, length or state of
+    another sequence or place on the path."""
+    found = []
+    for in_c in (True, False):
+        torch.manual_seed(0)
+        model = toy_model().to(dtype)
+        heads = name and random_heads(model, name)
+        cpu.apply(model, heads)
+        if not in_c:
+            monkeypatch.setattr(cpu.PackedBlocks, "commit", lambda *_: False)
+        made = Decoder(model, heads, batch_size=3, capacity=90, plans=(plan,))
+        P, T, slots = made.max_path(plan), plan.tree_size, made.slots
+        with torch.inference_mode():
+            slots.cache.kv.normal_()
+            slots.heads_cache.kv.normal_()
+            slots.cache.lengths.copy_(torch.tensor([0, 40, 90]))
+            path = torch.stack([torch.arange(T)[:P]] * 3)
+            if plan.head_nodes:
+                path = torch.stack([torch.randperm(T - 1)[:P - 1].sort().values + 1 for _ in range(3)])
+                path = torch.cat((torch.zeros(3, 1, dtype=torch.int64), path), dim=1)
+            count = torch.tensor([[1], [P], [0]])
+            packed = torch.cat((torch.randint(0, 97, (3, P)), path, count, (count - 1).clamp(min=0)), dim=1)
+            made.commit(plan, torch.randn(3, T, 64).to(dtype), Accepted(packed, P))
+            kept = torch.arange(slots.cache.kv.shape[4]) < slots.cache.lengths[:, None]  # the rest is junk
+            kv = slots.cache.kv.float() * kept[:, None, :, None]
+            history = slots.history if made.looks_up else slots.root
+            found.append((kv, history, slots.root, slots.cache.lengths, slots.state[:2].float()))
+    for got, want in zip(*found):
+        torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,8 +270,8 @@ def test_blocks_in_c_compute_what_torch_does(shape, monkeypatch):
         hidden = model.prefill(torch.tensor(random_prompts([140] * 2))[:, :130], cache)
         torch.testing.assert_close(hidden, want[:, :130], atol=3e-4, rtol=3e-4)
         nodes = torch.tensor(random_prompts([140] * 2))[:, 130:]
-        normed, hidden = model.norm_and_hidden(nodes, 130 + torch.arange(10).expand(2, -1), cache,
-                                               chain(10).expand(2, -1))
+        normed, hidden = model.blocks.norm_and_hidden(model, nodes, 130 + torch.arange(10).expand(2, -1), cache,
+                                                      chain(10).expand(2, -1))
     torch.testing.assert_close(hidden, want[:, 130:], atol=3e-4, rtol=3e-4)
     torch.testing.assert_close(normed, model.norm(want[:, 130:]), atol=3e-4, rtol=3e-4)
 
@@ -452,7 +522,8 @@ def test_two_processes_may_build_at_once(tmp_path):
     assert len(list((tmp_path / "clover").iterdir())) == 1
 
 
-FUNCTIONS = "product or row_without or attention or argmax or same_bits or trees_in_c or chains_in_c"
+FUNCTIONS = ("product or row_without or attention or argmax or same_bits or trees_in_c or chains_in_c or accept_path "
+             "or commit")
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
