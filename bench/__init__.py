@@ -58,11 +58,12 @@ def cell(value):
 
 def finish(args, result):
     """Prints the flags, the result and the machine as one line of JSON, and writes it to --out."""
+    from model import atomic_write  # loads torch
     flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
     line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)
     if args.out:
-        Path(args.out).write_text(line + "\n")
+        atomic_write(args.out, lambda tmp: Path(tmp).write_text(line + "\n"))
 
 
 def public(value):
