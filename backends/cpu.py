@@ -391,6 +391,16 @@ class PackedBlocks(Packed, Blocks):
     def prepare(self, module):
         pack(module)
 
+    @staticmethod
+    def add_lookup(tree, history, lengths, n):
+        B, T = tree[0].shape
+        inputs = [x.contiguous() for x in (*tree, history, lengths)]
+        columns = (c_void_p * 4)(*map(pointer, inputs[:4]))
+        merged = torch.empty(4, B, T + n, dtype=torch.int64)
+        library().add_lookup(columns, *map(pointer, inputs[4:]), B, T, history.shape[1], n,
+                             merged.data_ptr())
+        return merged.unbind()
+
     def run(self, norm, hidden, tables, positions, cache, ancestors):
         """-> (residual stream, its norm), float32 [B, T, C]"""
         B, T, C = hidden.shape
@@ -411,16 +421,6 @@ class PackedBlocks(Packed, Blocks):
         library().run_blocks(self.structs, len(self), norm, a_pass, x.data_ptr(),
                              normed.data_ptr())
         return x, normed
-
-    @staticmethod
-    def add_lookup(tree, history, lengths, n):
-        B, T = tree[0].shape
-        inputs = [x.contiguous() for x in (*tree, history, lengths)]
-        columns = (c_void_p * 4)(*map(pointer, inputs[:4]))
-        merged = torch.empty(4, B, T + n, dtype=torch.int64)
-        library().add_lookup(columns, *map(pointer, inputs[4:]), B, T, history.shape[1], n,
-                             merged.data_ptr())
-        return merged.unbind()
 
 
 def block_struct(block, tensors):

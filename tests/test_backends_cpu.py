@@ -172,7 +172,7 @@ def test_trees_in_c_are_those_of_the_references(B, K, W, T, shared):
 @pytest.mark.parametrize("T, n", MERGED)
 def test_chains_in_c_are_those_of_the_references(T, n):
     """Catches a node twice, spare nodes taken for real ones, a match that is not the longest, or the latest of such."""
-    rng = random.Random(0)
+    rng, add_lookup = random.Random(0), vars(cpu.PackedBlocks)["add_lookup"]  # not that of Blocks
     trees = [random_tree(rng, T) for _ in range(100)]
     chains = torch.tensor([random_chain(rng, n, tree) for tree in trees]).clamp(min=0)
     tree = [torch.stack([as_int64([rows])[0] for rows in columns]) for columns in zip(*trees)]
@@ -181,7 +181,7 @@ def test_chains_in_c_are_those_of_the_references(T, n):
         lengths = (history.shape[1] - 1 - torch.arange(100) % 3).int()
         chain = kernels.ngram_lookup_reference(history, lengths, n)
         want = kernels.merge_chain_reference(*tree, chain)
-        assert all(map(torch.equal, cpu.PackedBlocks.add_lookup(tree, history, lengths, n), want))
+        assert all(map(torch.equal, add_lookup(tree, history, lengths, n), want))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
