@@ -598,7 +598,7 @@ def block_struct(block, tensors):
 
 class PackedHeads(Packed, DraftHeads):
     """The draft heads of a `CloverHeads` of packed layers, which one call of cpu.c runs over all
-    depths."""
+    depths. `draft` gives one of `Trees`."""
 
     def __init__(self, clover):
         super().__init__(clover.heads)

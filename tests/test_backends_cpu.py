@@ -432,7 +432,7 @@ def test_hostile_states_draft_valid_trees_in_c(V):
     heads = random_heads(model)
     cpu.apply(model, heads)
     state, root = torch.randn(4, 64), torch.tensor([5, 0, 96, 7])
-    want = heads.draft(state, root, 17, 4)
+    want = [x.clone() for x in heads.draft(state, root, 17, 4)]
     state[0], state[1, 3], state[2, 5] = math.nan, math.inf, -math.inf
     torch.set_num_threads(2)
     got = heads.draft(state, root, 17, 4)
