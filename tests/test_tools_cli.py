@@ -119,8 +119,9 @@ def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
     (chat_folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
     both = "--draft", "heads+lookup", "--compare"
+    monkeypatch.setattr(policy, "head_numbers", lambda *_: 10**9)
     assert [run(capsys, *flags, *both, *size).count("left out") for size in ((), ("--tree-size", 5))] == [1, 0]
-    monkeypatch.setattr(policy, "HEAD_BYTES", 0.0)
+    monkeypatch.setattr(policy, "head_numbers", lambda *_: 0)
     said = run(capsys, *flags)
     result = json.loads(run(capsys, *flags, "--json"))
     rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]

@@ -41,10 +41,18 @@ def test_expected_tokens_of_a_table():
 
 
 @pytest.fixture
+def toy(monkeypatch):
+    """A model beside which heads are large."""
+    model = toy_model()
+    monkeypatch.setattr(module, "head_numbers", lambda *_: model.weight_bytes())
+    return model
+
+
+@pytest.fixture
 def large(monkeypatch):
     """A model beside which heads are small."""
     model = toy_model()
-    monkeypatch.setattr(module, "HEAD_BYTES", 0.1 * model.weight_bytes())
+    monkeypatch.setattr(module, "head_numbers", lambda *_: 0.1 * model.weight_bytes())
     return model
 
 

@@ -18,7 +18,6 @@ from generate import DEFAULT_BATCH, DEFAULT_TREE, DraftPlan, FixedPolicy, fixed_
 TREE_SIZES = dict(cpu=(2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48), cuda=(2, 4, 8, 16, 32, 64))
 CHAINS = dict(cpu=(1, 4, 10), cuda=(1, 3, 15))  # tokens of lookup
 ROW = dict(cpu=0.13, cuda=0.002)  # what a step takes for each further row, relative to one
-HEAD_BYTES = 18e6  # on a CPU: the weights that are read in the time of a head's small operations
 # Of a GPU, as `bench gpu` measured them on an H100: bytes per second of a copy, FLOP per second of
 # a step of many rows, seconds of the launches of a layer, or of a draft head, in a CUDA graph
 BANDWIDTH = 3e12
@@ -49,17 +48,21 @@ def guessed_costs(model, heads):
     """What a step takes for each further row, for each draft head, and for the arithmetic of a row,
     relative to a plain one."""
     weights = group_of(model).broadcast(model.weight_bytes())  # ranks hold unequal parts
+    numbers = head_numbers(model, heads) if heads else 0
     if model.device.type != "cuda":
-        return ROW["cpu"], HEAD_BYTES / weights, 0
+        return ROW["cpu"], numbers / weights, 0  # a byte each
     seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
     plain = seconds(weights, model.config.n_layer)
     arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
-    head = 0
-    if heads:
-        vocabulary = heads.config.vocabulary or model.config.vocab_size
-        head = sum(x.nbytes for x in heads.draft_head(0).parameters())
-        head += vocabulary * model.config.n_embd * model.dtype.itemsize
-    return ROW["cuda"], seconds(head, 1) / plain, arithmetic
+    return ROW["cuda"], seconds(numbers * model.dtype.itemsize, 1) / plain, arithmetic
+
+
+def head_numbers(model, heads):
+    """How many weights a draft head reads, the draft vocabulary's among them."""
+    layers = [x for x in heads.draft_head(0).modules() if hasattr(x, "in_features")]
+    vocabulary = heads.config.vocabulary or model.config.vocab_size
+    own = sum(layer.in_features * layer.out_features for layer in layers)
+    return own + vocabulary * model.config.n_embd
 
 
 def guessed_cost(costs, heads, plan, batch_size):
