@@ -53,11 +53,8 @@ class Loaded:
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
-        stream = self.text_stream()
-        return stream.feed([token for token in tokens if token not in self.stop]) + stream.finish()
-
-    def text_stream(self):
-        return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
+        stream = self.encoding.stream(self.stop)
+        return stream.feed(tokens) + stream.finish()
 
 
 def load(args, group):
