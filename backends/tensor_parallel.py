@@ -135,10 +135,8 @@ class Group:
         return replace(c, n_head=c.n_head // N, n_kv_head=n_kv_head, n_inner=c.n_inner // N)
 
     def shard_slices(self, name, config):
-        """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
-        its slices)."""
-        if self.size == 1:
-            return None
+        """What this rank holds of a parameter: (the dimension that is cut, its slices), or None for
+        what no rank cuts."""
         c, D = config, config.head_size
         queries = self.rows(c.n_head * D)
         first_key = self.rank * c.n_kv_head // self.size * D

@@ -46,7 +46,7 @@ def weight_files(path):
 
 def stored_size(path):
     """Bytes of the files of a model's weights."""
-    return sum(file.stat().st_size for file in weight_files(find_model(path)))
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def files_hash(path):
