@@ -99,7 +99,6 @@ def open_pickle(file):
 
 def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder or file."""
-    path = find_model(path)
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):

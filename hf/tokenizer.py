@@ -37,8 +37,7 @@ class Encoding:
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.ids = set(vocab.values())
-        self.max_token_value = max(self.ids)
-        self.n_vocab = self.max_token_value + 1
+        self.n_vocab = max(self.ids) + 1
         encoded = self.package.encode("a")  # after the special tokens that start every text
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
