@@ -37,6 +37,16 @@ class Printer:
         if self.streams:
             print("".join(self.shown), end="", flush=True)
 
+    def generate(self, engine, prompts):
+        """Decodes the prompts and prints -> the Output, up to where Ctrl-C ended it."""
+        try:
+            output = engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
+                                     self.loaded.encoding, with_trees=self.args.show_tree)
+        except Interrupted as interrupt:
+            output = interrupt.output
+        self.finish(output)
+        return output
+
     def show(self, step):
         """Prints a `StepResult`."""
         index = step.sequence.index
@@ -196,29 +206,17 @@ def converse(args, loaded):
             engine = None  # frees its memory for the next one
             room_to_grow = args.max_new_tokens + 1024
             engine = make_engine(args, loaded, [prompt], room_to_grow)
-        output = reply(args, loaded, engine, prompt)
+        output = Printer(args, loaded).generate(engine, [prompt])
+        if not args.chat:
+            print("-" * 40)
+        if not args.quiet:
+            print(f"[{speed(output)}]", file=sys.stderr)
         # SIGTERM, and on ranks Ctrl-C, end more than a reply
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
             text = loaded.decode(output.tokens[0])
             messages = [*turn, dict(role="assistant", content=text)]
-
-
-def reply(args, loaded, engine, prompt):
-    """Prints the text that follows a prompt -> its Output, up to where Ctrl-C ended it."""
-    printer = Printer(args, loaded)
-    try:
-        output = engine.generate([prompt], args.max_new_tokens, loaded.stop, printer.show,
-                                 loaded.encoding)
-    except Interrupted as interrupt:
-        output = interrupt.output
-    printer.finish(output)
-    if not args.chat:
-        print("-" * 40)
-    if not args.quiet:
-        print(f"[{speed(output)}]", file=sys.stderr)
-    return output
 
 
 def read_line():
