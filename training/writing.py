@@ -59,7 +59,8 @@ class Writer:
                 return
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
-                held += self.read(file)
+                lines = file.read_text(encoding="utf-8").splitlines()
+                held += self.count(list(map(json.loads, lines)))
                 continue
             show = show or progress(held, goal, 1, self.log)
             texts = self.round(number)
@@ -68,19 +69,15 @@ class Writer:
             held += self.count(texts)
             show(held, f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens")
 
-    def read(self, file):
-        """Notes what users say in a file of texts -> how many tokens it has."""
-        texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+    def count(self, texts):
+        """Counts the tokens of a round's texts. Notes its user messages, and its answers, which the
+        next round may quote."""
+        self.answers = []
         for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
             if message["role"] == "user":
                 self.is_new(message["content"])
-        return self.count(texts)
-
-    def count(self, texts):
-        """The tokens of a round's texts, whose answers the next round may quote."""
-        messages = itertools.chain(*(text.get("messages", ()) for text in texts))
-        self.answers = [m["content"] for m in messages
-                        if m["role"] == "assistant" and len(m["content"]) in QUOTED]
+            elif message["role"] == "assistant" and len(message["content"]) in QUOTED:
+                self.answers.append(message["content"])
         words = (text.get("text") or "".join(m["content"] for m in text["messages"])
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
