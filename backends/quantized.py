@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from backends import cpu
-from model import InputError
+from model import expect
 
 GROUPS = 128, 64, 32  # channels that share a scale
 CHUNK = 4096          # rows that are rounded at once, which takes memory
@@ -98,8 +98,7 @@ def rounding(model, quantize):
     for name, C in layers.items():
         if quantize == "int4" and name != "head.weight":
             group = largest_group(C)
-            if group is None:
-                raise InputError(f"--quantize int4 takes groups of 128, 64 or 32 inputs, but "
-                                 f"{name} has {C} inputs; take --quantize int8")
+            expect(group, f"--quantize int4 takes groups of 128, 64 or 32 inputs, but {name} has "
+                   f"{C} inputs; take --quantize int8")
             found[name] = 4, group
     return found

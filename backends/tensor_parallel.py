@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import filter_logits, filtered_sample, gumbel, per_row, sum_parts
-from model import Block, Blocks, InputError, LMHead, pick_device
+from model import Block, Blocks, InputError, LMHead, expect, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
 
@@ -127,18 +127,15 @@ class Group:
         these are fewer. Raises InputError where the ranks do not divide what they share."""
         c, N = config, self.size
         divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
-        if not divides or N > c.vocab_size:
-            raise InputError(f"{N} processes do not divide {c.n_head} heads, {c.n_kv_head} "
-                             f"key/value heads, an MLP of {c.n_inner} and {c.vocab_size} tokens; "
-                             "take another --nproc-per-node")
+        expect(divides and N <= c.vocab_size, f"{N} processes do not divide {c.n_head} heads, "
+               f"{c.n_kv_head} key/value heads, an MLP of {c.n_inner} and {c.vocab_size} tokens; "
+               "take another --nproc-per-node")
         n_kv_head = max(c.n_kv_head // N, 1)
         return replace(c, n_head=c.n_head // N, n_kv_head=n_kv_head, n_inner=c.n_inner // N)
 
     def shard_slices(self, name, config):
-        """What this rank holds of a parameter: None for all of it, else (the dimension that is cut,
-        its slices)."""
-        if self.size == 1:
-            return None
+        """What this rank holds of a parameter: (the dimension that is cut, its slices), or None for
+        what no rank cuts."""
         c, D = config, config.head_size
         queries = self.rows(c.n_head * D)
         first_key = self.rank * c.n_kv_head // self.size * D

@@ -46,7 +46,7 @@ def weight_files(path):
 
 def stored_size(path):
     """Bytes of the files of a model's weights."""
-    return sum(file.stat().st_size for file in weight_files(find_model(path)))
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def files_hash(path):
@@ -99,7 +99,6 @@ def open_pickle(file):
 
 def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder or file."""
-    path = find_model(path)
     config = read_config(path)
     tensors = {}
     for file in weight_files(path):
@@ -117,7 +116,7 @@ def read_headers(path):
 
 
 def match_tensors(path, model, tensors):
-    """{name: StoredTensor} -> [(tensor, parameter's name, the first of its rows that it fills)]."""
+    """{name: StoredTensor} -> {parameter's name: [(first row that a tensor fills, tensor)]}"""
     family = FAMILIES[model.config.family]
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
@@ -129,7 +128,7 @@ def match_tensors(path, model, tensors):
     if model.config.tied and "lm_head.weight" in found:  # some folders keep one name, some both
         table = found.pop("lm_head.weight")
         found.setdefault(f"{family.names['embed'][0]}.weight", table)
-    matches = []
+    matches = defaultdict(list)
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # GPTQ's writers gave every layer a bias, of zeros
@@ -139,9 +138,9 @@ def match_tensors(path, model, tensors):
         expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),
                f"{tensor.file}: {part} should be floats of shape {shape} by config.json, but is "
                f"{tensor.dtype} of {tensor.shape}; fetch the checkpoint again")
-        matches.append((tensor, name, start))
+        matches[name].append((start, tensor))
     expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; fetch it again")
-    return matches
+    return {name: sorted(parts) for name, parts in matches.items()}
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
@@ -157,22 +156,24 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     packed = packed is not False and cpu.is_usable(device)
     group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
-    stored_as = next((tensor.stored_as for tensor, *_ in matches if tensor.weight), None)
+    tensors = [tensor for parts in matches.values() for _, tensor in parts]
+    stored_as = next((tensor.stored_as for tensor in tensors if tensor.weight), None)
     expect(not (quantize and stored_as) or is_gguf(path),
            f"{path}: the checkpoint is quantised already ({stored_as}); leave out --quantize")
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU, which has no kernels for it; taking bfloat16")
         dtype = torch.bfloat16
     keeps_bits = packed and dtype != torch.float32 and group.size == 1
-    largest = max((tensor for tensor, *_ in matches), key=lambda x: math.prod(x.shape))
+    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
     if quantize and model.config.tied:  # an LM head of its own, of the same table
         model.config.tied = False  # its layers' too: they have the same config
         model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
-        matches += [(tensor, "head.weight", start) for tensor, name, start in matches
-                    if name == "embed.weight"]
+        matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    bits = stored_bits(matches) | {name: bits for name, (bits, _) in rounding.items()}
+    bits = {name: max(tensor.bits for _, tensor in parts) for name, parts in matches.items()
+            if all(tensor.bits for _, tensor in parts)}
+    bits |= {name: n for name, (n, _) in rounding.items()}
     if model.config.unit_head:  # whose rows are scaled once all are read
         bits.pop("head.weight", None)
     kept = bits if keeps_bits else {}
@@ -201,24 +202,13 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     return model
 
 
-def stored_bits(matches):
-    """{name of a parameter whose parts are all quantised: the most bits of a number}"""
-    parts = defaultdict(list)
-    for tensor, name, _ in matches:
-        parts[name].append(tensor.bits)
-    return {name: max(bits) for name, bits in parts.items() if all(bits)}
-
-
 def read_weights(model, matches, group, rounding, kept):
     """Fills a model, or this rank's part of it, with each parameter's stored tensors. rounding:
     {name: how `round_weight` rounds it}; kept: names of weights that become packed layers."""
-    stored = defaultdict(list)
-    for tensor, name, start in sorted(matches, key=lambda match: match[2]):
-        stored[name].append((tensor, start))
     parameters = dict(model.named_parameters())
-    for name in sorted(stored, key=lambda name: len(stored[name][0][0].shape)):  # biases first
+    for name in sorted(matches, key=lambda name: len(matches[name][0][1].shape)):  # biases first
         parts = []
-        for tensor, start in stored[name]:
+        for start, tensor in matches[name]:
             arrange = partial(families.from_stored, name, start=start, config=model.config)
             if name in rounding:
                 value = quantized.round_weight(arrange(tensor.load()), *rounding[name])
@@ -286,7 +276,7 @@ def describe(path):
     path = find_model(path)
     model, matches = read_headers(path)
     c = model.config
-    types = {tensor.stored_as for tensor, *_ in matches} - {None}
+    types = {tensor.stored_as for parts in matches.values() for _, tensor in parts} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
     lines = {
         "family": f"{c.family} ({FAMILIES[c.family].architecture})",

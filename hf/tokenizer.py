@@ -37,8 +37,7 @@ class Encoding:
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.ids = set(vocab.values())
-        self.max_token_value = max(self.ids)
-        self.n_vocab = self.max_token_value + 1
+        self.n_vocab = max(self.ids) + 1
         encoded = self.package.encode("a")  # after the special tokens that start every text
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
@@ -90,8 +89,8 @@ class Encoding:
                "trained to chat")
         return self.encode(self.template.render(messages, **options), allowed_special="all")
 
-    def stream(self, stop_texts=()):
-        return TextStream(self, stop_texts)
+    def stream(self, stop=()):
+        return TextStream(self, stop)
 
 
 def encode_prompt(encoding, text):
@@ -101,11 +100,13 @@ def encode_prompt(encoding, text):
 
 class TextStream:
     """Decodes token ids as they arrive, to whole characters, up to a stop text; like decoding all
-    at once, but may keep a space at the start. stopped: whether a stop text was reached."""
+    at once, but may keep a space at the start. stop: texts, and token ids that are left out.
+    stopped: whether a stop text was reached."""
 
-    def __init__(self, encoding, stop_texts=()):
+    def __init__(self, encoding, stop=()):
         self.decode = encoding.decode
-        self.stop_texts = stop_texts
+        self.stop_texts = [text for text in stop if isinstance(text, str)]
+        self.left_out = set(stop).difference(self.stop_texts)
         self.stopped = False
         self.held = ""  # text that may be the start of a stop text
         self._continue_after(encoding.encode("a"))  # decoders keep a space after any text
@@ -117,7 +118,8 @@ class TextStream:
 
     def feed(self, tokens):
         """The text that these ids complete."""
-        return self._release("".join(map(self._completed, tokens)))
+        shown = (token for token in tokens if token not in self.left_out)
+        return self._release("".join(map(self._completed, shown)))
 
     def finish(self):
         """The rest of the text."""

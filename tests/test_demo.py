@@ -49,7 +49,7 @@ def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
     model, encoding = GPT.from_pretrained(tmp_path / "base", device="cpu"), load_encoding(tmp_path / "base")
     text = "def project_topk(hidden, weight, k):"
     ids = encode_prompt(encoding, text)
-    assert ids[0] == end_of_text(encoding) == encoding.max_token_value == model.config.vocab_size - 1
+    assert ids[0] == end_of_text(encoding) == encoding.n_vocab - 1 == model.config.vocab_size - 1
     assert len(ids) < len(encode_prompt(load_encoding(DEMO), text))  # its tokens are those of its own text
 
 

@@ -154,7 +154,7 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     encoding = load_encoding(folder)
     args = SimpleNamespace(json=False, show_tree=False, chat=False)
-    loaded = SimpleNamespace(stop=[], text_stream=encoding.stream)
+    loaded = SimpleNamespace(stop=[], encoding=encoding)
 
     sequence = SimpleNamespace(index=0, ended=None)
     printer.Printer(args, loaded).show(StepResult(sequence, [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6)))

@@ -10,7 +10,6 @@ def main(argv=None):
     """python generate.py: flags, load, engine, loop, print."""
     args = parse_generate(argv)
     from backends import tensor_parallel
-    from generate import Interrupted
     from tools.errors import command
     from tools.load import load, make_engine, read_prompts
     from tools.printer import Printer, converse
@@ -23,12 +22,7 @@ def main(argv=None):
         prompts = [loaded.encode(messages, args.chat) for messages in conversations]
         engine = make_engine(args, loaded, prompts, args.max_new_tokens)
         printer = Printer(args, loaded, [chat[-1]["content"] for chat in conversations])
-        try:
-            output = engine.generate(prompts, args.max_new_tokens, loaded.stop, printer.show,
-                                     loaded.encoding, with_trees=args.show_tree)
-        except Interrupted as interrupt:
-            output = interrupt.output
-        printer.finish(output)
+        output = printer.generate(engine, prompts)
         result = printer.report(output, engine)
         del engine  # frees its memory before --compare makes another
         if args.compare and None not in output.ended:

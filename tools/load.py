@@ -27,9 +27,9 @@ def load_model(args, group=None, packed=None, dtype=None):
     device = pick_device((group and group.device) or args.device)
     vocab_size = read_config(args.model).vocab_size
     encoding = load_encoding(args.model)
-    last = encoding.max_token_value
-    expect(last < vocab_size, f"{args.model}: the tokenizer has ids up to {last}, the model only "
-           f"{vocab_size} embeddings; they do not belong together")
+    expect(encoding.n_vocab <= vocab_size, f"{args.model}: the tokenizer has ids up to "
+           f"{encoding.n_vocab - 1}, the model only {vocab_size} embeddings; they do not belong "
+           "together")
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
@@ -53,20 +53,16 @@ class Loaded:
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
-        stream = self.text_stream()
-        return stream.feed([token for token in tokens if token not in self.stop]) + stream.finish()
-
-    def text_stream(self):
-        return self.encoding.stream([s for s in self.stop if isinstance(s, str)])
+        stream = self.encoding.stream(self.stop)
+        return stream.feed(tokens) + stream.finish()
 
 
 def load(args, group):
     """-> `Loaded`"""
     loaded = group.raise_together(lambda: load_alone(args, group))
-    if group.size > 1:
-        heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
-        group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
-                          loaded.sampling, loaded.stop], "have read different files")
+    heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
+    group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
+                      loaded.sampling, loaded.stop], "have read different files")
     return loaded
 
 

@@ -31,11 +31,21 @@ class Printer:
         self.streams = len(texts) <= 1 and not args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
-        self.stream = loaded.text_stream()
+        self.stream = loaded.encoding.stream(loaded.stop)
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.shown = ["" if args.chat else text for text in texts]
         if self.streams:
             print("".join(self.shown), end="", flush=True)
+
+    def generate(self, engine, prompts):
+        """Decodes the prompts and prints -> the Output, up to where Ctrl-C ended it."""
+        try:
+            output = engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
+                                     self.loaded.encoding, with_trees=self.args.show_tree)
+        except Interrupted as interrupt:
+            output = interrupt.output
+        self.finish(output)
+        return output
 
     def show(self, step):
         """Prints a `StepResult`."""
@@ -46,7 +56,7 @@ class Printer:
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
                               | describe(step, self.loaded.encoding.decode))
         for i, token in enumerate(step.tokens if self.streams else []):
-            text = "" if token in self.loaded.stop else self.stream.feed([token])
+            text = self.stream.feed([token])
             if self.colours and text and i < len(step.drafters):  # else the model's own
                 head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
                 colour = LOOKUP_COLOUR if step.drafters[i] == "lookup" else head
@@ -138,18 +148,17 @@ def describe(step, decode):
     """A `StepResult` with a tree as a dict: the drafters of its tokens, the tree, and the path that
     the model accepted."""
     plan, tree = step.plan, step.tree
-    by = lambda drafter, depth: f"head {depth}" if drafter == "heads" else drafter
-    guessed_by = [by(drafter, depth) for depth, drafter in enumerate(step.drafters, start=1)]
-    drafted_by = ["root", *(by("heads", depth) for depth in tree.depths[1:])]
+    drafted_by = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
     drafted_by[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
     used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
     number = {node: i for i, node in enumerate(used)}
+    path = step.path[:len(step.tokens) + 1]  # a sequence may end inside it
     return dict(plan=str(plan),
-                guessed_by=[*guessed_by, "model"][:len(step.tokens)],
+                guessed_by=[*(drafted_by[node] for node in path[1:]), "model"][:len(step.tokens)],
                 nodes=[decode([tree.tokens[node]]) for node in used],
                 drafted_by=[drafted_by[node] for node in used],
                 parents=[number[tree.parents[node]] if node else -1 for node in used],
-                path=[number[node] for node in step.path[:len(step.tokens) + 1]])
+                path=[number[node] for node in path])
 
 
 def tree_lines(steps, prompts):
@@ -197,29 +206,17 @@ def converse(args, loaded):
             engine = None  # frees its memory for the next one
             room_to_grow = args.max_new_tokens + 1024
             engine = make_engine(args, loaded, [prompt], room_to_grow)
-        output = reply(args, loaded, engine, prompt)
+        output = Printer(args, loaded).generate(engine, [prompt])
+        if not args.chat:
+            print("-" * 40)
+        if not args.quiet:
+            print(f"[{speed(output)}]", file=sys.stderr)
         # SIGTERM, and on ranks Ctrl-C, end more than a reply
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
             text = loaded.decode(output.tokens[0])
             messages = [*turn, dict(role="assistant", content=text)]
-
-
-def reply(args, loaded, engine, prompt):
-    """Prints the text that follows a prompt -> its Output, up to where Ctrl-C ended it."""
-    printer = Printer(args, loaded)
-    try:
-        output = engine.generate([prompt], args.max_new_tokens, loaded.stop, printer.show,
-                                 loaded.encoding)
-    except Interrupted as interrupt:
-        output = interrupt.output
-    printer.finish(output)
-    if not args.chat:
-        print("-" * 40)
-    if not args.quiet:
-        print(f"[{speed(output)}]", file=sys.stderr)
-    return output
 
 
 def read_line():

@@ -88,15 +88,14 @@ class Job:
 
     async def parts(self):
         """Yields what steps bring: (which text, its tokens as texts, why it ended, more)."""
-        stops = [stop for stop in self.stop if isinstance(stop, str)]
-        streams = [self.encoding.stream(stops) for _ in range(self.count)]
+        streams = [self.encoding.stream(self.stop) for _ in range(self.count)]
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
             index, tokens, ended, shown = event
-            pieces = ["" if t in self.stop else streams[index].feed([t]) for t in tokens]
+            pieces = [streams[index].feed([token]) for token in tokens]
             if ended:
                 pieces[-1] += streams[index].finish()
                 left -= 1

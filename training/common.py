@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from model import InputError, atomic_write, expect
+from model import InputError, atomic_write, expect, read_json
 from training.flags import FIXED, STORED, RunConfig
 
 STATE_FILE = "train_state.pt"  # of a run: weights, optimizer, step
@@ -30,9 +30,9 @@ def run_config(args, out):
                "--resume continues it, or use another --out")
         return RunConfig(**given)
     try:
-        saved = json.loads((out / RUN_FILE).read_text())
+        saved = read_json(out / RUN_FILE)
         expect(set(saved) == set(STORED), f"{RUN_FILE} has other flags")
-    except (OSError, TypeError, ValueError) as error:
+    except InputError as error:
         raise InputError(f"{out}: --resume needs a run that this version saved there "
                          f"({error})") from None
     flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")

@@ -12,8 +12,8 @@ from clover import model_hash
 from generate import Engine, Sampling
 from hf.chat import end_of_text
 from hf.tokenizer import encode_prompt
-from model import InputError, atomic_write, expect, human, read_json
-from training.common import progress
+from model import InputError, expect, human, read_json
+from training.common import progress, save_lines
 
 ABOUT = "written_by.json"            # in the folder of the texts: the model's hash
 ROUND = 384                          # conversations per file, before bad ones are dropped
@@ -46,8 +46,7 @@ class Writer:
         mine = model_hash(self.model)
         expect(written_by(self.folder) in (None, mine),
                f"{self.folder}: another model wrote these texts; take another --out")
-        about = json.dumps(dict(model=mine)) + "\n"
-        atomic_write(self.folder / ABOUT, lambda tmp: Path(tmp).write_text(about))
+        save_lines(self.folder / ABOUT, [dict(model=mine)])
 
     def write(self, tokens, rank=0, size=1):
         """Writes until `size` processes together have `tokens` tokens, this one every size-th
@@ -60,29 +59,25 @@ class Writer:
                 return
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
-                held += self.read(file)
+                lines = file.read_text(encoding="utf-8").splitlines()
+                held += self.count(list(map(json.loads, lines)))
                 continue
             show = show or progress(held, goal, 1, self.log)
             texts = self.round(number)
             expect(texts, "none of the texts that the model wrote will do; give --data")
-            lines = "".join(json.dumps(text) + "\n" for text in texts)
-            atomic_write(file, lambda tmp: Path(tmp).write_text(lines))
+            save_lines(file, texts)
             held += self.count(texts)
             show(held, f"{file.name}: {len(texts)} texts  {human(held)} of {human(goal)} tokens")
 
-    def read(self, file):
-        """Notes what users say in a file of texts -> how many tokens it has."""
-        texts = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+    def count(self, texts):
+        """Counts the tokens of a round's texts. Notes its user messages, and its answers, which the
+        next round may quote."""
+        self.answers = []
         for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
             if message["role"] == "user":
                 self.is_new(message["content"])
-        return self.count(texts)
-
-    def count(self, texts):
-        """The tokens of a round's texts, whose answers the next round may quote."""
-        messages = itertools.chain(*(text.get("messages", ()) for text in texts))
-        self.answers = [m["content"] for m in messages
-                        if m["role"] == "assistant" and len(m["content"]) in QUOTED]
+            elif message["role"] == "assistant" and len(message["content"]) in QUOTED:
+                self.answers.append(message["content"])
         words = (text.get("text") or "".join(m["content"] for m in text["messages"])
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
