@@ -16,7 +16,7 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
@@ -127,22 +127,6 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
     start = start_accuracy(checkpoint, texts, "clover")
     found = run(checkpoint, texts, tmp_path, "--device", "cuda", "--steps", "60", "--dtype", dtype)
     assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
-
-
-@pytest.mark.parametrize("family, shape", [
-    ("gpt2", SHAPES["gpt2"]),
-    ("baichuan", dict(n_kv_head=4, positions="alibi", unit_head=True)),
-    ("gemma3_text", dict(qk_norm="head", norm_at="both", windows=(0, 9), window_theta=500.0, activation="gelu",
-                         embed_scale=8.0, attn_scale=0.25)),
-    pytest.param("olmo3", dict(qk_norm="all", norm_at="after"), marks=pytest.mark.slow)])
-def test_heads_of_every_family_are_trained_and_used(family, shape, checkpoint, texts, tmp_path, unmeasured):
-    toy_model(family=family, vocab_size=258, block_size=128, tied=family == "gpt2", **shape).save_pretrained(tmp_path)
-    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
-    run(tmp_path, texts, tmp_path / "out", "--steps", "3")
-    model, prompts = GPT.from_pretrained(tmp_path, device="cpu"), random_prompts([7, 12])
-    heads = CloverHeads.from_pretrained(tmp_path / "out", model)
-    found = generate(model, prompts, 20, heads, tree_size=9, temperature=0.9)
-    assert found.tokens == generate(model, prompts, 20, tree_size=1, temperature=0.9).tokens
 
 
 @pytest.fixture(scope="module")
@@ -370,21 +354,6 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
-def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, capsys, unmeasured):
-    """test_training_data.py has the masks."""
-    turn = lambda role, content: dict(role=role, content=content)
-    says = lambda i: [turn("user", f"{i}?"), turn("assistant", f"it is {i}, and {i * i}, " * 3)]
-    chats = write_lines(tmp_path / "chats.jsonl", (dict(messages=says(i)) for i in range(300)))
-    folder = shutil.copytree(checkpoint, tmp_path / "model")
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
-    run(folder, chats, tmp_path / "out", "--steps", "3")
-    assert f"--heads {tmp_path / 'out'} --chat\n" in capsys.readouterr().out
-    tokens = open_tokens(tmp_path / "out" / "tokens.pt")["heldout"]
-    words = load_encoding(checkpoint).decode(tokens.ids[tokens.loss_mask].tolist())
-    assert words.startswith("it is ") and "<" not in words and "?" not in words
-
-
 def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path, unmeasured):
     flags = "--draft-heads 3 --mix concat --augment-layers 2 --no-shared --mix-before --projector res --preset clover2"
     run(checkpoint, texts, tmp_path, "--steps", "2", *flags.split())
@@ -469,6 +438,7 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--data {}/short.txt", "give more"),
     ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
+    ("--out {}/short.txt", "tokens.pt: cannot be written"),
     ("--resume", "--resume needs a run"),
 ])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
@@ -477,9 +447,3 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, 
     flags = flags.format(tmp_path).split()
     given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags]
     assert says in refusal(capsys, *given) and not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(checkpoint, texts, tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    said = refusal(capsys, "--model", checkpoint, "--data", texts, "--out", tmp_path / "file")
-    assert "tokens.pt: cannot be written" in said
