@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -202,11 +201,8 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     assert server.asked == [asked | dict(prompt=x, n_predict=n) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
     with pytest.raises(InputError, match="llama.cpp: too long"):
         ways[llama_cpp.PLAIN]([[1], [1, 2, 3]], 4)
-    plain = plain._replace(seconds=0.5)  # 20 tokens per second
-    rows = decoding.compare({("plain", 1): spent(3), ("lookup", 5): spent(2), llama_cpp.PLAIN: [plain]})
-    theirs = rows[llama_cpp.PLAIN]
-    assert (theirs["identical"], theirs["speed_up"], theirs["decoding_per_second"]) == (None, 5.0, None)
-    assert rows["lookup", 5]["over_llama_cpp"] == 0.3
+    rows = decoding.compare({("plain", 1): spent(3), llama_cpp.PLAIN: [plain._replace(seconds=0.5)]})
+    assert rows[llama_cpp.PLAIN]["speed_up"] == 5.0 and rows["plain", 1]["over_llama_cpp"] == 0.2
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(InputError, match="pip install --no-deps xllamacpp"):
         llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.0, ())
@@ -260,13 +256,12 @@ def test_real_sizes_are_those_of_the_models():
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse(flags.split())
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags, message", [("--tree-sizes 5 65", "tree size must be"),
-                                            ("--temperatures 0 -1", "temperature must be")])
-def test_bad_values_are_refused_before_others_are_measured(flags, message):
-    refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
+def test_bad_values_are_refused_before_others_are_measured():
+    for flags, message in (("--tree-sizes 5 65", "tree size must be"), ("--temperatures 0 -1", "temperature must be")):
+        refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
 
 
 def test_flags_are_parsed_without_torch():

@@ -114,12 +114,6 @@ ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
 
-def test_a_step_can_be_launched_outside_of_inference_mode(toy):
-    """Catches a step whose tensors are inference tensors, written to where that is not allowed."""
-    made = new_engine(toy, random_heads(toy), batch_size=2, capacity=60, tree_size=9)
-    ((tokens, path), _), trees, _ = made.decoder.launch(*made.decoder.plans)()
-    assert tokens == path == [] and trees is None  # both slots are idle
-
 
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
     """Bug: a duration with a prompt's in it, or with what the host does beside; of a plan's first steps."""
