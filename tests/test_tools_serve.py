@@ -159,14 +159,12 @@ def test_texts_are_those_of_generate(served, case, chat):
 
 
 def test_steps_are_shown_on_request(served):
-    """Bug: tokens that do not make up the text, a tree of another step, a plain race that is drafted."""
+    """Bug: tokens that do not make up the text, a plain race that is drafted. test_tools_cli.py has the trees."""
     body = dict(prompt="abcabcabc", max_tokens=30, stream=True, show_steps=True)
     parts = events(served.post(body).text.splitlines())
     for part in parts:
         step = part["clover"]
         assert "".join(step["tokens"]) == part["choices"][0]["text"] and step["plan"] == "heads 3 + lookup 3"
-        assert len(step["guessed_by"]) == len(step["tokens"]) and len(step["nodes"]) == len(step["parents"]) <= 7
-        assert [step["drafted_by"][i] for i in step["path"][1:]] == step["guessed_by"][:len(step["path"]) - 1]
     plain = events(served.post(body | dict(draft="none")).text.splitlines())
     assert {part["clover"]["plan"] for part in plain} == {"plain"} and joined(plain) == joined(parts)
     assert len(plain) == 30 > len(parts)
