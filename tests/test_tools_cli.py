@@ -97,15 +97,6 @@ def test_the_command_line_prints_text_and_statistics(folder, capsys):
     assert run(capsys, *flags, "--heads", "none").split("\n\n")[0] == text.split("\n\n")[0]
 
 
-def test_stop_texts_end_what_is_printed(folder, capsys):
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30]
-    whole = json.loads(run(capsys, *flags, "--json"))
-    text = whole["texts"][0]
-    stop = next(c for c in text[5:] if c.isprintable() and c != "\ufffd")
-    cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
-    assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
-
-
 def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
     """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
     flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
