@@ -309,18 +309,12 @@ def test_a_predicted_step_is_the_sum_that_is_written_down():
     assert seconds("tree of 16", math.inf, 1) == pytest.approx(products + attention, rel=1e-3)
 
 
-def test_the_prediction_is_the_same_in_table_and_text(capsys):
-    """Bug: a page that says other batch sizes than the function; one where a tree does not stop paying."""
-    page = (ROOT / "docs" / "results.md").read_text()
-    words = " ".join(page.split())
+def test_the_prediction_is_that_of_the_page(capsys):
+    """Bug: a page that says other numbers than the function; a batch size from which a tree does not stop paying."""
     roofline.print_table()
-    title, table = capsys.readouterr().out.strip().split("\n\n")
-    assert title.endswith(" at 3.35 TB/s, 989 TFLOP/s") and table in page
+    table = capsys.readouterr().out.strip().split("\n\n")[1]
+    assert table in (ROOT / "docs" / "results.md").read_text()
     predicted = roofline.predict(*roofline.NOMINAL)
     for tokens, rates, last in predicted.values():
         gains = rates / predicted["plain"][1]
         assert (gains[:last] > 1).all() and (gains[last:] <= 1).all() and gains[0] <= tokens
-    chain, *trees, most = (last for _, _, last in list(roofline.predict(3.0e12, 8.0e14).values())[1:])
-    assert f"are {chain} for the chain, and {', '.join(map(str, trees))} and {most} for the trees" in words
-    long = roofline.predict(*roofline.NOMINAL, prefix=4096)
-    assert all(long[f"tree of {T}"][2] == 1024 for T in (2, 4, 8)) and f"16 up to {long['tree of 16'][2]}." in words
