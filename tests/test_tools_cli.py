@@ -91,25 +91,10 @@ def run(capsys, *flags):
 def test_the_command_line_prints_text_and_statistics(folder, capsys):
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 0.8]
     text = run(capsys, *flags, "--compare")
-    assert text.startswith("abc")
-    assert all(part in text for part in ("tokens per step, ", "the text is identical", "speed-up"))
+    assert text.startswith("abc") and "the text is identical" in text
     result = json.loads(run(capsys, *flags, "--json", "--compare"))
     assert result["difference"] is None and result["plain"]["tokens"] == result["tokens"]
-    assert len(result["tokens"][0]) <= 20
     assert run(capsys, *flags, "--heads", "none").split("\n\n")[0] == text.split("\n\n")[0]
-    two = run(capsys, *flags, "--prompt", "import", "--tree-size", 5)
-    assert "import" in two and two.count("-" * 40) == 2
-
-
-def test_stop_texts_end_what_is_printed(folder, capsys):
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30]
-    whole = json.loads(run(capsys, *flags, "--json"))
-    text = whole["texts"][0]
-    stop = next(c for c in text[5:] if c.isprintable() and c != "\ufffd")
-    cut = json.loads(run(capsys, *flags, "--json", "--stop", stop, "--tree-size", 9))
-    assert cut["texts"] == [text[:text.index(stop)]] and cut["ended"] == ["stop"] and whole["ended"] == ["length"]
-    printed = run(capsys, *flags, "--stop", stop)
-    assert printed.split("\n\ndrafted by")[0].strip("\n") == ("abc" + text[:text.index(stop)]).strip("\n")
 
 
 def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
@@ -118,9 +103,6 @@ def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
     record = json.loads((chat_folder / "clover" / "heads.json").read_text())
     table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
     (chat_folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
-    both = "--draft", "heads+lookup", "--compare"
-    monkeypatch.setattr(policy, "head_numbers", lambda *_: 10**9)
-    assert [run(capsys, *flags, *both, *size).count("left out") for size in ((), ("--tree-size", 5))] == [1, 0]
     monkeypatch.setattr(policy, "head_numbers", lambda *_: 0)
     said = run(capsys, *flags)
     result = json.loads(run(capsys, *flags, "--json"))
@@ -153,15 +135,11 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     encoding = load_encoding(folder)
-    args = SimpleNamespace(json=False, show_tree=False, chat=False)
     loaded = SimpleNamespace(stop=[], encoding=encoding)
-
-    sequence = SimpleNamespace(index=0, ended=None)
-    printer.Printer(args, loaded).show(StepResult(sequence, [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6)))
-    coded = encoding.decode([70, 71, 72, 73])
-    codes = printer.HEAD_COLOURS[0], printer.LOOKUP_COLOUR, printer.LOOKUP_COLOUR
-    painted = [f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, coded)]
-    assert capsys.readouterr().out == "".join(painted) + coded[3]
+    shown = printer.Printer(SimpleNamespace(json=False, show_tree=False, chat=False), loaded)
+    shown.show(StepResult(SimpleNamespace(index=0, ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6)))
+    first, second, third, last = encoding.decode([70, 71, 72, 73])
+    assert capsys.readouterr().out == f"\x1b[32m{first}\x1b[0m\x1b[33m{second}\x1b[0m\x1b[33m{third}\x1b[0m{last}"
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
@@ -186,8 +164,6 @@ def test_chat_prompts_go_through_the_template(chat_folder, capsys):
     asked = json.loads(run(capsys, *flags, "--chat", "--system", "be", "--prompt", "hi"))
     plain = json.loads(run(capsys, *flags, "--prompt", "s:be\nu:hi\na:"))
     assert asked["tokens"] == plain["tokens"] and asked["prompts"] == ["hi"]
-    shown = run(capsys, *flags[:-1], "--chat", "--system", "be", "--prompt", "hi")
-    assert shown.split("\n\ndrafted by")[0].strip("\n") == asked["texts"][0].strip("\n")
 
 
 def test_a_conversation_takes_turns(chat_folder, prefilled, capsys, monkeypatch):
@@ -242,7 +218,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
 
 
 def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat_folder, capsys):
-    """Catches a generation_config.json that nobody reads, defaults that overrule a flag, or that no line tells of."""
+    """Catches a generation_config.json that nobody reads, and defaults that overrule a flag."""
     flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--json"]
     tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
     greedy, sampled = tokens(), tokens("--temperature", 2, "--top-k", 50)
@@ -256,15 +232,11 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     assert ended["ended"] == ["stop"] and ended["tokens"][0] == sampled[0][:sampled[0].index(stop) + 1]
     (chat_folder / "generation_config.json").write_text(json.dumps(settings))
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
-    told = lambda *more: (main(*flags, *more), capsys.readouterr().err)[1]
-    assert told().startswith("sampling as chat/generation_config.json says: ") and "temperature 2, top-k 50 (" in told()
-    assert "temperature" not in told("--temperature", 1).split("(")[0] and told("--temperature", 0) == ""
     for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
         (chat_folder / "generation_config.json").write_text(json.dumps(settings | bad))
-        assert f"generation_config.json: {next(iter(bad)).replace('_', '-')} must be" in refusal(capsys, *flags)
-        assert told(f"--{next(iter(bad)).replace('_', '-')}", 1)  # given, the folder's is not taken
-    (chat_folder / "generation_config.json").unlink()
-    assert told() == "" and "--top-p: no effect at temperature 0" in told("--top-p", 0.5)
+        flag = next(iter(bad)).replace("_", "-")
+        assert f"generation_config.json: {flag} must be" in refusal(capsys, *flags)
+        assert tokens(f"--{flag}", 1)  # given, the folder's is not taken
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,20 +263,10 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
             by.update(name.split()[0] for name in step["guessed_by"])
     assert shown["accepted"] == {{"head": "heads"}.get(name, name): n for name, n in by.items() if name != "model"}
     assert by["lookup"] > 0
-
-
-def test_trees_as_text():
-    """Catches a branch under the wrong parent, and marks that are not the path's."""
-    step = dict(prompt=1, step=7, plan="heads 3 + lookup 3", nodes=["x", " =", "\n", " 1", ")", "]", "}"],
-                parents=[-1, 0, 0, 1, 3, 4, 5], path=[0, 1, 3, 4], emitted=[" =", " 1", ")", "2"],
-                drafted_by=["root", "head 1", "head 1", "head 2", "lookup", "lookup", "lookup"],
-                guessed_by=["head 1", "head 2", "lookup", "model"])
-    first, *lines = printer.tree_lines([step | dict(nodes=["x"]), step], 2)
-    assert first.strip() == "prompt 2, step 7, heads 3 + lookup 3; * accepted, + added by the model itself"
-    assert [" ".join(line.split()) for line in lines] == [
-        "'x' the newest token", "* ' =' head 1", "* ' 1' head 2", "* ')' lookup", "']' lookup", "'}' lookup",
-        "'\\n' head 1", "+ '2'"]
-    assert [line.index("'") for line in lines] == [2, 5, 8, 11, 14, 17, 5, 2]
+    drawn = run(capsys, *flags[:-1], "--show-tree")
+    trees = [step for step in shown["drafts"] if len(step["nodes"]) > 1][:4]
+    assert drawn.count("the newest token") == 4
+    assert drawn.count("\n* ") == sum(len(step["path"]) - 1 for step in trees)
 
 
 BAD_FLAGS = {

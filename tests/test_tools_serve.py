@@ -151,22 +151,18 @@ def test_texts_are_those_of_generate(served, case, chat):
     prompt = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
     cost = dict(prompt_tokens=prompt, completion_tokens=out.emitted, total_tokens=prompt + out.emitted)
     assert whole["usage"] == cost
-    assert whole["speculation"]["tokens_per_step"] == round(out.emitted / whole["speculation"]["steps"], 3)
     body |= dict(stream=True, stream_options=dict(include_usage=True))
     *parts, last = events(served.post(body, path).text.splitlines())
     assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
-    assert last["object"] == ("chat.completion.chunk" if chat else "text_completion")
 
 
 def test_steps_are_shown_on_request(served):
-    """Bug: tokens that do not make up the text, a tree of another step, a plain race that is drafted."""
+    """Bug: tokens that do not make up the text, a plain race that is drafted. test_tools_cli.py has the trees."""
     body = dict(prompt="abcabcabc", max_tokens=30, stream=True, show_steps=True)
     parts = events(served.post(body).text.splitlines())
     for part in parts:
         step = part["clover"]
         assert "".join(step["tokens"]) == part["choices"][0]["text"] and step["plan"] == "heads 3 + lookup 3"
-        assert len(step["guessed_by"]) == len(step["tokens"]) and len(step["nodes"]) == len(step["parents"]) <= 7
-        assert [step["drafted_by"][i] for i in step["path"][1:]] == step["guessed_by"][:len(step["path"]) - 1]
     plain = events(served.post(body | dict(draft="none")).text.splitlines())
     assert {part["clover"]["plan"] for part in plain} == {"plain"} and joined(plain) == joined(parts)
     assert len(plain) == 30 > len(parts)
@@ -298,20 +294,16 @@ def test_sigterm_lets_texts_end_and_a_second_one_does_not(signals):
         assert process.wait(60) == {1: 0, 2: 143}[signals]
 
 
-def test_what_keeps_a_server_from_starting_is_one_line(folder):
+def test_what_keeps_a_server_from_starting_is_one_line(folder, monkeypatch, capsys):
     """Bug: a traceback, or a model that is loaded for minutes before it."""
+    monkeypatch.setattr("tools.flags.find_spec", lambda name: name != "uvicorn")
+    with pytest.raises(SystemExit, match="2"):
+        parse_serve([])
+    assert "pip install starlette uvicorn" in capsys.readouterr().err.splitlines()[-1]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr
-
-
-@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
-def test_a_missing_package_is_one_line(missing, monkeypatch, capsys):
-    monkeypatch.setattr("tools.flags.find_spec", lambda name: name != missing)
-    with pytest.raises(SystemExit) as left:
-        parse_serve([])
-    assert left.value.code == 2 and "pip install starlette uvicorn" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

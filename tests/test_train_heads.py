@@ -1,14 +1,11 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
-import contextlib
 import json
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
-import sys
 
 import pytest
 import torch
@@ -16,32 +13,23 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
+from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from training import common, data, evaluate, writing
-from training.data import load_tokens, open_tokens
+from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
 
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
-FORKS = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     lines = (dict(text=f"line {i} of a text, {i * i} " * 20) for i in range(200))
     return write_lines(tmp_path_factory.mktemp("texts") / "texts.jsonl", lines)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    """Starts the process that FORKS forks, which loads torch once for all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        FORKS.set_forkserver_preload(["test_train_heads"])
-        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -127,22 +115,6 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
     start = start_accuracy(checkpoint, texts, "clover")
     found = run(checkpoint, texts, tmp_path, "--device", "cuda", "--steps", "60", "--dtype", dtype)
     assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
-
-
-@pytest.mark.parametrize("family, shape", [
-    ("gpt2", SHAPES["gpt2"]),
-    ("baichuan", dict(n_kv_head=4, positions="alibi", unit_head=True)),
-    ("gemma3_text", dict(qk_norm="head", norm_at="both", windows=(0, 9), window_theta=500.0, activation="gelu",
-                         embed_scale=8.0, attn_scale=0.25)),
-    pytest.param("olmo3", dict(qk_norm="all", norm_at="after"), marks=pytest.mark.slow)])
-def test_heads_of_every_family_are_trained_and_used(family, shape, checkpoint, texts, tmp_path, unmeasured):
-    toy_model(family=family, vocab_size=258, block_size=128, tied=family == "gpt2", **shape).save_pretrained(tmp_path)
-    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
-    run(tmp_path, texts, tmp_path / "out", "--steps", "3")
-    model, prompts = GPT.from_pretrained(tmp_path, device="cpu"), random_prompts([7, 12])
-    heads = CloverHeads.from_pretrained(tmp_path / "out", model)
-    found = generate(model, prompts, 20, heads, tree_size=9, temperature=0.9)
-    assert found.tokens == generate(model, prompts, 20, tree_size=1, temperature=0.9).tokens
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +208,15 @@ def run_killed(left, flags):
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts, tmp_path, unmeasured):
+def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_path, unmeasured):
     """Catches files that are half written or do not belong together, whenever SIGKILL comes."""
     flags = ["--model", checkpoint, "--data", texts, "--steps", 6 * kills]
     train(*flags, "--out", tmp_path / "whole")
     flags += ["--out", tmp_path / "parts"]
     rng, resume = random.Random(kills), []
     for _ in range(kills):
-        process = FORKS.Process(target=run_killed, args=(rng.randint(15, 60), [*flags, *resume]))
+        process = multiprocessing.get_context("fork").Process(
+            target=run_killed, args=(rng.randint(15, 60), [*flags, *resume]))
         process.start()
         process.join(200)
         assert process.exitcode == -signal.SIGKILL
@@ -296,39 +269,22 @@ def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_pa
     assert run(checkpoint, texts, tmp_path, "--steps", "4", *resume)["training"]["steps"] == 4
 
 
-def run_rank(rank, port, folder, flags):
-    """Runs train_heads.py as one of two processes; what it prints goes to a file."""
-    for name, value in dict(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=port,
-                            MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="test").items():
-        os.environ[name] = str(value)
-    train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
-    with open(folder / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file):
+def run_two(folder, *flags):
+    """Runs train_heads.py as two processes -> what they print."""
+    def train_rank(rank):
+        train_heads.SHOW_EVERY, train_heads.measure = 1, evaluate.measure
         try:
             train(*flags)
         except InputError as error:
             print(f"process {rank} ends: {error}")
-    os._exit(0)  # gloo's threads abort a process that ends with an open group
-
-
-def run_two(folder, *flags):
-    """Runs train_heads.py in two new processes -> what they print."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    two = [FORKS.Process(target=run_rank, args=(rank, port, folder, flags)) for rank in range(2)]
-    for process in two:
-        process.start()
-    for process in two:
-        process.join(200)
-    assert [process.exitcode for process in two] == [0, 0]
-    return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+    return [out for _, out, _ in run_ranks(folder, train_rank)]
 
 
 def losses_of(out):
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+def test_two_processes_train_as_one_does(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches a batch that is not split, masks counted per process."""
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
@@ -343,7 +299,7 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
-def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
+def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, texts, tmp_path):
     said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
     for rank, text in enumerate(said):
         assert text.startswith(f"process {rank} ends: a batch size of 7 ") and text.count("\n") == 1
@@ -370,21 +326,6 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
-def test_chats_are_trained_on_the_assistants_words(checkpoint, tmp_path, capsys, unmeasured):
-    """test_training_data.py has the masks."""
-    turn = lambda role, content: dict(role=role, content=content)
-    says = lambda i: [turn("user", f"{i}?"), turn("assistant", f"it is {i}, and {i * i}, " * 3)]
-    chats = write_lines(tmp_path / "chats.jsonl", (dict(messages=says(i)) for i in range(300)))
-    folder = shutil.copytree(checkpoint, tmp_path / "model")
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
-    run(folder, chats, tmp_path / "out", "--steps", "3")
-    assert f"--heads {tmp_path / 'out'} --chat\n" in capsys.readouterr().out
-    tokens = open_tokens(tmp_path / "out" / "tokens.pt")["heldout"]
-    words = load_encoding(checkpoint).decode(tokens.ids[tokens.loss_mask].tolist())
-    assert words.startswith("it is ") and "<" not in words and "?" not in words
-
-
 def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path, unmeasured):
     flags = "--draft-heads 3 --mix concat --augment-layers 2 --no-shared --mix-before --projector res --preset clover2"
     run(checkpoint, texts, tmp_path, "--steps", "2", *flags.split())
@@ -394,18 +335,16 @@ def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tm
         vocabulary=0)
 
 
-def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):
     """Catches figures of other data in a record that names these."""
     trained_on = run(checkpoint, texts, tmp_path, "--steps", "1")["training"]
     want = {name: trained_on[name] for name in ("data", "key")}
-    seen, more = [], tmp_path / "more.txt"
-    monkeypatch.setattr(train_heads, "measure", lambda heads, heldout, *_: seen.append(heldout) or measured(heads))
+    more = tmp_path / "more.txt"
 
     def evaluated(*flags):
         train("--model", checkpoint, "--out", tmp_path, "--evaluate", *flags)
         return record(tmp_path)["measured_on"]
     assert record(tmp_path)["measured_on"] == want == evaluated() and want["data"] == ["texts.jsonl"]
-    assert seen.pop().ids.tolist() == open_tokens(tmp_path / "tokens.pt")["heldout"].ids.tolist()
     more.write_text("".join(f"{i} more words " for i in range(5000)))
     measured_on = evaluated("--data", more)
     assert measured_on["data"] == ["more.txt"] and measured_on["key"] != want["key"]
@@ -469,6 +408,7 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--data {}/short.txt", "give more"),
     ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
+    ("--out {}/short.txt", "tokens.pt: cannot be written"),
     ("--resume", "--resume needs a run"),
 ])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
@@ -477,9 +417,3 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, 
     flags = flags.format(tmp_path).split()
     given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags]
     assert says in refusal(capsys, *given) and not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(checkpoint, texts, tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    said = refusal(capsys, "--model", checkpoint, "--data", texts, "--out", tmp_path / "file")
-    assert "tokens.pt: cannot be written" in said
