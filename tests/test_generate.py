@@ -1,8 +1,10 @@
 """generate.py: the text is the model's own, whatever is drafted; slots, stops, one step."""
 
+import inspect
 import math
 import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -327,6 +329,30 @@ def test_a_tree_size_is_shared_by_the_drafters(size, heads, lookup, want):
 # On a GPU
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def checked_graphs(monkeypatch):
+    """Graphs that raise where memory from outside is gone at a replay: torch 2.13 can check that, 2.11 not."""
+    if "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters:
+        monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [None, "clover"])
+def test_captured_graphs_stay_valid(name, checked_graphs):
+    """Bug: graphs that read memory which is freed when the engine is cleared, and by then is another tensor's."""
+    model = toy_model().to("cuda")
+    heads = random_heads(model, name).to("cuda") if name else None
+    want = generate(model, PROMPTS, 24, graph=False).tokens
+    plans = [plan for plan in ALL if heads or not plan.head_nodes]
+    made = new_engine(model, heads, batch_size=3, capacity=150, policy=InTurns(*plans))
+    for _ in range(3):
+        assert made.generate(PROMPTS, 24).tokens == want
+        made.clear()
+        junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
+    assert len(made.decoder.graphs) == len(plans) and junk
 
 
 @pytest.mark.gpu
