@@ -295,6 +295,25 @@ def test_a_models_hash_is_that_of_its_files(tmp_path):
     raw[-1] ^= 1
     file.write_bytes(raw)
     assert folder("a") != folder("b")
+    file.write_bytes(raw[:-1] + b"\0\0")
+    refusal(lambda: folder("b"), "truncated")
+
+
+def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
+    """Catches a folder that is called complete, and fails in generate.py."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.95, "eos_token_id": [257, 3]}')
+    model = GPT.from_pretrained(folder, device="cpu", packed=False)
+    CloverHeads(preset("hydra", n_draft=3), model).save_pretrained(folder / "mine")
+    lines = lambda: dict(line.split(None, 1) for line in describe(folder).splitlines())
+    said = lines()
+    assert said["tokenizer"].endswith(" tokens, nothing before a prompt; a text ends at <|endoftext|> 3")
+    assert said["chat"] == "chat_template.jinja; sampling: temperature 1.0, top_p 0.95"
+    assert said["draft"] == "heads   mine"
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json: no such file" in lines()["tokenizer"]
 
 
 def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
@@ -372,6 +391,12 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     for call in (describe, GPT.from_pretrained):
         refusal(lambda: call(path), says)
     assert "code ran" not in capsys.readouterr().out
+
+
+def test_describe_names_windows_and_rotation(tmp_path):
+    said = [describe(save_theirs(name, theirs_of(name), tmp_path / name)) for name in ("gemma3", "phi4-mini")]
+    assert "\npositions     rope\nwindows       28 tokens in 6 of 7 layers\n" in said[0]
+    assert "\npositions     longrope\nwindows       none\n" in said[1]
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):

@@ -77,6 +77,15 @@ def test_the_hash_is_fixed_and_depends_on_vocabulary_pattern_and_special_tokens(
     assert len({load_encoding(save(tmp_path, spec)).hash for spec in [tiny_spec(), *changed]}) == 5
 
 
+@pytest.mark.parametrize("text", ["hé日👍🏽\u200d!", "👩‍👩‍👧‍👦", "e\u0301\U0010ffff"])
+def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
+    tokens = tiny.encode(text)
+    for i in range(len(tokens) + 1):
+        head, tail, rest = streamed(tiny, tokens[:i], tokens[i:])
+        assert text.startswith(head) and head + tail == text and rest == ""
+    assert streamed(tiny, tokens[:-1])[-1] in ("", "\ufffd")
+
+
 def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_gives(tiny):
     rng = random.Random(2)
     for _ in range(300):
@@ -259,25 +268,27 @@ def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
         assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
-REFUSED = {  # reason: what a tiny spec is changed by, or the file's content
+REFUSED = {  # reason: what a tiny spec is changed by
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
     "ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
     "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
     "Model missing": lambda spec: spec.pop("model"),
-    **{str(i): content for i, content in enumerate((b"", b"{", b"\xff\xfe\x00", b"[]", b"[" * 200_000))}}
+}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_broken_tokenizer_is_refused_in_one_line(reason, tmp_path):
-    refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")  # there is none
-    change, spec = REFUSED[reason], tiny_spec()
-    if callable(change):
-        change(spec)
-        refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
-    else:
-        write(tmp_path, {"tokenizer.json": change})
-        refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
+def test_a_broken_tokenizer_is_refused_by_name(reason, tmp_path):
+    spec = tiny_spec()
+    REFUSED[reason](spec)
+    refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000],
+                         ids=lambda content: repr(content)[:20])
+def test_files_that_are_missing_or_no_tokenizer_are_refused(content, tmp_path):
+    write(tmp_path, {"tokenizer.json": content} if content is not None else {})
+    refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
 
 
 def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path):

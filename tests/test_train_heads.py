@@ -1,11 +1,14 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
+import contextlib
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import shutil
 import signal
+import socket
+import sys
 
 import pytest
 import torch
@@ -17,19 +20,28 @@ from conftest import random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
-from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from training import common, data, evaluate, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
 
 TINY = "--device cpu --batch-size 8 --block-size 40 --lr 0.005".split()
+FORKS = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     lines = (dict(text=f"line {i} of a text, {i * i} " * 20) for i in range(200))
     return write_lines(tmp_path_factory.mktemp("texts") / "texts.jsonl", lines)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Starts the process that FORKS forks, which loads torch once for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        FORKS.set_forkserver_preload(["test_train_heads"])
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -208,15 +220,14 @@ def run_killed(left, flags):
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_heads(kills, checkpoint, texts, tmp_path, unmeasured):
+def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts, tmp_path, unmeasured):
     """Catches files that are half written or do not belong together, whenever SIGKILL comes."""
     flags = ["--model", checkpoint, "--data", texts, "--steps", 6 * kills]
     train(*flags, "--out", tmp_path / "whole")
     flags += ["--out", tmp_path / "parts"]
     rng, resume = random.Random(kills), []
     for _ in range(kills):
-        process = multiprocessing.get_context("fork").Process(
-            target=run_killed, args=(rng.randint(15, 60), [*flags, *resume]))
+        process = FORKS.Process(target=run_killed, args=(rng.randint(15, 60), [*flags, *resume]))
         process.start()
         process.join(200)
         assert process.exitcode == -signal.SIGKILL
@@ -269,22 +280,39 @@ def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_pa
     assert run(checkpoint, texts, tmp_path, "--steps", "4", *resume)["training"]["steps"] == 4
 
 
-def run_two(folder, *flags):
-    """Runs train_heads.py as two processes -> what they print."""
-    def train_rank(rank):
-        train_heads.SHOW_EVERY, train_heads.measure = 1, evaluate.measure
+def run_rank(rank, port, folder, flags):
+    """Runs train_heads.py as one of two processes; what it prints goes to a file."""
+    for name, value in dict(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=port,
+                            MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="test").items():
+        os.environ[name] = str(value)
+    train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
+    with open(folder / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file):
         try:
             train(*flags)
         except InputError as error:
             print(f"process {rank} ends: {error}")
-    return [out for _, out, _ in run_ranks(folder, train_rank)]
+    os._exit(0)  # gloo's threads abort a process that ends with an open group
+
+
+def run_two(folder, *flags):
+    """Runs train_heads.py in two new processes -> what they print."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    two = [FORKS.Process(target=run_rank, args=(rank, port, folder, flags)) for rank in range(2)]
+    for process in two:
+        process.start()
+    for process in two:
+        process.join(200)
+    assert [process.exitcode for process in two] == [0, 0]
+    return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
 
 
 def losses_of(out):
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one_does(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches a batch that is not split, masks counted per process."""
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
@@ -299,7 +327,7 @@ def test_two_processes_train_as_one_does(checkpoint, texts, tmp_path, monkeypatc
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
-def test_where_the_first_process_cannot_go_on_all_end_in_one_line(checkpoint, texts, tmp_path):
+def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
     said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
     for rank, text in enumerate(said):
         assert text.startswith(f"process {rank} ends: a batch size of 7 ") and text.count("\n") == 1
