@@ -402,17 +402,17 @@ def run(args):
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)
     app = App(args, loaded, context)
-    server = uvicorn.Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
-                                           timeout_graceful_shutdown=PATIENCE))
-    server.handle_exit = partial(end, server)
+    server = Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
+                                   timeout_graceful_shutdown=PATIENCE))
     print("{}: http://{}:{}".format(app.name, *listener.getsockname()), file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     app.worker.calls.put(sys.exit)  # ends the thread, after its step
     app.worker.join(PATIENCE)
 
 
-def end(server, number, frame):
-    """On a signal: texts end, new requests are refused. On a second one, all ends at once."""
-    if server.should_exit:
-        os._exit(128 + number)
-    server.should_exit = True
+class Server(uvicorn.Server):
+    def handle_exit(self, number, frame):
+        """On a signal: texts end, new requests are refused. On a second one, all ends at once."""
+        if self.should_exit:
+            os._exit(128 + number)
+        self.should_exit = True
