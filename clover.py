@@ -19,8 +19,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
-from model import (Block, Blocks, InputError, Norm, atomic_write, check, read_json, token_positions,
-                   warn)
+from model import (
+    Block,
+    Blocks,
+    InputError,
+    Norm,
+    atomic_write,
+    check,
+    read_json,
+    token_positions,
+    warn,
+)
 
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build

@@ -19,8 +19,17 @@ from hf.files import read_config, read_part
 from hf.paths import find_heads, find_model, is_gguf
 from hf.quantization import FP8, StoredTensor, combine, read_scheme
 from hf.tokenizer import load_encoding
-from model import GPT, InputError, atomic_write, check_memory, expect, free_memory, human
-from model import read_json, warn
+from model import (
+    GPT,
+    InputError,
+    atomic_write,
+    check_memory,
+    expect,
+    free_memory,
+    human,
+    read_json,
+    warn,
+)
 
 FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header

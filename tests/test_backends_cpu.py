@@ -189,7 +189,7 @@ def test_chains_in_c_are_those_of_the_references(T, n):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
 def test_sample_is_argmax_of_the_logits(B, T, temperature):
-    """Catches rows of another sequence or position where not all fit in memory, and noise of the node's own position."""
+    """Catches rows of another sequence or position where not all fit in memory, and the noise of another position."""
     packed, *_ = packed_weight(cpu.INT8, 300, 64)
     packed.linear.bias = None
     head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # beside larger logits noise changes nothing
