@@ -26,6 +26,8 @@ from model import (
     Norm,
     atomic_write,
     check,
+    expect,
+    one_of,
     read_json,
     token_positions,
     warn,
@@ -51,10 +53,8 @@ class CloverConfig:
         """Raises InputError for a size or a name that is out of range -> self."""
         check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
         check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
-        for what, name, known in (("mix", self.mix, (*MIXERS, "none")),
-                                  ("projector", self.projector, PROJECTORS)):
-            if name not in known:
-                raise InputError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        one_of("mix", self.mix, (*MIXERS, "none"))
+        one_of("projector", self.projector, PROJECTORS)
         return self
 
 
@@ -69,8 +69,7 @@ PRESETS = {
 
 def preset(name, **switches):
     """The CloverConfig of a preset, with the switches that are not None flipped for an ablation."""
-    if name not in PRESETS:
-        raise InputError(f"unknown preset {name!r}; presets: {', '.join(PRESETS)}")
+    one_of("preset", name, PRESETS)
     switches = {key: value for key, value in switches.items() if value is not None}
     return replace(PRESETS[name], **switches).check()
 
@@ -355,18 +354,16 @@ class CloverHeads(nn.Module):
         InputError for a folder that is missing or broken, and for heads of other sizes or of
         another tokenizer."""
         path = Path(path)
-        if not path.is_dir():
-            raise InputError(f"{path}: no such folder; expected draft heads as train_heads.py "
-                             "writes them")
+        expect(path.is_dir(), f"{path}: no such folder; expected draft heads as train_heads.py "
+               "writes them")
         config, record = read_record(path / "heads.json")
         theirs = record["base"]
         ours = describe_base(model)
-        if theirs["sizes"] != ours["sizes"]:
-            raise InputError(f"{path}: these heads belong to another model (of {theirs['sizes']}, "
-                             f"not {ours['sizes']}); train heads for this one with train_heads.py")
-        if tokenizer and theirs["tokenizer"] not in ("", tokenizer):
-            raise InputError(f"{path}: these heads were trained with another tokenizer; use the "
-                             "model folder's own")
+        expect(theirs["sizes"] == ours["sizes"], f"{path}: these heads belong to another model (of "
+               f"{theirs['sizes']}, not {ours['sizes']}); train heads for this one with "
+               "train_heads.py")
+        expect(not tokenizer or theirs["tokenizer"] in ("", tokenizer), f"{path}: these heads were "
+               "trained with another tokenizer; use the model folder's own")
         if theirs["norm"] != ours["norm"]:
             warn(f"{path}: these heads were trained on other weights than this model's, so fewer "
                  "guesses may be right")
@@ -399,9 +396,8 @@ def read_record(path):
                  and is_acceptance(record.get("acceptance", {})))
     except (AttributeError, KeyError, TypeError, ValueError):
         valid = False
-    if not valid:
-        raise InputError(f"{path}: not the record of draft heads; expected what train_heads.py "
-                         "writes")
+    expect(valid, f"{path}: not the record of draft heads as this version's train_heads.py writes "
+           "it; train them again, if an earlier one did")
     return config, record
 
 

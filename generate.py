@@ -30,7 +30,7 @@ import torch
 
 from clover import MAX_BEAMS, Tree, root_tree
 from kernels import HAS_TRITON, commit_path
-from model import MAX_TREE, InputError, KVCache, check
+from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
 DEFAULT_TREE = 5     # nodes
@@ -65,9 +65,8 @@ class Sampling:
 
     def __post_init__(self):
         check("temperature", self.temperature, 0, 1e4)
-        if 0 < self.temperature < 1e-6:
-            raise InputError("temperature must be 0, which is greedy, or at least 1e-06, not "
-                             f"{self.temperature!r}")
+        expect(self.temperature == 0 or self.temperature >= 1e-6, "temperature must be 0, which is "
+               f"greedy, or at least 1e-06, not {self.temperature!r}")
         check("top-k", self.top_k, 0, 2**31, whole=True)
         check("top-p", self.top_p, 0, 1, above=True)
         check("min-p", self.min_p, 0, 1)
@@ -98,7 +97,7 @@ class FixedPolicy:
 class Accepted(NamedTuple):
     """What a step accepted of B trees: views of one tensor, `packed`, all that the host copies."""
     packed: torch.Tensor  # int64 [B, 2 P + 2], of `accept_path`
-    P: int
+    P: int                # nodes of a path, at most
 
     @property
     def tokens(self):
@@ -254,7 +253,7 @@ class Decoder:
             tree = self.heads.draft(slots.state, slots.root, size, beams)
         if plan.lookup_tokens:
             tree = Tree(*self.blocks.add_lookup(tree, slots.history, slots.cache.lengths,
-                                                      plan.lookup_tokens))
+                                                plan.lookup_tokens))
         return tree
 
     def verify(self, tree, positions):
@@ -504,9 +503,9 @@ class Engine:
         check_prompt(decoder.model, prompt, index)
         sequence = Sequence(index, prompt, max_new_tokens, decoder.model.config.block_size, stop,
                             encoding, sampling or decoder.sampling)
-        if len(prompt) + sequence.limit > decoder.capacity:
-            raise InputError(f"a text of {len(prompt) + sequence.limit} tokens does not fit an "
-                             f"engine made for {decoder.capacity}; make a larger one")
+        length = len(prompt) + sequence.limit
+        expect(length <= decoder.capacity, f"a text of {length} tokens does not fit an engine made "
+               f"for {decoder.capacity}; make a larger one")
         self.waiting.append(sequence)
         return sequence
 
@@ -742,12 +741,10 @@ def check_prompt(model, prompt, index=0):
     V, longest = model.config.vocab_size, model.config.block_size - 1
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
-    if not 1 <= len(prompt) <= longest:
-        raise InputError(f"prompt {index} has {len(prompt)} tokens; give 1 to {longest}, for the "
-                         "model's context must hold a new one too")
-    if min(prompt) < 0 or max(prompt) >= V:
-        raise InputError(f"prompt {index} has token ids outside 0..{V - 1}; is this the model's "
-                         "own tokenizer?")
+    expect(1 <= len(prompt) <= longest, f"prompt {index} has {len(prompt)} tokens; give 1 to "
+           f"{longest}, for the model's context must hold a new one too")
+    expect(min(prompt) >= 0 and max(prompt) < V, f"prompt {index} has token ids outside "
+           f"0..{V - 1}; is this the model's own tokenizer?")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -773,8 +770,8 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, graph=graph, policy=policy,
                      temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    if sampling and (len(sampling) != len(prompts) or engine.decoder.sampling != Sampling()):
-        raise InputError("sampling takes one for each prompt, in place of temperature, ..., seed")
+    own = not sampling or len(sampling) == len(prompts) and engine.decoder.sampling == Sampling()
+    expect(own, "sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
     return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
 
@@ -783,8 +780,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
             batch_size=None, graph=True, policy=None, **sampling):
     """The Engine that `generate` runs, of the same arguments."""
     sampling = Sampling(**sampling)
-    if not prompts:
-        raise InputError("there is no prompt; give at least one")
+    expect(prompts, "there is no prompt; give at least one")
     for index, prompt in enumerate(prompts):
         check_prompt(model, prompt, index)
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)

@@ -84,7 +84,7 @@ class KVCache:
     """Keys and values of B sequences."""
     kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
     lengths: torch.Tensor  # int32 [B]: the committed rows
-    kept: dict = field(default_factory=dict)  # what a backend keeps for it from step to step
+    prepared: dict = field(default_factory=dict)  # a backend's structs that point to it
 
     def slots(self, first, count=1):
         """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
@@ -331,8 +331,8 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """The projection onto the vocabulary. Its methods take hidden states [M, C] after the final
-    norm."""
+    """The projection onto the vocabulary. Its methods take hidden states after the final norm,
+    [M, C] unless they say otherwise."""
 
     def topk(self, hidden, k, vocab_ids=None):
         """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
@@ -389,7 +389,7 @@ class Blocks(nn.ModuleList):
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 
-    # What a step does of each stage, for a backend to bring its own
+    # Parts of a decoding step that a backend may replace
 
     def positions(self, cache, depths):
         """The positions int64 [B, T] of nodes of these depths."""
@@ -403,16 +403,17 @@ class Blocks(nn.ModuleList):
     accept_path = staticmethod(kernels.accept_path)
 
     def commit(self, slots, heads, hidden, accepted, moves, looks_up):
-        """As `generate.Decoder.commit`; False: not done, as here. moves: a path may leave out
-        nodes. looks_up: the history is read."""
+        """As `generate.Decoder.commit` -> whether it was done: here not, the Decoder does it.
+        accepted: int64 [B, 2 P + 2] of `accept_path`. moves: whether a path may leave out nodes.
+        looks_up: whether the history is read."""
         return False
 
     def add_lookup(self, tree, *arguments):
-        """A tree and the chain that `kernels.ngram_lookup` finds, merged."""
+        """A `Tree` merged with the chain that `kernels.ngram_lookup` finds -> its four columns."""
         return kernels.merge_chain(*tree, kernels.ngram_lookup(*arguments))
 
     def prepare(self, module):
-        """Does to a module that decodes with these blocks what a backend did to them."""
+        """Applies these blocks' backend to another module, such as draft heads. Here: nothing."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,8 +570,8 @@ class GPT(nn.Module):
 # Files, folders, memory
 
 @contextlib.contextmanager
-def needs_folders(otherwise=""):
-    """Around imports from folders: names a missing one. otherwise: what else the user can do."""
+def needs_folders():
+    """Around imports from folders. Raises InputError that names a missing one."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -578,7 +579,7 @@ def needs_folders(otherwise=""):
         if name not in ("backends", "hf", "tools"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
-                         f"here too{otherwise}") from None
+                         "here too") from None
 
 
 @lru_cache
@@ -606,8 +607,8 @@ def read_json(path):
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as json ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a json object, found a {type(value).__name__}")
+    expect(isinstance(value, dict), f"{path}: expected a json object, found a "
+           f"{type(value).__name__}")
     return value
 
 
@@ -659,9 +660,8 @@ def human(number, unit=""):
 
 def check_memory(what, size, free, device, advice):
     """Raises InputError where more bytes are needed than are free. what: "the weights take"."""
-    if size > free:
-        raise InputError(f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
-                         f"{advice}")
+    expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
+           f"{advice}")
 
 
 def free_memory(device):

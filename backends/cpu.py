@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from contextlib import suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 import model as models
 from clover import AttentionDecoder, CloverHeads, Concat, DraftHeads, Projector, ResBlock, Tree
 from kernels import filled, filter_logits, runs_triton
-from model import Blocks, InputError, LMHead, atomic_write, warn
+from model import Blocks, InputError, LMHead, atomic_write, expect, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
@@ -37,6 +38,7 @@ MIXERS = type(None), AttentionDecoder, Concat  # numbered as in cpu.c
 PROJECTORS = ResBlock, Projector
 CHUNK = 2**26   # bytes of memory that are asked for at once
 FREE = [torch.empty(0, dtype=torch.uint8)]  # what is left of the last chunk
+FREE_LOCK = threading.Lock()
 NO_TABLES = None, None, None
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -63,11 +65,9 @@ def pack(module):
     of `CloverHeads` in 8 bits, which can change no text."""
     is_heads = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
-    weights = [layer.weight for layer in module.modules() if type(layer) in LAYERS]
-    for weight in weights:
-        if weight.dtype not in KINDS:
-            raise InputError(f"weights are packed in float32 or bfloat16, not in {weight.dtype}; "
-                             "cast the model before")
+    for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
+        expect(dtype in KINDS, f"weights are packed in float32 or bfloat16, not in {dtype}; cast "
+               "the model before")
     for name, layer in list(module.named_modules()):
         if type(layer) in LAYERS:
             packed = pack_weight(layer.weight.detach(), layer.bias)
@@ -231,12 +231,13 @@ def in_large_pages(x):
     if x is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return x
     size = -(-x.nbytes // 64) * 64  # cpu.c reads 64 bytes at a time
-    if size > len(FREE[0]):
-        chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a system without them
-            chunk.madvise(mmap.MADV_HUGEPAGE)
-        FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
-    memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
+    with FREE_LOCK:  # two threads may load models
+        if size > len(FREE[0]):
+            chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a system without them
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+            FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
+        memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
     return memory[:x.nbytes].view(x.dtype).view(x.shape).copy_(x)
 
 
@@ -328,22 +329,28 @@ class PackedLinear(Packed):
         return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
-class Results(dict):
-    """int64 tensors that functions write to, by shape: made once, since torch.empty takes 15 us in
-    a step, where none of its code is in the processor's caches. The next call overwrites them."""
+class Results(threading.local):
+    """int64 tensors that C functions write to, made once per name and shape: torch.empty takes 15
+    us in a step, where none of its code is in the processor's caches. The next call in the same
+    thread overwrites them."""
 
-    def __missing__(self, shape):
-        self[shape] = torch.empty(shape, dtype=torch.int64)
-        return self[shape]
+    def __init__(self):
+        self.tensors = {}
+        self.trees = {}
 
+    def tensor(self, name, *shape):
+        """int64 of this shape."""
+        key = name, shape
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty(shape, dtype=torch.int64)
+        return self.tensors[key]
 
-class Trees(dict):
-    """(Its address, a `Tree`) by (B, T), likewise."""
-
-    def __missing__(self, shape):
-        columns = torch.empty(4, *shape, dtype=torch.int64)
-        self[shape] = columns.data_ptr(), Tree(*columns.unbind())
-        return self[shape]
+    def tree(self, B, T):
+        """(the address of its four columns, a `Tree` [B, T])"""
+        if (B, T) not in self.trees:
+            columns = torch.empty(4, B, T, dtype=torch.int64)
+            self.trees[B, T] = columns.data_ptr(), Tree(*columns.unbind())
+        return self.trees[B, T]
 
 
 class PackedLMHead(PackedLinear):
@@ -351,7 +358,7 @@ class PackedLMHead(PackedLinear):
 
     def __init__(self, packed):
         super().__init__(packed)
-        self.tokens = Results()
+        self.results = Results()
 
     def topk(self, hidden, k, vocab_ids=None):
         logits = self.packed.multiply(hidden)
@@ -372,7 +379,7 @@ class PackedLMHead(PackedLinear):
                 sequence.contiguous(), position.contiguous())
         if hidden.dtype != torch.float32:
             hidden = hidden.float()
-        out = self.tokens[B, T]
+        out = self.results.tensor("target", B, T)
         library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, first_token,
                          *map(pointer, rows), out.data_ptr(), threads())
         return out
@@ -437,7 +444,7 @@ class PackedBlocks(Packed, Blocks):
         self.tensors = []  # that the structs point to
         self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
-        self.places, self.accepted, self.trees = Results(), Results(), Trees()
+        self.results = Results()
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
         if cache is None:
@@ -459,14 +466,14 @@ class PackedBlocks(Packed, Blocks):
         B, T = tree[0].shape
         inputs = [x.contiguous() for x in (*tree, history, lengths)]
         *columns, text, ends = [x.data_ptr() for x in inputs]
-        address, merged = self.trees[B, T + n]
+        address, merged = self.results.tree(B, T + n)
         library().add_lookup((c_void_p * 4)(*columns), text, ends, B, T, history.shape[1], n,
                              address)
         return merged
 
     def positions(self, cache, depths):
         B, T = depths.shape
-        out = self.places[B, T]
+        out = self.results.tensor("positions", B, T)
         depths = depths.contiguous()
         library().add_depths(cache.lengths.data_ptr(), depths.data_ptr(), B, T, out.data_ptr())
         return out
@@ -474,13 +481,14 @@ class PackedBlocks(Packed, Blocks):
     def norm_and_hidden(self, model, tokens, positions, cache, ancestors):
         """As `Blocks.norm_and_hidden`; the norm is in float32."""
         key = "verify", *tokens.shape
-        if key not in cache.kept:
-            cache.kept[key] = Verify(self, model, cache, *tokens.shape)
-        return cache.kept[key](tokens.contiguous(), positions.contiguous(), ancestors.contiguous())
+        if key not in cache.prepared:
+            cache.prepared[key] = Verify(self, model, cache, *tokens.shape)
+        verify = cache.prepared[key]
+        return verify(tokens.contiguous(), positions.contiguous(), ancestors.contiguous())
 
     def accept_path(self, tokens, parents, depths, ancestors, target, active, max_path):
         B, T = tokens.shape
-        out = self.accepted[B, 2 * max_path + 2]
+        out = self.results.tensor("accepted", B, 2 * max_path + 2)
         rows = [x.contiguous() for x in (tokens, parents, ancestors, target, active)]
         library().accept_path(*[x.data_ptr() for x in rows], B, T, max_path, out.data_ptr())
         return out
@@ -491,10 +499,10 @@ class PackedBlocks(Packed, Blocks):
         T = hidden.shape[1]
         P = accepted.shape[1] // 2 - 1
         key = "commit", T, P, moves, looks_up, threads()
-        kept = slots.cache.kept
-        if key not in kept:
-            kept[key] = commit_struct(slots, heads, T, P, moves, looks_up)
-        struct, _ = kept[key]
+        prepared = slots.cache.prepared
+        if key not in prepared:
+            prepared[key] = commit_struct(slots, heads, T, P, moves, looks_up)
+        struct, _ = prepared[key]
         struct.accepted = accepted.data_ptr()
         struct.hidden = hidden.data_ptr()
         check_room(library().commit(struct), struct.paths)
@@ -598,7 +606,7 @@ def block_struct(block, tensors):
 
 class PackedHeads(Packed, DraftHeads):
     """The draft heads of a `CloverHeads` of packed layers, which one call of cpu.c runs over all
-    depths. `draft` gives one of `Trees`."""
+    depths. `draft` gives one of `Results`."""
 
     def __init__(self, clover):
         super().__init__(clover.heads)
@@ -612,7 +620,7 @@ class PackedHeads(Packed, DraftHeads):
             heads=self.structs, norm=norm_struct(base.norm, self.tensors),
             table=base.head.packed.linear)
         self.table = base.head.packed
-        self.trees = Trees()
+        self.results = Results()
         self.set_vocabulary(clover.vocabulary)
 
     def set_vocabulary(self, tokens):
@@ -631,7 +639,7 @@ class PackedHeads(Packed, DraftHeads):
         state = state.contiguous()
         root = root.contiguous()
         B, = root.shape
-        address, tree = self.trees[B, tree_size]
+        address, tree = self.results.tree(B, tree_size)
         library().draft(self.struct, state.data_ptr(), state.dtype == torch.bfloat16,
                         root.data_ptr(), B, K, W, tree_size, address, threads())
         return tree

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,21 @@ def test_sample_is_argmax_of_the_logits(B, T, temperature):
     temperature = temperature and torch.linspace(0, 2, B)
     want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
     assert torch.equal(head.sample(hidden, temperature, 5, sequence, position), want.view(B, T))
+
+
+@needs_compiler
+def test_another_thread_leaves_results_as_they_are():
+    """Bug: tokens of one decoder that become another's, where two threads decode with the same model."""
+    packed, *_ = packed_weight(cpu.INT8, 300, 64)
+    head, position, sequence = cpu.PackedLMHead(packed), torch.zeros(2, 3, dtype=torch.int64), torch.arange(2)
+    sample = lambda seed: head.sample(torch.randn(2, 3, 64), 1.0, seed, sequence, position)
+    own = sample(1)
+    before, others = own.clone(), []
+    thread = threading.Thread(target=lambda: others.append(sample(2)))
+    thread.start()
+    thread.join()
+    assert torch.equal(own, before) and not torch.equal(others[0], before)
+    assert sample(3) is own  # in the same thread they are overwritten
 
 
 @needs_compiler

@@ -107,11 +107,11 @@ def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(enc
     def says(i, text):
         return ("hell " * 2 + f"{len(script.calls)} {i}" if text.endswith("assistant\n") else f"ask {i}") + "<|im_end|>"
     monkeypatch.setattr(writing, "QUOTED", range(5, 100))
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, openings=["Shorten: {text}. "])
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, openings=["Explain: ", "Shorten: {text}. "])
     first, second = made.round(0), made.round(1)
     made.count(first)
     begun = {text["messages"][0]["content"] for text in made.round(1)}
-    assert {text["messages"][0]["content"] for text in first} >= {"Shorten: . ask 0", "ask 2", "Shorten: . ask 5"}
+    assert {text["messages"][0]["content"] for text in first} >= {"Explain: ask 0", "ask 2", "Explain: ask 5"}
     assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # nothing new without answers
 
 

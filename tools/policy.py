@@ -75,8 +75,8 @@ def guessed_cost(costs, heads, plan, batch_size):
 
 def draft_plans(model, heads, lookup, batch_size, temperature, worth=WORTH):
     """At most five plans to select among: plain, the heads' best tree, lookup alone, and both.
-    Heads that are not expected to be `worth` their reading in every step are left out, as on many
-    CPUs and in large sampled batches, if lookup drafts."""
+    Heads that are not expected to be `worth` their reading in every step are left out, as in large
+    sampled batches, if lookup drafts."""
     chains = CHAINS[model.device.type]
     if not heads:
         return DraftPlan(), *(DraftPlan(0, n) for n in chains if lookup)

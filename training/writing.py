@@ -100,8 +100,8 @@ class Writer:
     def begin(self, seed):
         """{number: how this conversation's first message begins} of every second pair."""
         choose = random.Random(seed).choice
-        quoted = self.answers or [""]
-        return {i: choose(self.openings).replace("{text}", choose(quoted))
+        usable = [text for text in self.openings if self.answers or "{text}" not in text]
+        return {i: choose(usable).replace("{text}", choose(self.answers or [""]))
                 for i in range(ROUND) if i % 4 < 2}
 
     def extend(self, chats, role, seed, temperature, begun={}):
