@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kernels import Candidates, add_norm, best_tree, cosine_mix, select_candidates
+from kernels import BINS, Candidates, add_norm, cosine_mix, select_candidates
 from model import (
     Block,
     Blocks,
@@ -33,6 +33,7 @@ from model import (
     warn,
 )
 
+DEFAULT_BEAMS = 4 # W
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build
 MAX_AUGMENT = 64  # augmenting layers, likewise
@@ -169,18 +170,20 @@ class Head(nn.Module):
 
 class Tree(NamedTuple):
     """Token trees of B sequences: parents before children, node 0 the root, no token twice under
-    one parent. tokens, parents, depths: int64 [B, T]; ancestors: int64 [B, T] bitmasks, 0 for a
-    spare node, which pads a tree of fewer than T nodes."""
+    one parent. All [B, T], int64 but for the probabilities, as `kernels.best_tree` gives them."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
-    ancestors: torch.Tensor
+    ancestors: torch.Tensor      # bitmasks, 0 for a spare node, which pads a tree of fewer nodes
+    sources: torch.Tensor        # what proposed the node, -1 for the root and spare nodes
+    probabilities: torch.Tensor  # float32: of being accepted
 
 
 def root_tree(root):
     """The tree of plain decoding: root [B] alone."""
     tokens = root[:, None]
-    return Tree(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), torch.ones_like(tokens))
+    zeros = torch.zeros_like(tokens)
+    return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
 
 
 class DraftHeads(nn.ModuleList):
@@ -193,7 +196,7 @@ class DraftHeads(nn.ModuleList):
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
         # the n best of each depth: no more can be in the tree; the first W are the beams that go on
-        candidates = Candidates.empty(root, K, min(W * W, tree_size - 1))
+        candidates = Candidates.empty(root, K, max(min(W * W, tree_size - 1), W))
         states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
         guessed = root[:, None]  # (B, w)
         for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
@@ -206,7 +209,7 @@ class DraftHeads(nn.ModuleList):
             if clover.reads_tokens and depth < K - 1:
                 beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
                 states = states.gather(1, beam)
-        return Tree(*best_tree(root, candidates, tree_size))
+        return candidates
 
 
 class CloverHeads(nn.Module):
@@ -257,10 +260,6 @@ class CloverHeads(nn.Module):
     def max_beams(self):
         """The largest W: no more than the draft vocabulary has tokens."""
         return min(MAX_BEAMS, self.config.vocabulary or self.model.config.vocab_size)
-
-    def default_beams(self, tree_size):
-        """W about the square root of T, so that a tree can be wide or deep."""
-        return min(math.isqrt(tree_size - 1) + 1, self.max_beams)
 
     def draft_head(self, i):
         """Head i, counted from 0; with shared weights all but the first are one."""
@@ -317,16 +316,12 @@ class CloverHeads(nn.Module):
         return outputs
 
     def draft(self, state, root, tree_size, beams):
-        """state [B, C] at the last committed position, root [B] -> `Tree` of tree_size nodes, the
-        likeliest first.
+        """state [B, C] at the last committed position, root [B] -> the `Candidates` of a tree of
+        tree_size > 1 nodes.
 
-        At each depth the W beams of highest joint log-probability propose their W best tokens, and
-        the tree keeps the best tree_size - 1 of all (arXiv 2406.16858, section 4). A child's joint
-        probability is never above its parent's, and ties go to the shallower node. So parents are
-        kept and come first, and a smaller tree is the front of a larger one with as many beams."""
-        if tree_size == 1:
-            return root_tree(root)
-        return self.heads.draft(self, state, root, tree_size, min(beams, tree_size - 1))
+        At each depth the W beams of highest joint log-probability propose their W best tokens
+        (arXiv 2406.16858, section 4). A child's joint probability is never above its parent's."""
+        return self.heads.draft(self, state, root, tree_size, beams)
 
     # ----------------------------------------------------------------------------------------------
     # Files
@@ -393,7 +388,7 @@ def read_record(path):
         config = CloverConfig(**record["config"]).check()
         valid = ({name: type(value) for name, value in record["config"].items()} == types
                  and {"sizes", "norm", "tokenizer"} <= set(record["base"])
-                 and is_acceptance(record.get("acceptance", {})))
+                 and ("acceptance" not in record or is_acceptance(record["acceptance"])))
     except (AttributeError, KeyError, TypeError, ValueError):
         valid = False
     expect(valid, f"{path}: not the record of draft heads as this version's train_heads.py writes "
@@ -402,9 +397,10 @@ def read_record(path):
 
 
 def is_acceptance(tables):
-    """Whether tables are {temperature: [[share of a node, by depth and node]]}."""
-    shares = [share for table in tables.values() for row in table for share in row]
-    return all(math.isfinite(float(t)) for t in tables) and all(0 <= x <= 1 for x in shares)
+    """Whether tables are {"greedy" and "sampled": [accepted, proposed] nodes by bin of their joint
+    log-probability}."""
+    rows = [row for name in ("greedy", "sampled") for row in tables[name]]
+    return len(rows) == 2 * BINS and all(0 <= right <= n < math.inf for right, n in rows)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@
     python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
-The heads, n-gram lookup, or both draft a tree, as a `DraftPlan` says. Plain decoding is the same
-loop with trees of one node. The output does not depend on the drafter, so each step may use another
-plan. On CUDA each plan's step is captured in a graph once and replayed, and the host reads a step's
-tokens while the next step runs.
+The heads, n-gram lookup, or both propose nodes for a tree, and a `Policy` decides how many of them
+are worth verifying. Plain decoding is the same loop with trees of one node. The output does not
+depend on the drafter, so each step may have another tree size. On CUDA the step of each size is
+captured in a graph once and replayed, and the host reads a step's tokens while the next step runs.
 
-Letters: B slots, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
+Letters: B sequences, T tree nodes, K draft heads, P nodes of a path, n tokens of lookup's chain, W
 beams, C hidden size, V vocabulary."""
 
 import sys
@@ -28,30 +28,23 @@ from typing import NamedTuple
 
 import torch
 
-from clover import MAX_BEAMS, Tree, root_tree
-from kernels import HAS_TRITON, commit_path
+from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
+from kernels import (
+    BINS,
+    HAS_TRITON,
+    SOURCES,
+    accept_path,
+    best_tree,
+    commit_path,
+    ngram_lookup,
+)
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
-DEFAULT_TREE = 5     # nodes
 DEFAULT_BATCH = 8    # sequences
+MAX_CHAIN = 15       # tokens that lookup proposes
 # sampling modes: a later one costs more, and gives a sequence of an earlier one the same tokens
 GREEDY, NOISE, FILTERED = range(3)
-
-
-class DraftPlan(NamedTuple):
-    """What a step drafts: nodes guessed by the heads, and tokens of lookup's chain in the same
-    tree. With neither it is plain decoding."""
-    head_nodes: int = 0
-    lookup_tokens: int = 0
-
-    @property
-    def tree_size(self):
-        return 1 + self.head_nodes + self.lookup_tokens
-
-    def __str__(self):
-        names = dict(heads=self.head_nodes, lookup=self.lookup_tokens)
-        return " + ".join(f"{name} {n}" for name, n in names.items() if n) or "plain"
 
 
 @dataclass(frozen=True)
@@ -79,24 +72,9 @@ class Sampling:
         return GREEDY if self.temperature == 0 else FILTERED if filtered else NOISE
 
 
-class FixedPolicy:
-    """One plan for all steps. Every policy has these three: `plans` to select among, `select` and
-    `update`. `tools.policy.AdaptivePolicy` selects among several plans."""
-
-    def __init__(self, plan):
-        self.plans = (plan,)
-
-    def select(self, sequences=()):
-        """The plan of the next step, in which these sequences run."""
-        return self.plans[0]
-
-    def update(self, plan, results, seconds=None):
-        """Learns from a step's `StepResult`s and its seconds, or None."""
-
-
 class Accepted(NamedTuple):
     """What a step accepted of B trees: views of one tensor, `packed`, all that the host copies."""
-    packed: torch.Tensor  # int64 [B, 2 P + 2], of `accept_path`
+    packed: torch.Tensor  # int64 [B, 3 P + 2], of `accept_path`
     P: int                # nodes of a path, at most
 
     @property
@@ -107,7 +85,7 @@ class Accepted(NamedTuple):
     @property
     def path(self):
         """[B, P]: the accepted nodes, root first"""
-        return self.packed[:, self.P:-2]
+        return self.packed[:, self.P:2 * self.P]
 
     @property
     def count(self):
@@ -120,8 +98,196 @@ class Accepted(NamedTuple):
         return self.packed[:, -1]
 
     def to_lists(self):
-        """(tokens, path) of each sequence."""
-        return [(row[:row[-2]], row[self.P:self.P + row[-2]]) for row in self.packed.tolist()]
+        """(tokens, path, sources of its nodes) of each sequence."""
+        P = self.P
+        return [(row[:row[-2]], row[P:P + row[-2]], row[2 * P:2 * P + row[-2]])
+                for row in self.packed.tolist()]
+
+
+# --------------------------------------------------------------------------------------------------
+# How many nodes a step verifies
+
+SIZES = dict(cpu=(1, 2, 3, 4, 6, 8, 12, 16), cuda=(1, 2, 4, 8, 16, 32, 64))  # T to choose among
+LARGEST = 16    # T where a step chooses by itself
+PERIOD = 8      # steps between two updates of the tables
+PACE = 0.1      # share of a step's surprise by which durations are corrected
+TRIAL = 64      # steps, after which an unused size is tried for two, if it would be the best
+OPTIMISM = 1.25 # with its rate times this
+# right and proposed tokens of lookup that are assumed before any is seen, by length of the match
+LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
+MEMORY = 256, 64  # proposed nodes of a bin, tokens of lookup by match, that the counts look back on
+ROW = dict(cpu=0.1, cuda=0.002)  # what a step takes for each further row, relative to one
+# Of a GPU, as `bench gpu` measured them on an H100: bytes per second of a copy, FLOP per second of
+# a step of many rows, seconds of the launches of a layer, or of a draft head, in a CUDA graph
+BANDWIDTH = 3e12
+COMPUTE = 5.5e14
+LAUNCH_SECONDS = 12 * 2e-6
+
+
+class Policy:
+    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens per second
+
+        (1 + sum of the acceptance probabilities of the T - 1 likeliest nodes) / seconds(T)
+
+    chances, float32 [2, SOURCES], are these probabilities for greedy and for sampled sequences: how
+    often heads' nodes of a joint log-probability, and lookup's of a match's length, were accepted,
+    counted in every step. A CPU's kernels choose T inside a step, by its own nodes. Elsewhere T is
+    chosen before it, by means over earlier steps of how often the n-th likeliest node was accepted.
+    Seconds are guessed, corrected by each step, and follow the machine's present speed.
+
+    tree_size may be set between steps, to no more than it was made for: 1 is plain decoding."""
+
+    def __init__(self, model, heads=None, lookup=False, tree_size=None):
+        if tree_size is not None:
+            check("tree size", tree_size, 1, MAX_TREE, whole=True)
+        self.tree_size = tree_size if heads or lookup else 1
+        self.heads = None if self.tree_size == 1 else heads
+        self.lookup = lookup and self.tree_size != 1
+        self.depth = heads.config.n_draft if self.heads else 0
+        self.chooses_inside = decoder_class(model, self.heads).chooses_size
+        self.options = self.list_options(model.device.type)
+        self.largest = self.tree_size or max(LARGEST, *(T for T, _ in self.options))
+        self.group = model.group
+        self.known = known_counts(self.heads)  # [2, SOURCES, 2]: right, proposed
+        self.counts = torch.zeros(2, SOURCES, 2, device=model.device)  # the steps add to them
+        self.chances = torch.zeros(2, SOURCES, device=model.device)
+        self.seen = torch.zeros(2, SOURCES, 2)
+        self.learn_chances(self.seen)
+        self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
+                      for with_heads in (False, True)}
+        self.costs = guessed_costs(model, self.heads)
+        self.unit = None           # seconds of a cost of 1: other work slows down all sizes
+        self.log_ratio = Counter() # of a duration to its guessed cost, by `bucket` of rows
+        self.prices = torch.full((MAX_TREE + 1,), math.inf)  # [T]: seconds of T nodes, [0]: a head
+        self.priced = 0            # the number of sequences that they are of
+        self.steps = 0
+        self.last_use = Counter()
+        self.trial = []            # options of the next steps, in the place of the best
+
+    def list_options(self, device):
+        """What `select` may give."""
+        if self.tree_size or self.chooses_inside:
+            return [(self.tree_size or 0, self.heads is not None)]
+        drafters = [with_heads for with_heads, drafts in ((True, self.heads), (False, self.lookup))
+                    if drafts]
+        return [(1, False)] + [(T, with_heads) for with_heads in drafters
+                               for T in SIZES[device][1:]]
+
+    def seconds(self, rows, depths):
+        """Of a step of B * T = rows, in which heads draft to this depth."""
+        row, head, arithmetic = self.costs
+        cost = max(1 + row * (rows - 1), arithmetic * rows) * math.exp(self.log_ratio[bucket(rows)])
+        if depths:
+            cost += head * (1 + depths) * math.exp(self.log_ratio["heads"])
+        return (self.unit or 1.0) * cost
+
+    def select(self, B):
+        """(T, whether heads draft) for the next step of B sequences. T = 0: the step chooses T and
+        the depth by `prices`."""
+        self.steps += 1
+        if self.tree_size:
+            return self.tree_size, self.heads is not None and self.tree_size > 1
+        if self.chooses_inside:
+            if self.steps % PERIOD == 0 or B != self.priced:
+                self.set_prices(B)
+            return self.options[0]
+        rates = {option: self.rate(B, *option) for option in self.options}
+        best = max(rates, key=rates.get)
+        if self.steps % TRIAL == 0:
+            unused = [option for option in rates if self.steps - self.last_use[option] >= TRIAL
+                      and OPTIMISM * rates[option] > rates[best]]
+            self.trial = 2 * unused[:1]
+        option = self.trial.pop() if self.trial else best
+        self.last_use[option] = self.steps
+        return option
+
+    def set_prices(self, B):
+        self.priced = B
+        self.prices[0] = (self.seconds(B, 1) - self.seconds(B, 0)) / 2
+        for T in range(1, LARGEST + 1):
+            self.prices[T] = self.seconds(B * T, 0)
+
+    def rate(self, B, T, with_heads):
+        depths = min(self.depth, T - 1) if with_heads else 0
+        return (1 + sum(self.means[with_heads][:T - 1])) / self.seconds(B * T, depths)
+
+    def update(self, step, results):
+        """Learns from a step that `Decoder.launch` waited for, and its `StepResult`s."""
+        if not results or self.tree_size == 1:
+            return
+        seconds = step.seconds
+        if self.group:  # all ranks see the same tokens, but clocks of their own
+            seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
+        if seconds:
+            self.learn_seconds(step.B * step.tree_size, step.depths, seconds)
+        if step.counts is not None:
+            self.learn_chances(step.counts)
+        if self.chooses_inside:
+            return
+        hits = Counter(node for result in results for node in result.path[1:])
+        means = self.means[step.depths > 0]
+        for node in range(1, step.tree_size):
+            means[node - 1] += (hits[node] / len(results) - means[node - 1]) / MEMORY[1]
+
+    def learn_seconds(self, rows, depths, seconds):
+        """Half of a surprise says something of these rows and heads, half of the machine."""
+        if self.unit is None:
+            self.unit = seconds / self.seconds(rows, depths)
+        surprise = math.log(seconds / self.seconds(rows, depths))
+        change = PACE * max(min(surprise, 1.0), -1.0)
+        self.unit *= math.exp(change)
+        self.log_ratio[bucket(rows)] += change
+        if depths:
+            self.log_ratio["heads"] += change
+
+    def learn_chances(self, counts):
+        """Makes `chances` from `counts`, of which `seen` are known already."""
+        self.known += counts - self.seen
+        self.seen = counts
+        limits = torch.full((SOURCES, 1), float(MEMORY[0]))
+        limits[BINS:] = MEMORY[1]
+        self.known *= (limits / self.known[..., 1:]).clamp(max=1)
+        chances = self.known[..., 0] / self.known[..., 1]
+        bins = chances[:, :BINS]  # made non-increasing: the mean of the curves below and above
+        above = bins.flip(1).cummax(1).values.flip(1)
+        bins.copy_((bins.cummin(1).values + above) / 2)
+        copy_to(self.chances, chances)
+
+
+def known_counts(heads):
+    """float32 [2, SOURCES, 2]: right and proposed guesses that are assumed at the start: those of
+    heads.json, beside which a bin's joint probability counts as four proposals."""
+    counts = torch.zeros(2, SOURCES, 2)
+    counts[:, :BINS, 1] = 4.0
+    counts[:, :BINS, 0] = 4.0 * torch.exp(-(torch.arange(BINS) + 0.5) / 4)
+    counts[:, BINS:] = torch.tensor(LOOKUP_PRIOR)
+    if heads and (tables := heads.info.get("acceptance")):
+        counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
+    return counts
+
+
+def guessed_costs(model, heads):
+    """What a step takes for each further row, for a draft head, and for the arithmetic of a row,
+    relative to a plain one."""
+    weights = model.weight_bytes()
+    if model.group:
+        weights = model.group.broadcast(weights)  # ranks hold unequal parts
+    numbers = 0  # that a head reads, the draft vocabulary's among them
+    if heads:
+        layers = [x for x in heads.draft_head(0).modules() if hasattr(x, "in_features")]
+        numbers = sum(layer.in_features * layer.out_features for layer in layers)
+        numbers += (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
+    if model.device.type != "cuda":
+        return ROW["cpu"], numbers / weights, 0  # a byte each
+    seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
+    plain = seconds(weights, model.config.n_layer)
+    arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
+    return ROW["cuda"], seconds(numbers * model.dtype.itemsize, 1) / plain, arithmetic
+
+
+def bucket(rows):
+    """Row counts whose durations are corrected together: up to 16 each, then two per doubling."""
+    return rows if rows <= 16 else 16 + round(2 * math.log2(rows / 16))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,7 +297,7 @@ class Accepted(NamedTuple):
 class Slots:
     """The state of B sequences, one per slot."""
     cache: KVCache
-    heads_cache: KVCache            # the augmenting block's; it has the same lengths
+    heads_cache: KVCache            # the augmenting block's
     root: torch.Tensor              # int64 [B]: the newest token, which has no cache row yet
     state: torch.Tensor             # [B, C]: what the heads draft from
     history: torch.Tensor           # int32 [B, capacity]: the text, root included, for lookup
@@ -147,16 +313,6 @@ class Slots:
         caches = (cache.slots(first, count) for cache in (self.cache, self.heads_cache))
         return Slots(*caches, *(getattr(self, name)[rows] for name in self.ROWS),
                      {name: x[rows] for name, x in self.sampling.items()})
-
-    @torch.inference_mode()
-    def swap(self, a, b):
-        """Exchanges what two slots hold."""
-        n = int(self.cache.lengths[[a, b]].max())
-        for cache in self.cache, self.heads_cache:
-            cache.kv[:, :, [a, b], :, :n] = cache.kv[:, :, [b, a], :, :n]
-        rows = self.cache.lengths, *(getattr(self, name) for name in self.ROWS)
-        for x in *rows, *self.sampling.values():
-            x[[a, b]] = x[[b, a]]
 
     def set_sampling(self, samplings):
         """Sets the `Sampling` of each slot."""
@@ -182,90 +338,114 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
                   for name, kind in Sampling.__annotations__.items()})
 
 
+class StepRun(NamedTuple):
+    """A step that is over, as the host sees it."""
+    accepted: list         # (tokens, path, sources) of each of its sequences
+    trees: list | None     # their `Tree`s of lists, if asked for
+    B: int
+    tree_size: int
+    depths: int            # of the tree that heads drafted
+    seconds: float | None  # its own; None for the first of its kind, which compiles and captures it
+    counts: torch.Tensor | None  # those of the `Policy`, every PERIOD steps
+
+
+def decoder_class(model, heads):
+    """The `Decoder` of a model's backend."""
+    return model.blocks.decoder_class(heads) or Decoder
+
+
 class Decoder:
-    """Decodes B sequences, one in each slot, step by step. heads: they read every accepted token,
-    also in steps that do not use them. capacity: most tokens of a sequence, prompt included;
-    default: the model's context. plans: those that a step may take. beams, graph: as in `generate`.
-    sampling: of sequences without their own. Raises InputError for sizes out of range and caches
-    without room in memory."""
+    """Decodes B sequences, one in each slot, step by step. policy: says which drafters there are,
+    default none; heads read every accepted token, also in steps that do not use them. capacity:
+    most tokens of a sequence, prompt included; default: the model's context. beams, graph: as in
+    `generate`. sampling: of sequences without their own. Raises InputError for sizes out of range
+    and caches without room in memory."""
+    chooses_size = False  # whether `draft` chooses the tree size by the policy's prices
 
     @torch.inference_mode()
-    def __init__(self, model, heads=None, *, batch_size=1, capacity=None, plans=(DraftPlan(),),
-                 beams=None, sampling=None, graph=True):
+    def __init__(self, model, *, policy=None, batch_size=1, capacity=None, beams=None,
+                 sampling=None, graph=True):
         check("batch size", batch_size, 1, 2**16, whole=True)
-        if beams is not None:
-            check("beams", beams, 1, heads.max_beams if heads else MAX_BEAMS, whole=True)
+        policy = policy or Policy(model)
+        heads = policy.heads
+        most = heads.max_beams if heads else MAX_BEAMS
+        self.beams = min(DEFAULT_BEAMS, most) if beams is None else beams
+        check("beams", self.beams, 1, most, whole=True)
         self.model = model
         self.blocks = model.blocks  # each look-up in a module takes 5 us of a step
         self.head = model.head
         self.device = model.device
         self.heads = heads
+        self.policy = policy
         self.batch_size = batch_size
-        self.plans = plans
-        self.beams = beams
         self.sampling = sampling or Sampling()
         self.sampling_mode = self.sampling.mode  # of the next step
         self.capacity = model.config.block_size if capacity is None else capacity
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = model.blocks.decoding_context
         self.inference_mode = torch.inference_mode()  # making one takes as long as a step's stage
-        P = max(map(self.max_path, plans))
+        P = self.path_limit(policy.largest)
+        # made once, and only viewed from here on: captured graphs hold addresses
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
-        self.looks_up = any(plan.lookup_tokens for plan in plans)
-        max_tree = max(plan.tree_size for plan in plans)
-        self.buffers = new_slots(model, heads, batch_size, self.capacity, max_tree, P)
-        self.buffers.set_sampling([self.sampling] * batch_size)
-        # made once and only viewed from here on, as the buffers are: captured graphs hold addresses
-        self.root_trees = root_tree(self.buffers.root)
+        self.slots = new_slots(model, heads, batch_size, self.capacity, policy.largest, P)
+        self.slots.set_sampling([self.sampling] * batch_size)
+        self.root_tree = root_tree(self.slots.root)
         is_cuda = model.device.type == "cuda"
         self.steps_ahead = 1 if is_cuda else 0  # in flight while the host reads an earlier one
-        self.width = 0  # the slots that run are the first `width`
-        self.clear()
-        # (plan, sampling mode) of the steps so far -> a function that replays the graph, or None
-        self.graphs = {}
+        self.graphs = {}  # (arguments of `step`, sampling mode) -> replays its graph, or None
         self.pool = None  # the memory of all graphs; None: steps run eagerly
         if is_cuda and graph and HAS_TRITON:  # the references read values back
             self.pool = torch.cuda.graph_pool_handle()
 
-    def max_path(self, plan):
-        """P: a path ends with the heads' last depth, or with the chain."""
-        depth = min(self.heads.config.n_draft, plan.head_nodes) if plan.head_nodes else 0
-        return 1 + max(depth, plan.lookup_tokens)
+    def path_limit(self, tree_size):
+        """P: a path ends with the heads' last depth, or with the longest chain."""
+        return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
     # One step of all slots. Shapes are fixed, state changes in place, nothing is read back.
 
-    def step(self, plan):
-        tree = self.draft(plan)                        # tokens, parents, depths, ancestors [B, T]
-        positions = self.blocks.positions(self.slots.cache, tree.depths)  # [B, T]
-        normed, hidden = self.verify(tree, positions)  # [B, T, C]; K/V go to rows lengths..
-        target = self.sample(normed, positions)        # [B, T]: the model's own next tokens
-        accepted = self.accept(plan, tree, target)     # tokens, path [B, P], count [B]
-        self.commit(plan, hidden, accepted)
+    def step(self, tree_size, with_heads):
+        tree, chain = self.draft(tree_size, with_heads)  # a `Tree` [B, T]
+        positions = self.positions(tree)                 # [B, T]
+        normed, hidden = self.verify(tree, positions)    # [B, T, C]; K/V go to rows lengths..
+        target = self.sample(normed, positions)          # [B, T]: the model's own next tokens
+        accepted = self.accept(tree, chain, target)      # tokens, path [B, P], count [B]
+        self.commit(tree, hidden, accepted)
         return accepted, tree
 
-    def draft(self, plan):
-        tree = self.plain_tree
+    def draft(self, tree_size, with_heads):
+        """-> (the tree, what `ngram_lookup` gives or None)"""
         slots = self.slots
-        if plan.head_nodes:
-            size = plan.head_nodes + 1
-            beams = self.beams or self.heads.default_beams(size)
-            tree = self.heads.draft(slots.state, slots.root, size, beams)
-        if plan.lookup_tokens:
-            tree = Tree(*self.blocks.add_lookup(tree, slots.history, slots.cache.lengths,
-                                                plan.lookup_tokens))
-        return tree
+        if tree_size == 1:
+            return self.root_tree, None
+        candidates = chain = None
+        if with_heads:
+            candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams)
+        if self.policy.lookup:
+            n = min(tree_size - 1, MAX_CHAIN)
+            chain = ngram_lookup(slots.history, slots.cache.lengths, n)
+        return Tree(*best_tree(slots.root, candidates, chain, self.policy.chances,
+                               slots.sampling["temperature"], tree_size)), chain
+
+    def positions(self, tree):
+        return self.slots.cache.lengths[:, None] + tree.depths
 
     def verify(self, tree, positions):
         """-> (the final norm of hidden, hidden)"""
         if self.model.config.positions == "learned":
             # nodes past the context's end are never emitted, but have no position of their own
             positions = positions.clamp(max=self.model.config.block_size - 1)
-        return self.blocks.norm_and_hidden(self.model, tree.tokens, positions, self.slots.cache,
-                                           tree.ancestors)
+        model, cache = self.model, self.slots.cache
+        hidden = model.embeddings(tree.tokens, positions)
+        return model.norm.add_and_norm(*self.blocks(hidden, model.tables, positions, cache,
+                                                    tree.ancestors))
+
+    def sampling_rows(self):
+        """(the number, {name: parameter}) of each sequence of a step."""
+        return self.slots.sequence, self.slots.sampling
 
     def sample(self, normed, positions):
-        sampling, sequence = self.slots.sampling, self.slots.sequence
+        sequence, sampling = self.sampling_rows()
         if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
@@ -274,22 +454,26 @@ class Decoder:
                                            position=(positions + 1).view(-1))
         return target.view_as(positions)
 
-    def accept(self, plan, tree, target):
-        P = self.max_path(plan)
-        return Accepted(self.blocks.accept_path(*tree, target, self.slots.active, P), P)
+    def accept(self, tree, chain, target):
+        slots = self.slots
+        T = tree.tokens.shape[1]
+        P = self.path_limit(T)
+        counting = {}
+        if T > 1:  # what is counted says how likely a node is
+            counting = dict(sources=tree.sources, lookup=chain, counts=self.policy.counts,
+                            temperature=slots.sampling["temperature"])
+        columns = tree.tokens, tree.parents, tree.depths, tree.ancestors
+        return Accepted(accept_path(*columns, target, slots.active, P, **counting), P)
 
-    def commit(self, plan, hidden, accepted):
+    def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
         token the next root. Rows from `count` on are junk, which the next step overwrites."""
         slots = self.slots
-        moves = plan.head_nodes > 0  # else the tree is a chain, whose path is its first nodes
-        if self.blocks.commit(slots, self.heads, hidden, accepted.packed, moves, self.looks_up):
-            return
         lengths = slots.cache.lengths
-        if self.heads or self.looks_up:
-            positions = lengths[:, None] + self.offsets[:accepted.path.shape[1]]  # (B, P)
+        if self.heads or self.policy.lookup:
+            positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
         last = accepted.last[:, None]
-        if moves:
+        if tree.tokens.shape[1] > 1:
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
@@ -298,55 +482,66 @@ class Decoder:
                                         ancestors)  # (B, P, C)
             last_state = last[:, :, None].expand(-1, 1, states.shape[2])
             torch.gather(states, 1, last_state, out=slots.state[:, None])
-        if self.looks_up:
+        if self.policy.lookup:
             slots.history[:, 1:].scatter_(1, positions, accepted.tokens.int())
         torch.gather(accepted.tokens, 1, last, out=slots.root[:, None])
         lengths += accepted.count
 
     # What the host does around steps
 
-    def run(self, plan):
-        """Runs one step -> what `step` returns. With graphs the first step of each plan and
+    def run_slots(self, running):
+        """Says which slots hold sequences that run -> the slots that a step runs, in its order.
+        Here all, for shapes are fixed: an idle slot runs too."""
+        return range(self.batch_size)
+
+    def run(self, *arguments):
+        """Runs one step -> what `step` returns. With graphs the first step of its arguments and
         sampling mode runs eagerly, which compiles its kernels, and is then captured; later ones
         replay it."""
-        key = plan, self.sampling_mode
+        key = arguments, self.sampling_mode
         if replay := self.graphs.get(key):
             return replay()
-        result = self.step(plan)
+        result = self.step(*arguments)
         self.graphs[key] = None
         if self.pool is not None:
-            self.graphs[key] = capture(partial(self.step, plan), self.model.device, self.pool)
+            self.graphs[key] = capture(partial(self.step, *arguments), self.device, self.pool)
         return result
 
-    def launch(self, plan, with_trees=False):
-        """Starts one step -> a function that waits for it and returns [(tokens, path)] of the
-        slots, their `Tree`s of lists or None, and the step's own seconds: None for the first step
-        of a plan and sampling mode, which compiles and captures it."""
-        is_steady = (plan, self.sampling_mode) in self.graphs
+    def depths(self, tree_size, with_heads):
+        """To how many depths the heads drafted in a step."""
+        return min(self.policy.depth, tree_size - 1) if with_heads else 0
+
+    def launch(self, tree_size, with_heads, with_trees=False):
+        """Starts one step -> a function that waits for it and returns its `StepRun`."""
+        is_steady = ((tree_size, with_heads), self.sampling_mode) in self.graphs
         device = self.device
         start = mark(device)
         with self.inference_mode:
-            accepted, tree = self.run(plan)
-            tensors = accepted.packed, *(tree if with_trees else ())
+            accepted, tree = self.run(tree_size, with_heads)
+            counts = self.policy.counts if self.policy.steps % PERIOD == 0 else None
+            tensors = accepted.packed, counts, *(tree if with_trees else ())
             if device.type != "cpu":  # before another graph overwrites them
-                tensors = [x.to("cpu", non_blocking=True) for x in tensors]
+                tensors = [x if x is None else x.to("cpu", non_blocking=True) for x in tensors]
         end = mark(device)
 
         def wait():
             seconds = seconds_between(start, end)
-            packed, *columns = tensors
+            packed, counts, *columns = tensors
+            B, T = tree.tokens.shape
             trees = list(map(Tree, *(x.tolist() for x in columns))) if with_trees else None
-            return Accepted(packed, accepted.P).to_lists(), trees, seconds if is_steady else None
+            return StepRun(Accepted(packed, accepted.P).to_lists(), trees, B, T,
+                           self.depths(T, with_heads), seconds if is_steady else None,
+                           counts if counts is None else counts.clone())
         if device.type == "cpu":  # the step is over, and the next one overwrites its results
             results = wait()
             return lambda: results
         return wait
 
     def warm_up(self):
-        """Compiles and captures every plan, while all slots are idle."""
-        for plan in self.plans:
+        """Compiles and captures all that the policy may select, while all slots are idle."""
+        for option in self.policy.options:
             with self.context():
-                self.launch(plan)()
+                self.launch(*option)()
 
     @torch.inference_mode()
     def prefill(self, sequences, start):
@@ -374,7 +569,7 @@ class Decoder:
                 torch.gather(states, 1, at, out=slots.state[:, None])
         elif self.heads:
             slots.state.zero_()
-        if self.looks_up:
+        if self.policy.largest > 1:  # something drafts
             slots.history[:, start:end + 1] = tokens
         torch.gather(tokens, 1, last - start, out=slots.root[:, None])
         slots.cache.lengths.copy_(last[:, 0])
@@ -385,43 +580,22 @@ class Decoder:
         return end
 
     @torch.inference_mode()
-    def clear(self):
-        """Makes all slots idle."""
-        self.resize(range(self.batch_size))
-        self.release(slice(None))
-
-    @torch.inference_mode()
     def release(self, slot, rows=0):
-        """Makes a slot idle, or a slice of them. It still runs, since shapes are fixed, and writes
-        its trees after these rows of its cache."""
+        """Makes a slot idle, or a slice of them. It may still run, since shapes are fixed, and
+        write its trees after these rows of its cache."""
         self.slots.active[slot].zero_()
         self.slots.cache.lengths[slot].fill_(rows)
-
-    def resize(self, busy):
-        """Sets how many slots run, and moves these busy ones to the front -> {slot: its new
-        number}. On a GPU all run and stay, for a graph holds addresses. On a CPU, where an idle
-        slot costs as much as a busy one, up to an eighth of the batch run beside the busy ones: a
-        new batch size costs more."""
-        n = self.batch_size
-        numbers = {slot: slot for slot in range(n)}
-        if self.steps_ahead == 0:
-            multiple = max(n // 8, 1)
-            n = math.ceil(len(busy) / multiple) * multiple
-        idle = [slot for slot in range(n) if slot not in busy]
-        for a, b in zip([slot for slot in busy if slot >= n], idle):
-            self.buffers.swap(a, b)
-            numbers |= {a: b, b: a}
-        if n != self.width:
-            self.width = n
-            self.slots = self.buffers.view(0, n)
-            self.plain_tree = Tree(*(x[:n] for x in self.root_trees))  # its tokens are the roots
-        return numbers
 
 
 def send(values, device, dtype=torch.int64):
     """A tensor of the host's values on a device; the host does not wait for the copy to a GPU."""
     x = torch.tensor(values, dtype=dtype)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def copy_to(x, values):
+    """Copies the host's tensor to one on a device; the host does not wait for a GPU."""
+    x.copy_(values.pin_memory() if x.is_cuda else values, non_blocking=True)
 
 
 def mark(device):
@@ -458,39 +632,29 @@ def capture(body, device, pool=None):
     return replay
 
 
-def fixed_plan(tree_size, heads, lookup):
-    """The `DraftPlan` of T nodes, default DEFAULT_TREE. With both drafters, lookup has half of the
-    guesses, and a single guess is the heads'. Without any it is plain. Checks T."""
-    tree_size = DEFAULT_TREE if tree_size is None else tree_size
-    check("tree size", tree_size, 1, MAX_TREE, whole=True)
-    chain = (tree_size - 1) // (2 if heads else 1) if lookup else 0
-    return DraftPlan(tree_size - 1 - chain if heads else 0, chain)
-
-
 # --------------------------------------------------------------------------------------------------
 # The engine: continuous batching
 
 class Engine:
     """Schedules prompts: they wait in a queue, are read into free slots of a `Decoder`, and run to
     their end. `add` them, and `step` while it is `busy`. Reusable for any prompts that fit its
-    capacity. policy: selects each step's plan, default plain decoding. options: the Decoder's."""
+    capacity. policy: a `Policy`, default one that drafts by the heads. options: the Decoder's."""
 
-    def __init__(self, model, heads=None, *, policy=FixedPolicy(DraftPlan()), **options):
-        self.policy = policy
-        heads = heads if any(plan.head_nodes for plan in policy.plans) else None
-        self.decoder = Decoder(model, heads, plans=policy.plans, **options)
+    def __init__(self, model, heads=None, *, policy=None, **options):
+        self.policy = policy or Policy(model, heads)
+        self.decoder = decoder_class(model, self.policy.heads)(model, policy=self.policy, **options)
         self.clear()
 
     def clear(self):
         """Drops all sequences."""
-        self.decoder.clear()
+        self.decoder.release(slice(None))
         self.waiting = deque()
         # free slot -> the text that its cache holds
         self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())
         self.prefilling = {}      # slot -> sequence, of the prefill pass that goes on
         self.prefill_start = 0    # its next token
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps not read yet: (plan, `running`, function that waits)
+        self.in_flight = deque()  # steps not read yet: ({row: (slot, sequence)}, how to wait)
 
     @property
     def busy(self):
@@ -514,16 +678,14 @@ class Engine:
         step before: the host reads them while this one runs."""
         decoder = self.decoder
         with decoder.context():
-            run_all = self.waiting or self.prefilling
-            new = decoder.resize(range(decoder.batch_size) if run_all else self.running)
-            self.running = {new[slot]: held for slot, held in self.running.items()}
-            self.cached_prefix = {new[slot]: held for slot, held in self.cached_prefix.items()}
             self.admit()
             if self.running:
-                plan = self.policy.select(self.running.values())
+                slots = decoder.run_slots(self.running)
+                option = self.policy.select(len(slots))
                 decoder.sampling_mode = max(s.sampling.mode for s in self.running.values())
-                wait = decoder.launch(plan, with_trees)
-                self.in_flight.append((plan, dict(self.running), wait))
+                sequences = {row: (slot, self.running[slot]) for row, slot in enumerate(slots)
+                             if slot in self.running}
+                self.in_flight.append((sequences, decoder.launch(*option, with_trees)))
         if not self.in_flight or (self.running and len(self.in_flight) <= decoder.steps_ahead):
             return []
         return self.retire()
@@ -558,20 +720,21 @@ class Engine:
 
     def retire(self):
         """Reads the oldest step in flight and frees the slots of sequences that end with it."""
-        plan, sequences, wait = self.in_flight.popleft()
-        accepted, trees, seconds = wait()
+        sequences, wait = self.in_flight.popleft()
+        step = wait()
         results = []
-        for slot, sequence in sequences.items():
+        for row, (slot, sequence) in sequences.items():
             if sequence.ended:
                 continue  # a step earlier, when this step was already in flight
-            tokens, path = accepted[slot]
-            tree = trees and trees[slot]
+            tokens, path, sources = step.accepted[row]
+            tree = step.trees and step.trees[row]
             if tree:  # plain decoding's tree shows the next root by now
                 tree.tokens[0] = (sequence.tokens or sequence.prompt)[-1]
-            results.append(StepResult(sequence, sequence.take(tokens), path, plan, tree))
+            results.append(StepResult(sequence, sequence.take(tokens), path, sources,
+                                      step.tree_size, tree))
             if sequence.ended:
                 self.free(slot)
-        self.policy.update(plan, results, seconds)
+        self.policy.update(step, results)
         return results
 
     def free(self, slot):
@@ -595,8 +758,7 @@ class Engine:
         """Adds the prompts and steps until all have ended -> `Output`; calls on_step with each
         `StepResult`. sampling: one for each prompt. Raises InputError as `add` does, Interrupted on
         Ctrl-C."""
-        output = Output(tree_size=max(plan.tree_size for plan in self.policy.plans),
-                        batch_size=self.decoder.batch_size)
+        output = Output(batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
             for index, prompt in enumerate(prompts):
@@ -675,14 +837,21 @@ class StepResult(NamedTuple):
     sequence: Sequence
     tokens: list       # the new ones; sequence.tokens has them already
     path: list         # the accepted nodes, root first; path[i + 1] guessed tokens[i]
-    plan: DraftPlan
+    sources: list      # of these nodes, as `best_tree` gives them
+    tree_size: int     # T
     tree: Tree = None  # of lists, if `step` was asked for trees
 
     @property
     def drafters(self):
-        """"heads" or "lookup" for each guessed token; the one after them is the model's own."""
-        guessed = self.path[1:len(self.tokens) + 1]  # a sequence may end inside the path
-        return ["lookup" if node > self.plan.head_nodes else "heads" for node in guessed]
+        """"head 1", "head 2", ... or "lookup" for each guessed token; the one after them is the
+        model's own."""
+        guessed = self.sources[1:len(self.tokens) + 1]  # a sequence may end inside the path
+        return [drafter(source, depth) for depth, source in enumerate(guessed, start=1)]
+
+
+def drafter(source, depth):
+    """What proposed a node of a source, as `best_tree` gives it, at this depth."""
+    return "lookup" if source >= BINS else f"head {depth}"
 
 
 @dataclass
@@ -693,9 +862,8 @@ class Output:
     batch_steps: int = 0  # steps of the batch, each for all of its slots
     seconds: float = 0.0  # wall time, prefill included
     step_lengths: Counter = field(default_factory=Counter)  # n -> how many steps emitted n tokens
-    accepted: Counter = field(default_factory=Counter)  # "heads", "lookup" -> tokens it guessed
-    plans: dict = field(default_factory=dict)           # DraftPlan -> [its steps, their tokens]
-    tree_size: int = 1    # T, the largest
+    accepted: Counter = field(default_factory=Counter)  # "head 1", ..., "lookup" -> tokens guessed
+    sizes: dict = field(default_factory=dict)           # T -> [its steps, their tokens]
     batch_size: int = 1   # B
 
     def count(self, result):
@@ -704,8 +872,13 @@ class Output:
         self.steps += 1
         self.step_lengths[emitted] += 1
         self.accepted.update(result.drafters)
-        steps, tokens = self.plans.get(result.plan, (0, 0))
-        self.plans[result.plan] = [steps + 1, tokens + emitted]
+        steps, tokens = self.sizes.get(result.tree_size, (0, 0))
+        self.sizes[result.tree_size] = [steps + 1, tokens + emitted]
+
+    @property
+    def tree_size(self):
+        """T, the mean over the steps."""
+        return sum(T * steps for T, (steps, _) in self.sizes.items()) / max(self.steps, 1)
 
     @property
     def tokens(self):
@@ -752,24 +925,23 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, graph=True, sampling=None, policy=None):
+             on_tokens=None, encoding=None, graph=True, sampling=None):
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
     lookup      also draft by n-gram lookup
-    tree_size   nodes T verified per step, root included; 1: plain decoding; default: 5
-    policy      selects each step's plan, in place of lookup and tree_size. What the command line
-                does by default is policy=tools.policy.pick_policy(model, prompts, heads, lookup)
-    beams       W, default about the square root of the heads' nodes
+    tree_size   nodes T verified per step, root included; 1: plain decoding; default: in each step
+                those of most tokens per second, see `Policy`
+    beams       W, default 4
     stop        token ids and, with an `encoding` to read them by, texts that end a sequence
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
-    graph       on CUDA, capture each plan's step in a graph once and replay it
+    graph       on CUDA, capture the step of each size in a graph once and replay it
     sampling    a `Sampling` for each prompt, in place of temperature, ..., seed
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
-                     beams=beams, batch_size=batch_size, graph=graph, policy=policy,
-                     temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+                     beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
+                     top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     own = not sampling or len(sampling) == len(prompts) and engine.decoder.sampling == Sampling()
     expect(own, "sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
@@ -777,7 +949,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
-            batch_size=None, graph=True, policy=None, **sampling):
+            batch_size=None, graph=True, **sampling):
     """The Engine that `generate` runs, of the same arguments."""
     sampling = Sampling(**sampling)
     expect(prompts, "there is no prompt; give at least one")
@@ -786,6 +958,6 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    policy = policy or FixedPolicy(fixed_plan(tree_size, heads, lookup))
-    return Engine(model, heads, policy=policy, batch_size=batch_size, capacity=capacity,
-                  beams=beams, sampling=sampling, graph=graph)
+    policy = Policy(model, heads, lookup, tree_size)
+    return Engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
+                  sampling=sampling, graph=graph)

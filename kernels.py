@@ -1121,6 +1121,10 @@ def cosine_mix_reference(z, q, kv, n_head):
 # and come first. What is not among the best T - 1 of its depth is in no tree: n <= T - 1 is enough.
 # An entry's place is the number of entries before it: all pairs of entries are compared at once.
 
+BINS = 41
+SOURCES = BINS + 5
+
+
 class Candidates(NamedTuple):
     """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
     joint: torch.Tensor    # float32: log-probability of the path from the root

@@ -17,7 +17,7 @@ import contextlib
 import json
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -84,7 +84,6 @@ class KVCache:
     """Keys and values of B sequences."""
     kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
     lengths: torch.Tensor  # int32 [B]: the committed rows
-    prepared: dict = field(default_factory=dict)  # a backend's structs that point to it
 
     def slots(self, first, count=1):
         """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
@@ -389,28 +388,10 @@ class Blocks(nn.ModuleList):
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 
-    # Parts of a decoding step that a backend may replace
-
-    def positions(self, cache, depths):
-        """The positions int64 [B, T] of nodes of these depths."""
-        return cache.lengths[:, None] + depths
-
-    def norm_and_hidden(self, model, tokens, positions, cache, ancestors):
-        """As `GPT.forward` -> (its final norm, hidden), each [B, T, C], in one operation less."""
-        hidden = model.embeddings(tokens, positions)
-        return model.norm.add_and_norm(*self(hidden, model.tables, positions, cache, ancestors))
-
-    accept_path = staticmethod(kernels.accept_path)
-
-    def commit(self, slots, heads, hidden, accepted, moves, looks_up):
-        """As `generate.Decoder.commit` -> whether it was done: here not, the Decoder does it.
-        accepted: int64 [B, 2 P + 2] of `accept_path`. moves: whether a path may leave out nodes.
-        looks_up: whether the history is read."""
-        return False
-
-    def add_lookup(self, tree, *arguments):
-        """A `Tree` merged with the chain that `kernels.ngram_lookup` finds -> its four columns."""
-        return kernels.merge_chain(*tree, kernels.ngram_lookup(*arguments))
+    def decoder_class(self, heads):
+        """The class of a backend that decodes with these blocks and heads, None:
+        `generate.Decoder`."""
+        return None
 
     def prepare(self, module):
         """Applies these blocks' backend to another module, such as draft heads. Here: nothing."""

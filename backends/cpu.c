@@ -8,9 +8,7 @@
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, of the functions above
 //     argmax        the best token of each row of logits, with or without Gumbel noise
-//     draft         a tree of what the draft heads guess
-//     add_lookup    a tree and what followed the text's suffix earlier
-//     verify, sample, accept_path, commit    stages of a step, each in one call
+//     step_draft, step_verify, step_sample, step_accept, step_commit: a decoding step
 //
 // Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
 // whatever the other rows, the threads and the token's place in the cache. Threads share the units
@@ -34,7 +32,13 @@
 #define SLICE 64             // numbers of a head whose sums stay in registers
 #define MAX_TREE 64          // T of a tree
 #define MAX_HEAD 256         // D
-#define MAX_CANDIDATES 2048  // K * n
+#define MAX_CANDIDATES 2048  // K * n, and a chain
+#define MAX_DEPTH 32         // K
+#define MAX_CHAIN 15         // tokens that lookup proposes
+#define LARGEST 16           // T, where a step chooses it
+#define BINS 41              // of a joint log-probability, as in kernels.py
+#define SOURCES (BINS + 5)
+#define TRIAL 128            // steps in which heads are not worth it before one tries them
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best
 #define CHUNK 64             // beams whose logits are in memory at once
@@ -80,7 +84,8 @@ typedef struct {
 typedef struct {                 // what the blocks of a pass share
     int32_t B, T, threads, bfloat16;  // the type of keys, values and rotations, else float32
     int32_t rows, rope_rows;     // of the cache, S, and of a table of rotations
-    const int32_t *lengths;      // [B]: rows in the cache before the tokens'
+    const int32_t *slots;        // [B]: the sequences' places in lengths and kv; NULL: 0, 1, ...
+    const int32_t *lengths;      // rows in the cache before the tokens'
     const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
     const int64_t *positions;    // [B, T]
     const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
@@ -99,6 +104,8 @@ typedef struct {                 // the arguments of add_norm, rope_cache, atten
 
 INLINE int min(int a, int b) { return a < b ? a : b; }
 INLINE int max(int a, int b) { return a > b ? a : b; }
+INLINE int slot_of(const Pass *pass, int b) { return pass->slots ? pass->slots[b] : b; }
+INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pass, b)]; }
 
 // -------------------------------------------------------------------------------------------------
 // Dot products: the one part that knows the processor
@@ -235,7 +242,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 }
 
 // Memory of the calling thread, kept from call to call
-enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, BUFFERS };
+enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, BUFFERS };
 
 static void *scratch(int which, size_t size) {
     static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
@@ -600,7 +607,7 @@ static void add_norm_row(void *arguments, int m) {
 // Queries go to a buffer, keys and values to rows lengths[b] + t of the cache.
 
 INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
-    return is_value * a->pass->value_stride + b * a->pass->batch_stride
+    return is_value * a->pass->value_stride + slot_of(a->pass, b) * a->pass->batch_stride
         + head * a->pass->head_stride + row * a->block->head_size;
 }
 
@@ -627,7 +634,7 @@ static void rope_cache_row(void *arguments, int m) {
             rotated[i] = is_value || !table ? x[i]
                 : x[i] * rope[i] + x[i < D / 2 ? i + D / 2 : i - D / 2] * rope[D + i];
         size_t at = kv < 0 ? ((size_t)m * Hq + h) * D
-            : cache_at(a, is_value, m / T, kv % Hkv, a->pass->lengths[m / T] + m % T);
+            : cache_at(a, is_value, m / T, kv % Hkv, length_of(a->pass, m / T) + m % T);
         write_row(kv < 0 ? a->out : a->pass->kv, at, rotated, D, kv >= 0 && a->pass->bfloat16);
     }
 }
@@ -651,7 +658,7 @@ static void attend_query(const Call *a, int m, int head, int start, const float 
     const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
     int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
     int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
-    int position = a->pass->lengths[m / T] + before;
+    int position = length_of(a->pass, m / T) + before;
     int end = min(max(position + 1 - start, 0), SPLIT);
     int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
     float slope = a->pass->slopes ? a->pass->slopes[head] : 0, q[MAX_HEAD] = {0}, probs[SPLIT + 1];
@@ -707,7 +714,7 @@ static void attend_split(void *arguments, int unit) {
     const Call *a = arguments;
     int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
     int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
-    int length = a->pass->lengths[b], padded = a->width - LANES;
+    int length = length_of(a->pass, b), padded = a->width - LANES;
     float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys);  // then values, by position
     for (int i = 0; i < min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT); i++)
         read_cache(a, b, kv, start + i, keys + i * padded);
@@ -747,7 +754,7 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
     Call a = {.block = block, .pass = pass, .x = q, .out = out};
     int longest = 0, Hq = block->n_head, D = block->head_size;
     for (int b = 0; b < pass->B; b++)
-        longest = max(longest, pass->lengths[b] + pass->T);
+        longest = max(longest, length_of(pass, b) + pass->T);
     a.splits = (longest + SPLIT - 1) / SPLIT;
     a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
@@ -788,7 +795,7 @@ static void glu_row(void *arguments, int m) {
 // Whether the cache, or a table of rotations, has no rows for some of the tokens
 static int lacks_rows(const Pass *pass) {
     for (int b = 0; b < pass->B; b++)
-        if (pass->lengths[b] < 0 || pass->lengths[b] > pass->rows - pass->T)
+        if (length_of(pass, b) < 0 || length_of(pass, b) > pass->rows - pass->T)
             return 1;
     for (int m = 0; pass->rope_rows && m < pass->B * pass->T; m++)
         if (pass->positions[m] < 0 || pass->positions[m] >= pass->rope_rows)
@@ -846,9 +853,10 @@ typedef struct { float score; int token; } Best;
 typedef struct {
     const float *logits;         // [M, V]
     int V, T, first_token, parts;  // T: rows of a sequence; first_token: of the first column
-    int ahead;                   // added to positions
-    const float *temperature;    // [M / T], or NULL: all 0
-    const int64_t *seed, *sequence, *position;  // the last [M], the others [M / T]
+    int first, ahead;            // the first row's number; what is added to positions
+    const int32_t *slots;        // as in Pass
+    const float *temperature;    // by slot; NULL: all 0
+    const int64_t *seed, *sequence, *position;  // by slot, by slot, of each row
     Best *best;                  // [M, parts]
 } Argmax;
 
@@ -873,11 +881,12 @@ INLINE Best better(Best a, Best b) {
 static void best_of_part(void *arguments, int unit) {
     const Argmax *a = arguments;
     int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
-    float temperature = a->temperature ? a->temperature[m / a->T] : 0;
+    int row = a->first + m, b = a->slots ? a->slots[row / a->T] : row / a->T;
+    float temperature = a->temperature ? a->temperature[b] : 0;
     uint64_t key = 0;
     if (temperature != 0) {
-        key = splitmix64(a->seed[m / a->T] + 0x9e3779b97f4a7c15);
-        key = splitmix64(splitmix64(key + a->sequence[m / a->T]) + a->position[m] + a->ahead);
+        key = splitmix64(a->seed[b] + 0x9e3779b97f4a7c15);
+        key = splitmix64(splitmix64(key + a->sequence[b]) + a->position[row] + a->ahead);
     }
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
@@ -914,80 +923,25 @@ void argmax(const float *logits, int M, int V, int T, int first_token, const flo
     best_tokens(&a, M, out, threads);
 }
 
-// -------------------------------------------------------------------------------------------------
-// select_candidates, best_tree: as in kernels.py
-//
-// Trees are [4][B][T]: tokens, parents, depths and ancestors, `plane` numbers apart.
-
-typedef struct { float score; int64_t token; int place; } Entry;
-
-INLINE int outranks(Entry a, Entry b) {
-    if (a.score != b.score)
-        return a.score > b.score;
-    return a.token < b.token || (a.token == b.token && a.place < b.place);
-}
-
-// Takes an entry, no score of which is NaN, among the n best, which are in order
-static void keep(Entry *best, int *count, int n, Entry entry) {
-    if (*count == n && !outranks(entry, best[n - 1]))
-        return;
-    int i = *count < n ? (*count)++ : n - 1;
-    for (; i > 0 && outranks(entry, best[i - 1]); i--)
-        best[i] = best[i - 1];
-    best[i] = entry;
-}
-
-// logprobs, tokens [B, w, W]; joint, chosen, parents [B, K, n], of which [:, depth] is filled
-void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
-                       int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
-    for (int b = 0; b < B; b++) {
-        size_t out = ((size_t)b * K + depth) * n;
-        Entry best[MAX_TREE];
-        int count = 0;
-        for (int i = 0; i < (depth ? W * W : W); i++) {
-            size_t at = ((size_t)b * w + (w > 1 ? i / W : 0)) * W + i % W;
-            float logprob = logprobs[at] > 0 ? 0 : logprobs[at] <= 0 ? logprobs[at] : -INFINITY;
-            float above = depth ? joint[out - n + i / W] : 0;
-            keep(best, &count, n, (Entry){above + logprob, tokens[at], i});
-        }
-        for (int i = 0; i < n; i++) {
-            joint[out + i] = i < count ? best[i].score : -INFINITY;
-            chosen[out + i] = i < count ? best[i].token : 0;
-            parents[out + i] = i < count ? best[i].place / W : -1;
-        }
-    }
-}
-
-static void set_node(int64_t *tree, size_t plane, int node, int64_t parent, int64_t token) {
-    tree[node] = token;
-    tree[plane + node] = parent;
-    tree[2 * plane + node] = tree[2 * plane + parent] + 1;
-    tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
-}
-
-void best_tree(const int64_t *root, const float *joint, const int64_t *tokens,
-               const int64_t *parents, int B, int K, int n, int T, int64_t *tree) {
-    size_t plane = (size_t)B * T;
-    memset(tree, 0, 4 * plane * sizeof *tree);
-    for (int b = 0; b < B; b++, joint += K * n, tokens += K * n, parents += K * n, tree += T) {
-        Entry best[MAX_TREE];
-        uint8_t node_of[MAX_CANDIDATES] = {0};
-        int count = 0;
-        for (int i = 0; i < K * n; i++)
-            if (parents[i] >= 0)
-                keep(best, &count, T - 1, (Entry){fmaxf(joint[i], -3e38f), 0, i});
-        tree[0] = root[b];
-        tree[3 * plane] = 1;
-        for (int node = 1; node <= count; node++) {
-            int at = best[node - 1].place;
-            set_node(tree, plane, node, at < n ? 0 : node_of[at - at % n - n + parents[at]], tokens[at]);
-            node_of[at] = node;
-        }
+// The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
+// time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
+void sample(const Linear *w, const float *x, int M, int T, int first_token, const int32_t *slots,
+            const float *temperature, const int64_t *seed, const int64_t *sequence,
+            const int64_t *position, int64_t *out, int threads) {
+    int step = max(MAX_TREE / T, 1) * T;
+    float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
+    for (int m = 0; m < M; m += step) {
+        int rows = min(M - m, step);
+        Argmax a = {logits, w->n, T, first_token, .first = m, .ahead = 1, .slots = slots,
+                    .temperature = temperature, .seed = seed, .sequence = sequence,
+                    .position = position};
+        product(w, x + (size_t)m * w->k, rows, logits, threads);
+        best_tokens(&a, rows, out + m, threads);
     }
 }
 
 // -------------------------------------------------------------------------------------------------
-// draft: the beam search of clover.DraftHeads
+// The draft heads: a depth of the beam search of clover.DraftHeads
 //
 //   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
 //   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
@@ -1007,6 +961,7 @@ typedef struct {
     int32_t n_embd, n_head, n_weights, mix, linear;  // linear: the projector is, else a ResBlock
     float scale;                 // of e
     const Head *heads;           // [n_weights]: the last is that of all depths from there on
+    const Head *mix_in;          // of the root, before the augmenting blocks, or NULL
     Norm norm;
     Linear rows, table;          // of the draft vocabulary, of all tokens, whose rows are e
     const int32_t *ids;          // of the draft vocabulary's tokens, NULL: 0, 1, ...
@@ -1020,6 +975,16 @@ typedef struct {                 // the arguments of a row's functions
     int64_t *proposed;           // [M, W]: tokens
     int first, W;                // the row of the first logits
 } Beams;
+
+// Room for M rows in one piece of memory
+static void set_rows(Beams *a, float *memory, int M) {
+    int C = a->heads->n_embd;
+    a->state = memory;
+    a->e = a->state + M * C;
+    a->y = a->e + M * C;
+    a->x = a->y + M * C;
+    a->kv = a->x + M * 2 * C;
+}
 
 static void before_mix_row(void *arguments, int m) {
     const Beams *a = arguments;
@@ -1049,10 +1014,22 @@ static void mix_row(void *arguments, int m) {
         for (int i = h; i < h + D; i++)
             state[i] += cosine * value[i];
     }
-    if (a->heads->linear) {
-        memcpy(a->x + (size_t)m * 2 * C, state, C * sizeof *state);
-        memcpy(a->x + (size_t)m * 2 * C + C, a->e + (size_t)m * C, C * sizeof *state);
-    }
+}
+
+// Mixes tokens [M] into the states of the same rows
+static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
+    const Heads *h = a->heads;
+    int C = h->n_embd;
+    unpack_rows(&h->table, tokens, M, a->e);
+    for (size_t i = 0; i < (size_t)M * C; i++)
+        a->e[i] *= h->scale;
+    if (h->mix == NO_MIX)
+        return;
+    parallel(before_mix_row, a, M, C, threads);
+    product(&a->head->mix, a->x, M, a->y, threads);
+    if (h->mix == ATTENTION)
+        product(&a->head->key_value, a->e, M, a->kv, threads);
+    parallel(mix_row, a, M, C, threads);
 }
 
 static void last_norm_row(void *arguments, int m) {
@@ -1065,6 +1042,22 @@ static void last_norm_row(void *arguments, int m) {
         copy_n(y + i, &v, C - i, sizeof(float));
     }
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
+}
+
+typedef struct { float score; int64_t key; int at; } Entry;  // key: the lower of equals comes first
+
+INLINE int outranks(Entry a, Entry b) {
+    return a.score > b.score || (a.score == b.score && a.key < b.key);
+}
+
+// Takes an entry, no score of which is NaN, among the n best, which are in order
+static void keep(Entry *best, int *count, int n, Entry entry) {
+    if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
+        return;
+    int i = *count < n ? (*count)++ : n - 1;
+    for (; i > 0 && outranks(entry, best[i - 1]); i--)
+        best[i] = best[i - 1];
+    best[i] = entry;
 }
 
 static void best_tokens_row(void *arguments, int row) {
@@ -1082,24 +1075,23 @@ static void best_tokens_row(void *arguments, int row) {
     Entry top[MAX_TREE];
     for (int i = 0; i < V; i++)
         if (count < W || x[i] > top[W - 1].score)
-            keep(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, 0, i});
+            keep(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
     for (int i = 0; i < W; i++) {
         a->logprobs[out + i] = top[i].score - log_sum;
-        a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].place] : top[i].place;
+        a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].at] : top[i].at;
     }
 }
 
-// From the states of M beams, which change, and e: logprobs, proposed
-static void run_head(Beams *a, int M, int threads) {
+// From the states of M beams, which change, and the tokens that they guessed: logprobs, proposed
+static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
-    if (h->mix != NO_MIX) {
-        parallel(before_mix_row, a, M, C, threads);
-        product(&a->head->mix, a->x, M, a->y, threads);
+    if (h->mix != NO_MIX || h->linear)
+        mix(a, tokens, M, threads);
+    for (int m = 0; h->linear && m < M; m++) {
+        memcpy(a->x + (size_t)m * 2 * C, a->state + (size_t)m * C, C * sizeof *a->x);
+        memcpy(a->x + (size_t)m * 2 * C + C, a->e + (size_t)m * C, C * sizeof *a->x);
     }
-    if (h->mix == ATTENTION)
-        product(&a->head->key_value, a->e, M, a->kv, threads);
-    parallel(mix_row, a, M, C, threads);
     product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
     parallel(last_norm_row, a, M, 4 * C, threads);
     for (a->first = 0; a->first < M; a->first += CHUNK) {
@@ -1109,104 +1101,341 @@ static void run_head(Beams *a, int M, int threads) {
     }
 }
 
-// state [B, C], float32 or bfloat16; root [B]; tree: of T nodes, of W beams at each of K depths
-void draft(const Heads *h, const void *state, int bfloat16, const int64_t *root, int B, int K,
-           int W, int T, int64_t *tree, int threads) {
-    int reads = h->mix != NO_MIX || h->linear, M = B, C = h->n_embd, n = min(W * W, T - 1);
-    size_t rows = (size_t)B * (reads && K > 1 ? W : 1), found = (size_t)B * K * n;
-    size_t integers = rows * (1 + W) + 2 * found, logits = min(rows, CHUNK) * (size_t)h->rows.n;
-    int64_t *guessed = scratch(PASS, integers * sizeof *guessed
-                                     + (logits + found + rows * (7 * C + W)) * sizeof(float));
-    int64_t *tokens = guessed + rows * (1 + W), *parents = tokens + found;
-    float *joint = (float *)(parents + found);
-    Beams a = {.heads = h, .state = joint + found, .W = W, .proposed = guessed + rows};
-    a.e = a.state + rows * C;
-    a.y = a.e + rows * C;
-    a.x = a.y + rows * C;
-    a.kv = a.x + rows * 2 * C;
-    a.logprobs = a.kv + rows * 2 * C;
-    a.logits = a.logprobs + rows * W;
-    for (size_t i = 0; i < (size_t)B * C; i++) {
-        uint32_t bits = bfloat16 ? (uint32_t)((const uint16_t *)state)[i] << 16
-                                 : ((const uint32_t *)state)[i];
-        memcpy(a.state + i, &bits, sizeof bits);
-    }
-    memcpy(guessed, root, B * sizeof *root);
-    for (int depth = 0; depth < K; depth++) {
-        a.head = h->heads + min(depth, h->n_weights - 1);
-        if (reads)
-            unpack_rows(&h->table, guessed, M, a.e);
-        for (size_t i = 0; reads && i < (size_t)M * C; i++)
-            a.e[i] *= h->scale;
-        run_head(&a, M, threads);
-        select_candidates(a.logprobs, a.proposed, B, M / B, W, K, n, depth, joint, tokens, parents);
-        if (!reads || depth == K - 1)
-            continue;
-        for (int i = 0; i < B * W; i++) {  // the beams that go on
-            size_t at = ((size_t)(i / W) * K + depth) * n + i % W;
-            const float *from = a.state + (i / W * (M / B) + parents[at]) * C;
-            memcpy(a.x + (size_t)i * C, from, C * sizeof *from);
-            guessed[i] = tokens[at];
+// kernels.select_candidates. logprobs, tokens [B, w, W]; joint, chosen, parents [B, K, n], of which
+// [:, depth] is filled
+void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
+                       int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
+    for (int b = 0; b < B; b++) {
+        size_t out = ((size_t)b * K + depth) * n;
+        Entry best[MAX_TREE];
+        int count = 0;
+        for (int i = 0; i < (depth ? W * W : W); i++) {
+            size_t at = ((size_t)b * w + (w > 1 ? i / W : 0)) * W + i % W;
+            float logprob = logprobs[at] > 0 ? 0 : logprobs[at] <= 0 ? logprobs[at] : -INFINITY;
+            float above = depth ? joint[out - n + i / W] : 0;
+            keep(best, &count, n, (Entry){above + logprob, tokens[at] << 16 | i, i});
         }
-        M = B * W;
-        memcpy(a.state, a.x, (size_t)M * C * sizeof *a.x);
+        for (int i = 0; i < n; i++) {
+            joint[out + i] = i < count ? best[i].score : -INFINITY;
+            chosen[out + i] = i < count ? best[i].key >> 16 : 0;
+            parents[out + i] = i < count ? best[i].at / W : -1;
+        }
     }
-    best_tree(root, joint, tokens, parents, B, K, n, T, tree);
 }
 
 // -------------------------------------------------------------------------------------------------
-// add_lookup: merge_chain of a tree and ngram_lookup, as in kernels.py
+// A step: the stages of generate.Decoder, each in one call, on the sequences in some of the slots
 
-static int look_up(const int32_t *text, int last, int n, int64_t *chain) {
-    int longest = 0, match = 0;
-    for (int end = last - 1; end >= 0 && longest < 4; end--) {
+typedef struct {
+    Linear embed;                // k = 0: the caller embeds the tokens
+    float embed_scale;
+    const Block *blocks;
+    Norm norm;
+    Linear head;
+    const Heads *heads;          // or NULL
+    const Block *augment;
+    Norm state_norm;             // of what the heads draft from
+    int32_t n_blocks, n_augment;
+    int32_t K, W, looks_up;      // K: heads; looks_up: whether lookup drafts
+    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 1]: generate.Policy's
+    float *counts;               // [2, SOURCES, 2], likewise
+    Pass trees, paths;           // over the cache of the model, and that of the augmenting blocks
+    int32_t *lengths, *heads_lengths;  // of these caches, by slot, as all up to `hidden_rows`
+    int32_t *history;            // [slots, history_stride]
+    int32_t *active;             // 0: an idle slot, for which nothing is kept
+    int64_t *root, *sequence, *seed, history_stride, hidden_stride;
+    float *temperature;
+    void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
+    void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
+    int32_t tree_size, drafts, noise;  // of this step. T, or 0: by prices; whether the heads draft
+    int32_t T, P, depths;        // what `step_draft` finds
+    int32_t steps, skipped, patience;  // how often heads were not worth it: see `is_worth`
+    float gains[MAX_DEPTH];      // what a head adds of what is left to guess, a running mean
+    int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
+    float *probabilities;        // [B, T]
+    int64_t *chain;              // [B, 1 + MAX_CHAIN]: match and tokens of lookup
+    int64_t *positions, *target; // [B, T]
+    int64_t *accepted;           // [B, 3 P + 2]
+    float *x, *normed;           // [B, T, C]: the residual stream, its norm
+    uint16_t *hidden;            // [B, T, C]: the stream in bfloat16, or NULL
+} Step;
+
+// How many tokens lookup proposes
+static int chain_size(const Step *s) {
+    return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
+}
+
+// kernels.ngram_lookup of text [last + 1] -> chain [1 + n]
+static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
+    int match = 0;
+    chain[0] = 0;
+    for (int end = last - 1; end >= 0 && chain[0] < 4; end--) {
         int length = 0;
         while (length < 4 && length <= end && text[end - length] == text[last - length])
             length++;
-        if (length > longest) {
-            longest = length;
+        if (length > chain[0]) {
+            chain[0] = length;
             match = end;
         }
     }
-    for (int i = 0; longest && i < n; i++)
-        chain[i] = text[match + 1 + i % (last - match)];
-    return longest ? n : 0;
-}
-
-// history [B, S]; columns: of the tree, [B, T]; merged: a tree of T + n nodes
-void add_lookup(const int64_t *columns[4], const int32_t *history, const int32_t *lengths, int B,
-                int T, int S, int n, int64_t *merged) {
-    size_t plane = (size_t)B * (T + n);
-    memset(merged, 0, 4 * plane * sizeof *merged);
-    for (int b = 0; b < B; b++, merged += T + n) {
-        int64_t chain[MAX_TREE], parent = 0;
-        int count = look_up(history + (size_t)b * S, lengths[b], n, chain), size = T;
-        for (int i = 0; i < 4; i++)
-            memcpy(merged + i * plane, columns[i] + (size_t)b * T, T * sizeof *merged);
-        for (int i = 0; i < count; i++) {
-            int64_t depth = merged[2 * plane + parent] + 1, node = 0;
-            while (node < T && (merged[node] != chain[i] || merged[plane + node] != parent
-                                || merged[2 * plane + node] != depth || !merged[3 * plane + node]))
-                node++;
-            if (node == T) {
-                node = size++;
-                set_node(merged, plane, node, parent, chain[i]);
-            }
-            parent = node;
-        }
-    }
+    for (int i = 0; i < n; i++)
+        chain[1 + i] = chain[0] ? text[match + 1 + i % (last - match)] : -1;
 }
 
 // -------------------------------------------------------------------------------------------------
-// The stages of a step: arguments as in generate.Decoder
+// draft: kernels.best_tree of what the heads and lookup propose
+
+typedef struct {                 // a node that may be in the tree
+    float p;                     // -1: none
+    int32_t source, parent, depth;  // parent: its place in the pool, -1: the root
+    int64_t token;
+} Guess;
 
 typedef struct {
-    Linear embed;                // k = 0: the caller has embedded the tokens
-    float embed_scale;
-    const Block *blocks;
-    int32_t count;
-    Norm norm;
-} Model;
+    Step *s;
+    Beams beams;
+    float *joint;                // [B, K, n], as tokens and parents: `select_candidates`
+    int64_t *tokens, *parents, *guessed;  // guessed [M]: tokens of the beams
+    int n, M, T;                 // M: rows of the next head
+    float rate, floor;           // tokens per second; that times what a node more takes
+    float left, gain;            // what lookup leaves to the next head; what the last one added
+} Draft;
+
+static float clean(float p) { return p > 0 ? fminf(p, 1) : 0; }
+
+// The pool of sequence b: the heads' candidates, then those tokens of lookup that are not among them.
+// -> how many; on_chain [MAX_CHAIN]: where lookup's tokens are in it
+static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
+    const Step *s = d->s;
+    int slot = slot_of(&s->trees, b), n = d->n, count = 0, above = -1;
+    const float *chances = s->chances + (s->temperature[slot] > 0) * SOURCES;
+    for (; count < s->depths * n; count++) {
+        size_t at = (size_t)b * s->K * n + count;
+        int depth = count / n, parent = depth ? (depth - 1) * n + d->parents[at] : -1;
+        float x = fminf(fmaxf(-4 * d->joint[at], 0), BINS - 1);
+        x = d->joint[at] == d->joint[at] ? x : BINS - 1;
+        int bin = min(x, BINS - 2);
+        float low = chances[bin + 1], p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
+        p = depth ? fminf(clean(p), pool[max(parent, 0)].p) : clean(p);
+        pool[count] = (Guess){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
+    }
+    const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
+    int length = s->looks_up && chain[0] ? chain_size(s) : 0;
+    float p = 1, chance = clean(chances[BINS + chain[0] * (length > 0)]);
+    for (int j = 0; j < length; j++) {
+        int i = j * n, end = j < s->depths ? i + n : i;
+        while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j] || pool[i].parent != above))
+            i++;
+        p *= chance;
+        if (i == end) {
+            i = count;
+            pool[count++] = (Guess){-1, 0, above, j + 1, chain[1 + j]};
+        }
+        if (p > pool[i].p) {
+            pool[i].p = p;
+            pool[i].source = BINS + chain[0];
+        }
+        above = on_chain[j] = i;
+    }
+    if (length < MAX_CHAIN)
+        on_chain[length] = -1;
+    return count;
+}
+
+// The n likeliest of a pool, best first -> how many
+static int rank_pool(const Guess *pool, int count, int n, Entry *best) {
+    int ranked = 0;
+    for (int i = 0; i < count; i++)
+        if (pool[i].p >= 0) {
+            int64_t key = (int64_t)pool[i].depth << 56 | pool[i].token << 16 | i;
+            keep(best, &ranked, n, (Entry){pool[i].p, key, i});
+        }
+    return ranked;
+}
+
+// What is left to guess below the places that the next head reads, and what its last run added
+static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
+    int depth = d->s->depths, at = (depth - 1) * d->n;
+    float left = 0;
+    for (int i = 0; i < (depth ? d->s->W : 1); i++) {
+        float p = depth ? pool[at + i].p : 1;
+        int is_chain = depth < MAX_CHAIN && (depth == 0 || on_chain[depth - 1] == at + i);
+        if (is_chain && on_chain[depth] >= 0)
+            p -= pool[on_chain[depth]].p;
+        left = fmaxf(left, p);
+    }
+    d->left += left;
+    for (int i = at; depth && i < at + d->n; i++)
+        if (pool[i].source < BINS)
+            d->gain += fmaxf(pool[i].p - d->floor, 0);
+}
+
+// The T of most tokens per second
+static void choose_size(Draft *d) {
+    const Step *s = d->s;
+    int B = s->trees.B;
+    float sums[MAX_TREE + 1] = {0}, tokens = 0, draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
+    d->left = d->gain = d->rate = 0;
+    for (int b = 0; b < B; b++) {
+        Guess pool[MAX_CANDIDATES];
+        Entry best[LARGEST];
+        int on_chain[MAX_CHAIN + 1] = {-1};
+        int ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), LARGEST - 1, best);
+        for (int i = 0; i < ranked; i++)
+            sums[i + 2] += best[i].score;
+        weigh_heads(d, pool, on_chain);
+    }
+    for (int T = 1; T <= LARGEST; T++) {
+        tokens += T == 1 ? B : sums[T];
+        if (tokens / (s->prices[T] + draft) > d->rate) {
+            d->rate = tokens / (s->prices[T] + draft);
+            d->T = T;
+        }
+    }
+    d->floor = d->rate / B * (s->prices[min(d->T + 1, LARGEST)] - s->prices[min(d->T, LARGEST - 1)]);
+}
+
+// Whether the next head is expected to add more tokens than its time is worth. Now and then one runs
+// all the same: for what it adds may have changed
+static int is_worth(Draft *d) {
+    Step *s = d->s;
+    int depth = s->depths;
+    if (s->tree_size)
+        return depth < s->tree_size - 1;
+    int worth = s->gains[depth] * d->left > d->rate * s->prices[0] * (depth ? 1 : 2);
+    if (depth)
+        return worth || s->steps % TRIAL == depth;
+    if (worth)
+        s->patience = TRIAL;
+    s->skipped = worth ? 0 : s->skipped + 1;
+    if (s->skipped < s->patience)
+        return worth;
+    s->skipped = 0;
+    s->patience *= 4;  // what was read without them is to be read by the augmenting blocks
+    return 1;
+}
+
+static int augment(Step *s);
+
+// The next depth of candidates
+static void draft_depth(Draft *d) {
+    Step *s = d->s;
+    Beams *a = &d->beams;
+    const Heads *h = s->heads;
+    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
+    int reads = h->mix != NO_MIX || h->linear;
+    for (int b = 0; depth == 0 && b < B; b++) {
+        int slot = slot_of(&s->trees, b);
+        d->guessed[b] = s->root[slot];
+        for (int i = 0; i < C; i += LANES) {
+            vf v = load_row(s->state, (size_t)slot * C + i, C - i, s->trees.bfloat16);
+            copy_n(a->state + (size_t)b * C + i, &v, C - i, sizeof v[0]);
+        }
+    }
+    for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that go on
+        size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
+        const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
+        memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
+        d->guessed[i] = d->tokens[at];
+    }
+    if (depth && reads) {
+        d->M = B * W;
+        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
+    }
+    a->head = h->heads + min(depth, h->n_weights - 1);
+    run_head(a, d->guessed, d->M, threads);
+    select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint, d->tokens,
+                      d->parents);
+    s->depths++;
+}
+
+// Room for the candidates of K heads
+static void begin_heads(Draft *d) {
+    Step *s = d->s;
+    int B = s->trees.B, C = s->heads->n_embd, W = s->W;
+    d->n = min(W * W, MAX_TREE - 1);
+    size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
+    size_t integers = rows * (1 + W) + 2 * found, logits = min(rows, CHUNK) * s->heads->rows.n;
+    d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
+                         + (logits + found + rows * (7 * C + W)) * sizeof(float));
+    d->tokens = d->guessed + rows * (1 + W);
+    d->parents = d->tokens + found;
+    d->joint = (float *)(d->parents + found);
+    d->beams = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
+    set_rows(&d->beams, d->joint + found, rows);
+    d->beams.logprobs = d->beams.kv + rows * 2 * C;
+    d->beams.logits = d->beams.logprobs + rows * W;
+    d->M = B;
+}
+
+static void set_node(int64_t *tree, size_t plane, int node, int64_t parent, const Guess *guess) {
+    tree[node] = guess->token;
+    tree[plane + node] = parent;
+    tree[2 * plane + node] = guess->depth;
+    tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
+    tree[4 * plane + node] = guess->source;
+}
+
+static void build_tree(const Draft *d, int b) {
+    const Step *s = d->s;
+    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
+    size_t plane = (size_t)s->trees.B * T;
+    int64_t *tree = s->tree + b * T;
+    Guess pool[MAX_CANDIDATES];
+    Entry best[MAX_TREE];
+    uint8_t node_of[MAX_CANDIDATES];
+    for (int i = 0; i < 5; i++)
+        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
+    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
+    tree[0] = s->root[slot];
+    tree[3 * plane] = s->probabilities[b * T] = 1;
+    if (T > 1)
+        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
+    for (int node = 1; node <= ranked; node++) {
+        const Guess *guess = pool + best[node - 1].at;
+        node_of[best[node - 1].at] = node;
+        set_node(tree, plane, node, guess->parent < 0 ? 0 : node_of[guess->parent], guess);
+        s->probabilities[b * T + node] = guess->p;
+    }
+    for (int i = 0; i < T; i++)
+        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
+}
+
+// Fills the tree and positions. Returns 1 if a cache has no room.
+int step_draft(Step *s) {
+    Draft d = {.s = s, .T = s->tree_size};
+    s->depths = 0;
+    s->steps++;
+    for (int b = 0; s->looks_up && b < s->trees.B; b++) {
+        int slot = slot_of(&s->trees, b);
+        look_up(s->history + slot * s->history_stride, s->lengths[slot], MAX_CHAIN,
+                s->chain + b * (1 + MAX_CHAIN));
+    }
+    if (!s->tree_size)
+        choose_size(&d);
+    while (s->drafts && s->depths < s->K && is_worth(&d)) {
+        float left = d.left;
+        if (s->depths == 0) {
+            if (augment(s))
+                return 1;
+            begin_heads(&d);
+        }
+        draft_depth(&d);
+        if (s->tree_size)
+            continue;
+        choose_size(&d);
+        float *gain = s->gains + s->depths - 1;
+        *gain += left > 0 ? 0.05f * (d.gain / left - *gain) : 0;
+    }
+    s->T = s->trees.T = d.T;
+    s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
+    for (int b = 0; b < s->trees.B; b++)
+        build_tree(&d, b);
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// verify, sample, accept, commit
 
 // x [n], rounded to bfloat16
 static void round_floats(float *x, int n) {
@@ -1216,156 +1445,162 @@ static void round_floats(float *x, int n) {
     }
 }
 
-// x becomes the residual stream of tokens [M], normed its norm, hidden, if there, the stream in
-// bfloat16. Returns 1 if there is no such token or no room.
-int verify(const Model *model, const Pass *pass, const int64_t *tokens, float *x, float *normed,
-           uint16_t *hidden) {
-    int n = pass->B * pass->T * model->blocks->n_embd;
-    if (model->embed.k) {
-        if (unpack_rows(&model->embed, tokens, pass->B * pass->T, x))
+// Fills x, normed and hidden. Returns 1 if there is no such token or no room.
+int step_verify(Step *s) {
+    Pass *pass = &s->trees;
+    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
+    pass->positions = s->positions;
+    pass->ancestors = s->tree + 3 * M;
+    if (s->embed.k) {
+        if (unpack_rows(&s->embed, s->tree, M, s->x))
             return 1;
         if (pass->bfloat16)
-            round_floats(x, n);
-        if (model->embed_scale != 1) {
-            for (int i = 0; i < n; i++)
-                x[i] *= model->embed_scale;
-            if (pass->bfloat16)
-                round_floats(x, n);
-        }
+            round_floats(s->x, n);
+        for (int i = 0; s->embed_scale != 1 && i < n; i++)
+            s->x[i] *= s->embed_scale;
+        if (pass->bfloat16 && s->embed_scale != 1)
+            round_floats(s->x, n);
     }
-    if (run_blocks(model->blocks, model->count, &model->norm, pass, x, normed))
+    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
         return 1;
-    if (hidden)
-        write_row(hidden, 0, x, n, 1);
+    if (s->hidden)
+        write_row(s->hidden, 0, s->x, n, 1);
     return 0;
 }
 
-// The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
-// time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
-void sample(const Linear *w, const float *x, int M, int T, int first_token,
-            const float *temperature, const int64_t *seed, const int64_t *sequence,
-            const int64_t *position, int64_t *out, int threads) {
-    int step = max(MAX_TREE / T, 1) * T;
-    float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
-    for (int m = 0; m < M; m += step) {
-        int rows = min(M - m, step), b = m / T;
-        Argmax a = {logits, w->n, T, first_token, .ahead = 1};
-        if (temperature) {
-            a.temperature = temperature + b;
-            a.seed = seed + b;
-            a.sequence = sequence + b;
-            a.position = position + m;
-        }
-        product(w, x + (size_t)m * w->k, rows, logits, threads);
-        best_tokens(&a, rows, out + m, threads);
-    }
+void step_sample(Step *s) {
+    int B = s->trees.B, T = s->T;
+    sample(&s->head, s->normed, B * T, T, 0, s->trees.slots, s->noise ? s->temperature : NULL, s->seed,
+           s->sequence, s->positions, s->target, s->trees.threads);
 }
 
-// out [B, T]
-void add_depths(const int32_t *lengths, const int64_t *depths, int B, int T, int64_t *out) {
-    for (int m = 0; m < B * T; m++)
-        out[m] = lengths[m / T] + depths[m];
-}
-
-// Formula as in kernels.accept_path. out [B, 2 P + 2]
-void accept_path(const int64_t *tokens, const int64_t *parents, const int64_t *ancestors,
-                 const int64_t *target, const int32_t *active, int B, int T, int P, int64_t *out) {
-    for (int b = 0; b < B; b++, tokens += T, parents += T, ancestors += T, target += T) {
-        int64_t *path = out + P;
-        int count = 1;
+// kernels.accept_path, with its counts if something drafts
+void step_accept(Step *s) {
+    int T = s->T, P = s->P;
+    size_t plane = (size_t)s->trees.B * T;
+    for (int b = 0; b < s->trees.B; b++) {
+        const int64_t *tree = s->tree + b * T, *parents = tree + plane, *ancestors = tree + 3 * plane;
+        const int64_t *sources = tree + 4 * plane, *target = s->target + b * T;
+        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P, *chain = s->chain + b * (1 + MAX_CHAIN);
+        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
+        int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
         path[0] = 0;
-        for (int i = 1; i < T && count < P; i++)
-            if (ancestors[i] && parents[i] == path[count - 1] && tokens[i] == target[parents[i]])
+        for (int i = 1; i < T && ancestors[i]; i++) {
+            int is_next = parents[i] == path[count - 1] && tree[i] == target[parents[i]] && count < P;
+            if (is_next)
                 path[count++] = i;
-        for (int i = count; i < P; i++)
-            path[i] = 0;
-        for (int i = 0; i < P; i++)
+            if (sources[i] < BINS && active) {
+                counts[2 * sources[i]] += is_next;
+                counts[2 * sources[i] + 1]++;
+            }
+        }
+        for (int i = 0; i < P; i++) {
+            path[i] = i < count ? path[i] : 0;
             out[i] = target[path[i]];
-        out[2 * P] = count * active[b];
-        out[2 * P + 1] = (count - 1) * active[b];
-        out += 2 * P + 2;
+            out[2 * P + i] = sources[path[i]];
+        }
+        out[3 * P] = count * active;
+        out[3 * P + 1] = (count - 1) * active;
+        int length = s->looks_up && chain[0] && active ? min(chain_size(s), count) : 0;
+        while (right < length && chain[1 + right] == out[right])
+            right++;
+        if (length) {
+            counts[2 * (BINS + chain[0])] += right;
+            counts[2 * (BINS + chain[0]) + 1] += right + (right < length);
+        }
     }
 }
-
-typedef struct {
-    Pass trees, paths;           // of the model's cache and of the augmenting blocks' one
-    int32_t layers, n_kv_head, head_size;  // of the model's cache
-    int32_t moves, P, C, count;  // moves: a path may leave out nodes; count: augmenting blocks
-    const Block *blocks;
-    Norm norm;                   // of the state
-    const int64_t *accepted;     // [B, 2 P + 2], of accept_path
-    const void *hidden;          // [B, T, C]
-    void *state;                 // [B, C], or NULL: nothing drafts from it
-    int32_t *lengths, *history;  // [B]; [B, history_stride], or NULL
-    int64_t history_stride;
-    int64_t *root;               // [B]
-} Commit;
 
 // Keys or values of a layer, of each sequence's accepted nodes, to the front of its tree
 static void move_path(void *arguments, int unit) {
-    const Commit *c = arguments;
-    const Pass *pass = &c->trees;
-    size_t size = (size_t)c->head_size * (pass->bfloat16 ? 2 : 4);
+    const Step *s = arguments;
+    const Pass *pass = &s->trees;
+    int D = s->blocks->head_size;
+    size_t size = (size_t)D * (pass->bfloat16 ? 2 : 4);
     for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = c->accepted + b * (2 * c->P + 2), *path = row + c->P;
-        for (int head = 0; head < c->n_kv_head; head++) {
+        const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
+        for (int head = 0; head < s->blocks->n_kv_head; head++) {
             int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
-                + b * pass->batch_stride + head * pass->head_stride;
-            char *tree = (char *)pass->kv + at / c->head_size * size + pass->lengths[b] * size;
-            for (int i = 1; i < row[2 * c->P]; i++)
+                + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
+            char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
+            for (int i = 1; i < row[3 * s->P]; i++)
                 if (path[i] != i)  // ids rise: no row is read after it is written
                     memcpy(tree + i * size, tree + path[i] * size, size);
         }
     }
 }
 
-// The augmenting blocks over the paths, as far as the longest goes -> what heads draft from, at a
-// root mean square of 1
-static int augment(const Commit *c) {
-    Pass pass = c->paths;
-    Norm none = {0};
-    int B = pass.B, P = c->P, C = c->C, T = 1, bfloat16 = pass.bfloat16;
-    for (int b = 0; b < B; b++)
-        T = max(T, c->accepted[b * (2 * P + 2) + 2 * P]);
-    size_t size = 2 * sizeof(int64_t) + 2 * C * sizeof(float);  // of a node
-    int64_t *positions = scratch(PATHS, B * T * size), *ancestors = positions + B * T;
-    float *x = (float *)(ancestors + B * T), *normed = x + (size_t)B * T * C;
-    for (int m = 0; m < B * T; m++) {
-        int b = m / T, j = m % T, node = c->accepted[b * (2 * P + 2) + P + j];
-        positions[m] = pass.lengths[b] + j;
-        ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
-        for (int i = 0; i < C; i += LANES) {
-            vf v = load_row(c->hidden, ((size_t)b * c->trees.T + node) * C + i, C - i, bfloat16);
-            copy_n(x + (size_t)m * C + i, &v, C - i, sizeof v[0]);
+void step_commit(Step *s) {
+    const Pass *pass = &s->trees;
+    int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
+    int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
+    if (T > 1)
+        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = s->accepted + b * (3 * P + 2);
+        int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];
+        const char *hidden = pass->bfloat16 ? (char *)s->hidden : (char *)s->x;
+        for (int i = 0; i < count; i++) {
+            s->history[slot * s->history_stride + length + 1 + i] = row[i];
+            if (s->hidden_rows)
+                memcpy((char *)s->hidden_rows + (slot * s->hidden_stride + (length + i) * C) * bytes,
+                       hidden + (b * T + row[P + i]) * (size_t)C * bytes, C * bytes);
         }
+        if (count)
+            s->root[slot] = row[count - 1];
+        s->lengths[slot] += count;
     }
-    pass.T = T;
-    pass.positions = positions;
-    pass.ancestors = ancestors;
-    if (c->count && run_blocks(c->blocks, c->count, &none, &pass, x, normed))
-        return 1;
-    for (int b = 0; b < B; b++) {
-        int64_t last = c->accepted[b * (2 * P + 2) + 2 * P + 1];
-        norm_row(&c->norm, x + (b * T + last) * C, C, normed);
-        write_row(c->state, (size_t)b * C, normed, C, bfloat16);
-    }
-    return 0;
 }
 
-// Returns 1 if the augmenting blocks' cache has no room.
-int commit(const Commit *c) {
-    const Pass *pass = &c->trees;
-    int P = c->P, size = pass->B * c->n_kv_head * P * c->head_size;
-    if (c->moves)
-        parallel(move_path, (void *)c, 2 * c->layers, size, pass->threads);
-    if (c->state && augment(c))
-        return 1;
-    for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = c->accepted + b * (2 * P + 2);
-        for (int i = 0; c->history && i < P; i++)
-            c->history[b * c->history_stride + c->lengths[b] + 1 + i] = row[i];
-        c->root[b] = row[row[2 * P + 1]];
-        c->lengths[b] += row[2 * P];
+// The augmenting blocks over the committed rows that they have not read -> what the heads draft
+// from, at a root mean square of 1. Returns 1 if their cache has no room.
+static int augment(Step *s) {
+    Pass pass = s->paths;
+    const Heads *h = s->heads;
+    int B = pass.B = s->trees.B, C = h->n_embd, bfloat16 = pass.bfloat16, most = MAX_CHAIN + 1;
+    Norm none = {0};
+    pass.slots = s->trees.slots;
+    pass.threads = s->trees.threads;
+    size_t rows = (size_t)B * most;
+    int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 8 * C * sizeof(float)));
+    int64_t *ancestors = positions + rows, *tokens = ancestors + rows;
+    float *normed = (float *)(tokens + rows);
+    Beams a = {.heads = h, .head = h->mix_in};
+    set_rows(&a, normed + rows * C, rows);
+    pass.positions = positions;
+    pass.ancestors = ancestors;
+    for (;;) {
+        int T = 0;
+        for (int b = 0; b < B; b++)
+            T = max(T, min(s->lengths[slot_of(&pass, b)] - length_of(&pass, b), most));
+        if (T == 0)
+            return 0;
+        pass.T = T;
+        for (int m = 0; m < B * T; m++) {
+            int slot = slot_of(&pass, m / T), j = m % T, at = s->heads_lengths[slot] + j;
+            positions[m] = at;
+            ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
+            at = min(at, s->lengths[slot] - 1);
+            tokens[m] = s->history[slot * s->history_stride + at + 1];
+            for (int i = 0; i < C; i += LANES) {
+                vf v = load_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C + i, C - i, bfloat16);
+                copy_n(a.state + (size_t)m * C + i, &v, C - i, sizeof v[0]);
+            }
+        }
+        if (h->mix_in)
+            mix(&a, tokens, B * T, pass.threads);
+        if (s->n_augment && run_blocks(s->augment, s->n_augment, &none, &pass, a.state, normed))
+            return 1;
+        for (int b = 0; b < B; b++) {
+            int slot = slot_of(&pass, b), count = min(s->lengths[slot] - s->heads_lengths[slot], T);
+            if (count > 0) {
+                norm_row(&s->state_norm, a.state + (b * T + count - 1) * C, C, normed);
+                write_row(s->state, (size_t)slot * C, normed, C, bfloat16);
+            }
+            s->heads_lengths[slot] += count;
+        }
     }
-    return 0;
 }
+
+// As `augment`: for who reads on in the augmenting blocks' cache
+int step_catch_up(Step *s) { return augment(s); }

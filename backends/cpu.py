@@ -6,6 +6,7 @@ saved. Without a compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -18,15 +19,26 @@ from contextlib import suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import model as models
-from clover import AttentionDecoder, CloverHeads, Concat, DraftHeads, Projector, ResBlock, Tree
+from clover import (
+    MAX_DRAFT,
+    AttentionDecoder,
+    CloverHeads,
+    Concat,
+    DraftHeads,
+    Projector,
+    ResBlock,
+    Tree,
+)
+from generate import FILTERED, MAX_CHAIN, Accepted, Decoder
 from kernels import filled, filter_logits, runs_triton
-from model import Blocks, InputError, LMHead, atomic_write, expect, warn
+from model import Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
@@ -75,8 +87,7 @@ def pack(module):
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks and all(map(is_in_c, blocks)):
             module.set_submodule(name, PackedBlocks(blocks))
-    if is_heads and isinstance(module.model.head, PackedLMHead) and all(
-            map(is_head_in_c, module.heads)):
+    if is_heads and is_clover_in_c(module):
         module.heads = PackedHeads(module)
 
 
@@ -87,10 +98,13 @@ def is_in_c(block):
         isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
 
 
-def is_head_in_c(head):
-    """Whether cpu.c runs a draft head: not one that holds layers of somebody's own."""
-    is_known = type(head.mix) in MIXERS and type(head.project) in PROJECTORS
-    return is_known and not any(isinstance(layer, nn.Linear) for layer in head.modules())
+def is_clover_in_c(clover):
+    """Whether cpu.c runs these draft heads: not those that hold layers of somebody's own."""
+    heads, blocks = clover.heads, clover.augment_blocks
+    known = all(type(head.mix) in MIXERS and type(head.project) in PROJECTORS for head in heads)
+    is_packed = isinstance(blocks, PackedBlocks) or len(blocks) == 0
+    return known and is_packed and isinstance(clover.model.head, PackedLMHead) and not any(
+        isinstance(layer, nn.Linear) for layer in clover.modules())
 
 
 class kernel_threads:
@@ -143,16 +157,20 @@ Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm 
                (c_int32, "norms_all gated gelu window rope"), (c_float, "scale"))
 Head = struct("Head", (Norm, "norm"), (Linear, "mix key_value project"))
 Heads = struct("Heads", (c_int32, "n_embd n_head n_weights mix linear"), (c_float, "scale"),
-               (POINTER(Head), "heads"), (Norm, "norm"), (Linear, "rows table"), (c_void_p, "ids"))
+               (POINTER(Head), "heads mix_in"), (Norm, "norm"), (Linear, "rows table"),
+               (c_void_p, "ids"))
 Pass = struct("Pass", (c_int32, "B T threads bfloat16 rows rope_rows"),
-              (c_void_p, "lengths ancestors positions rope window_rope slopes kv"),
+              (c_void_p, "slots lengths ancestors positions rope window_rope slopes kv"),
               (c_int64, "layer_stride value_stride batch_stride head_stride"))
-Model = struct("Model", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"),
-               (c_int32, "count"), (Norm, "norm"))
-Commit = struct("Commit", (Pass, "trees paths"),
-                (c_int32, "layers n_kv_head head_size moves P C count"), (POINTER(Block), "blocks"),
-                (Norm, "norm"), (c_void_p, "accepted hidden state lengths history"),
-                (c_int64, "history_stride"), (c_void_p, "root"))
+Step = struct(
+    "Step", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"), (Norm, "norm"),
+    (Linear, "head"), (POINTER(Heads), "heads"), (POINTER(Block), "augment"), (Norm, "state_norm"),
+    (c_int32, "n_blocks n_augment K W looks_up"), (c_void_p, "chances prices counts"),
+    (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
+    (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
+    (c_int32, "tree_size drafts noise T P depths steps skipped patience"),
+    (c_float * MAX_DRAFT, "gains"),
+    (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
     "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
@@ -160,14 +178,9 @@ FUNCTIONS = {
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
     "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int),
     "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
-    "best_tree": (*[c_void_p] * 4, *[c_int] * 4, c_void_p),
-    "draft": (POINTER(Heads), c_void_p, c_int, c_void_p, *[c_int] * 4, c_void_p, c_int),
-    "add_lookup": (c_void_p * 4, c_void_p, c_void_p, *[c_int] * 4, c_void_p),
-    "verify": (POINTER(Model), POINTER(Pass), *[c_void_p] * 4),
-    "sample": (POINTER(Linear), c_void_p, c_int, c_int, c_int, *[c_void_p] * 5, c_int),
-    "add_depths": (c_void_p, c_void_p, c_int, c_int, c_void_p),
-    "accept_path": (*[c_void_p] * 5, c_int, c_int, c_int, c_void_p),
-    "commit": (POINTER(Commit),)}
+    "sample": (POINTER(Linear), c_void_p, c_int, c_int, c_int, *[c_void_p] * 6, c_int),
+    **{f"step_{stage}": (POINTER(Step),)
+       for stage in ("draft", "verify", "sample", "accept", "commit", "catch_up")}}
 
 
 @lru_cache
@@ -329,36 +342,8 @@ class PackedLinear(Packed):
         return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
-class Results(threading.local):
-    """int64 tensors that C functions write to, made once per name and shape: torch.empty takes 15
-    us in a step, where none of its code is in the processor's caches. The next call in the same
-    thread overwrites them."""
-
-    def __init__(self):
-        self.tensors = {}
-        self.trees = {}
-
-    def tensor(self, name, *shape):
-        """int64 of this shape."""
-        key = name, shape
-        if key not in self.tensors:
-            self.tensors[key] = torch.empty(shape, dtype=torch.int64)
-        return self.tensors[key]
-
-    def tree(self, B, T):
-        """(the address of its four columns, a `Tree` [B, T])"""
-        if (B, T) not in self.trees:
-            columns = torch.empty(4, B, T, dtype=torch.int64)
-            self.trees[B, T] = columns.data_ptr(), Tree(*columns.unbind())
-        return self.trees[B, T]
-
-
 class PackedLMHead(PackedLinear):
-    """`model.LMHead` of such a weight. Methods as there; `sample` gives one of `Results`."""
-
-    def __init__(self, packed):
-        super().__init__(packed)
-        self.results = Results()
+    """`model.LMHead` of such a weight, with its methods."""
 
     def topk(self, hidden, k, vocab_ids=None):
         logits = self.packed.multiply(hidden)
@@ -377,10 +362,9 @@ class PackedLMHead(PackedLinear):
             rows = temperature, seed, sequence, position = (
                 filled(temperature, hidden, B).float(), filled(seed, hidden, B),
                 sequence.contiguous(), position.contiguous())
-        if hidden.dtype != torch.float32:
-            hidden = hidden.float()
-        out = self.results.tensor("target", B, T)
-        library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, first_token,
+        hidden = hidden.float().contiguous()
+        out = torch.empty(B, T, dtype=torch.int64)
+        library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, first_token, None,
                          *map(pointer, rows), out.data_ptr(), threads())
         return out
 
@@ -444,7 +428,6 @@ class PackedBlocks(Packed, Blocks):
         self.tensors = []  # that the structs point to
         self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
-        self.results = Results()
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
         if cache is None:
@@ -460,110 +443,12 @@ class PackedBlocks(Packed, Blocks):
         check_room(failed, a_pass)
         return x.to(hidden.dtype), None
 
-    # The stages of a step. The next step with a tree of this size overwrites the results.
-
-    def add_lookup(self, tree, history, lengths, n):
-        B, T = tree[0].shape
-        inputs = [x.contiguous() for x in (*tree, history, lengths)]
-        *columns, text, ends = [x.data_ptr() for x in inputs]
-        address, merged = self.results.tree(B, T + n)
-        library().add_lookup((c_void_p * 4)(*columns), text, ends, B, T, history.shape[1], n,
-                             address)
-        return merged
-
-    def positions(self, cache, depths):
-        B, T = depths.shape
-        out = self.results.tensor("positions", B, T)
-        depths = depths.contiguous()
-        library().add_depths(cache.lengths.data_ptr(), depths.data_ptr(), B, T, out.data_ptr())
-        return out
-
-    def norm_and_hidden(self, model, tokens, positions, cache, ancestors):
-        """As `Blocks.norm_and_hidden`; the norm is in float32."""
-        key = "verify", *tokens.shape
-        if key not in cache.prepared:
-            cache.prepared[key] = Verify(self, model, cache, *tokens.shape)
-        verify = cache.prepared[key]
-        return verify(tokens.contiguous(), positions.contiguous(), ancestors.contiguous())
-
-    def accept_path(self, tokens, parents, depths, ancestors, target, active, max_path):
-        B, T = tokens.shape
-        out = self.results.tensor("accepted", B, 2 * max_path + 2)
-        rows = [x.contiguous() for x in (tokens, parents, ancestors, target, active)]
-        library().accept_path(*[x.data_ptr() for x in rows], B, T, max_path, out.data_ptr())
-        return out
-
-    def commit(self, slots, heads, hidden, accepted, moves, looks_up):
-        if heads and (heads.mix_in or not isinstance(heads.augment_blocks, PackedBlocks)):
-            return False
-        T = hidden.shape[1]
-        P = accepted.shape[1] // 2 - 1
-        key = "commit", T, P, moves, looks_up, threads()
-        prepared = slots.cache.prepared
-        if key not in prepared:
-            prepared[key] = commit_struct(slots, heads, T, P, moves, looks_up)
-        struct, _ = prepared[key]
-        struct.accepted = accepted.data_ptr()
-        struct.hidden = hidden.data_ptr()
-        check_room(library().commit(struct), struct.paths)
-        return True
+    def decoder_class(self, heads):
+        is_in_c = heads is None or isinstance(heads.heads, PackedHeads)
+        return CompiledDecoder if is_in_c else None
 
     def prepare(self, module):
         pack(module)
-
-
-class Verify:
-    """`verify` of trees [B, T] with a model and one cache: structs and results, made once."""
-
-    def __init__(self, blocks, model, cache, B, T):
-        self.model = model
-        C = model.config.n_embd
-        self.stream, self.normed = (torch.empty(B, T, C) for _ in range(2))
-        self.hidden = self.stream
-        if model.dtype == torch.bfloat16:
-            self.hidden = torch.empty(B, T, C, dtype=model.dtype)
-        self.tensors = []  # that the structs point to
-        self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
-        self.struct = Model(blocks=blocks.structs, count=len(blocks), embed_scale=1,
-                            norm=norm_struct(model.norm, self.tensors))
-        if self.embeds:
-            self.struct.embed = model.embed.table.packed.linear
-            if model.embed_scale is not None:
-                self.struct.embed_scale = model.embed_scale.item()
-        self.a_pass = pass_struct((B, T), model.tables, cache.kv, cache.lengths)
-        rounded = None if self.hidden is self.stream else self.hidden
-        self.results = [*map(pointer, (self.stream, self.normed, rounded))]
-
-    def __call__(self, tokens, positions, ancestors):
-        if not self.embeds:
-            self.stream.copy_(self.model.embeddings(tokens, positions))
-        self.a_pass.threads = threads()
-        self.a_pass.positions = positions.data_ptr()
-        self.a_pass.ancestors = ancestors.data_ptr()
-        failed = library().verify(self.struct, self.a_pass, tokens.data_ptr(), *self.results)
-        check_room(failed, self.a_pass)
-        return self.normed, self.hidden
-
-
-def commit_struct(slots, heads, T, P, moves, looks_up):
-    """A `Commit` of `PackedBlocks.commit`, and the tensor that it alone points to."""
-    kv, lengths = slots.cache.kv, slots.cache.lengths
-    B, C = slots.state.shape
-    struct = Commit(trees=pass_struct((B, T), NO_TABLES, kv, lengths), layers=kv.shape[0],
-                    n_kv_head=kv.shape[3], head_size=kv.shape[5], moves=moves, P=P, C=C,
-                    lengths=lengths.data_ptr(), root=slots.root.data_ptr())
-    if looks_up:
-        struct.history = slots.history.data_ptr()
-        struct.history_stride = slots.history.stride(0)
-    if not heads:
-        return struct, None
-    ones = torch.ones(C)
-    struct.norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
-    struct.state = slots.state.data_ptr()
-    struct.blocks = heads.augment_blocks.structs
-    struct.count = len(heads.augment_blocks)
-    struct.paths = pass_struct((B, 1), heads.model.tables, slots.heads_cache.kv, lengths)
-    return struct, ones
 
 
 def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
@@ -573,7 +458,7 @@ def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
     *ropes, slopes = tables
     rope_rows = max((len(x) for x in ropes if x is not None), default=0)
     assert all(x is None or x.dtype == kv.dtype and x.is_contiguous() for x in ropes)
-    return Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows,
+    return Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows, None,
                 *map(pointer, (lengths, ancestors, positions, *ropes, slopes, kv)),
                 *kv.stride()[:4])
 
@@ -605,8 +490,7 @@ def block_struct(block, tensors):
 
 
 class PackedHeads(Packed, DraftHeads):
-    """The draft heads of a `CloverHeads` of packed layers, which one call of cpu.c runs over all
-    depths. `draft` gives one of `Results`."""
+    """The draft heads of a `CloverHeads` of packed layers, which cpu.c runs."""
 
     def __init__(self, clover):
         super().__init__(clover.heads)
@@ -619,8 +503,10 @@ class PackedHeads(Packed, DraftHeads):
             linear=type(self[0].project) is Projector, scale=clover.embedding_scale,
             heads=self.structs, norm=norm_struct(base.norm, self.tensors),
             table=base.head.packed.linear)
+        if clover.mix_in is not None:
+            self.mix_in = mix_struct(clover.mix_in, self.tensors)
+            self.struct.mix_in = ctypes.pointer(self.mix_in)
         self.table = base.head.packed
-        self.results = Results()
         self.set_vocabulary(clover.vocabulary)
 
     def set_vocabulary(self, tokens):
@@ -631,30 +517,24 @@ class PackedHeads(Packed, DraftHeads):
         self.struct.rows = self.rows.linear
         self.struct.ids = pointer(tokens)
 
-    def draft(self, clover, state, root, tree_size, W):
-        if self.vocabulary is not clover.vocabulary:
-            self.set_vocabulary(clover.vocabulary)
-        assert W <= clover.max_beams
-        K = min(clover.config.n_draft, tree_size - 1)
-        state = state.contiguous()
-        root = root.contiguous()
-        B, = root.shape
-        address, tree = self.results.tree(B, tree_size)
-        library().draft(self.struct, state.data_ptr(), state.dtype == torch.bfloat16,
-                        root.data_ptr(), B, K, W, tree_size, address, threads())
-        return tree
-
 
 def head_struct(head, tensors):
     """A `Head` of packed layers; what it points to is added to `tensors`."""
-    struct = Head(project=head.project.linear.packed.linear)
-    if head.mix is not None:
-        struct.norm = norm_struct(head.mix.norm, tensors)
-    if isinstance(head.mix, AttentionDecoder):
-        struct.mix = head.mix.query.packed.linear
-        struct.key_value = head.mix.key_value.packed.linear
-    elif head.mix is not None:
-        struct.mix = head.mix.linear.packed.linear
+    struct = mix_struct(head.mix, tensors)
+    struct.project = head.project.linear.packed.linear
+    return struct
+
+
+def mix_struct(mix, tensors):
+    """A `Head` that mixes a token into a state."""
+    struct = Head()
+    if mix is not None:
+        struct.norm = norm_struct(mix.norm, tensors)
+    if isinstance(mix, AttentionDecoder):
+        struct.mix = mix.query.packed.linear
+        struct.key_value = mix.key_value.packed.linear
+    elif mix is not None:
+        struct.mix = mix.linear.packed.linear
     return struct
 
 
@@ -663,3 +543,181 @@ def norm_struct(norm, tensors):
     found = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
     tensors += found
     return Norm(*map(pointer, found), norm.eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# Decoding
+
+class CompiledDecoder(Decoder):
+    """A `generate.Decoder` whose stages are one call of cpu.c each. A step runs only the slots that
+    hold sequences. The augmenting blocks read accepted tokens when the heads next draft: their
+    cache has lengths of its own. The results of a step are overwritten by the next."""
+    chooses_size = True
+
+    @torch.inference_mode()
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        slots, B, T = self.slots, self.batch_size, self.policy.largest
+        C, P = model.config.n_embd, self.path_limit(T)
+        slots.heads_cache = KVCache(slots.heads_cache.kv, torch.zeros_like(slots.cache.lengths))
+        integers = lambda *shape: torch.zeros(shape, dtype=torch.int64)
+        self.slot_ids = (c_int32 * B)(*range(B))
+        self.running = list(range(B))
+        self.columns = integers(5 * B * T)  # of trees
+        self.probabilities = torch.zeros(B * T)
+        self.chain = integers(B, 1 + MAX_CHAIN)
+        self.node_positions = integers(B * T)
+        self.target = integers(B * T)
+        self.accepted = integers(B * (3 * P + 2))
+        self.stream = torch.zeros(B * T * C)
+        self.normed = torch.zeros(B * T * C)
+        self.hidden = self.stream
+        if model.dtype == torch.bfloat16:
+            self.hidden = torch.zeros(B * T * C, dtype=model.dtype)
+        self.hidden_rows = None
+        self.views = {}  # (B, T) -> tensors of a step's results
+        self.tensors = []  # that the struct points to
+        self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
+        self.struct = self.step_struct()
+
+    def step_struct(self):
+        """The `Step` of these tensors."""
+        model, slots, policy = self.model, self.slots, self.policy
+        pointers = dict(
+            chances=policy.chances, prices=policy.prices, counts=policy.counts,
+            lengths=slots.cache.lengths, heads_lengths=slots.heads_cache.lengths,
+            history=slots.history, active=slots.active, root=slots.root, sequence=slots.sequence,
+            seed=slots.sampling["seed"], temperature=slots.sampling["temperature"],
+            state=slots.state, tree=self.columns, probabilities=self.probabilities,
+            chain=self.chain, positions=self.node_positions, target=self.target,
+            accepted=self.accepted, x=self.stream, normed=self.normed,
+            hidden=None if self.hidden is self.stream else self.hidden)
+        struct = Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
+                      norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
+                      looks_up=policy.lookup, history_stride=slots.history.stride(0),
+                      trees=self.slot_pass(slots.cache), **dict(map_pointers(pointers)))
+        if self.embeds:
+            struct.embed = model.embed.table.packed.linear
+            if model.embed_scale is not None:
+                struct.embed_scale = model.embed_scale.item()
+        if isinstance(self.head, PackedLMHead):
+            struct.head = self.head.packed.linear
+        if self.heads:
+            self.add_heads(struct)
+        return struct
+
+    def add_heads(self, struct):
+        heads, slots = self.heads, self.slots
+        if heads.heads.vocabulary is not heads.vocabulary:
+            heads.heads.set_vocabulary(heads.vocabulary)
+        rows = slots.cache.kv.shape[4]
+        self.hidden_rows = slots.state.new_zeros(self.batch_size, rows, slots.state.shape[1])
+        ones = torch.ones(slots.state.shape[1])
+        self.tensors.append(ones)
+        struct.heads = ctypes.pointer(heads.heads.struct)
+        struct.state_norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
+        struct.paths = self.slot_pass(slots.heads_cache)
+        struct.augment = getattr(heads.augment_blocks, "structs", None)
+        struct.n_augment = len(heads.augment_blocks)
+        struct.hidden_rows = self.hidden_rows.data_ptr()
+        struct.hidden_stride = self.hidden_rows.stride(0)
+        struct.gains = (c_float * MAX_DRAFT)(*[0.5] * MAX_DRAFT)
+
+    def slot_pass(self, cache):
+        a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
+        a_pass.slots = ctypes.addressof(self.slot_ids)
+        return a_pass
+
+    def run_slots(self, running):
+        slots = list(running)
+        if slots != self.running:
+            self.running = slots
+            self.slot_ids[:len(slots)] = slots
+            self.struct.trees.B = len(slots)
+        return slots
+
+    def depths(self, tree_size, with_heads):
+        return self.struct.depths
+
+    def draft(self, tree_size, with_heads):
+        struct = self.struct
+        struct.tree_size = tree_size
+        struct.drafts = with_heads
+        struct.trees.threads = threads()
+        check_room(library().step_draft(struct), struct.trees)
+        key = struct.trees.B, struct.T
+        if key not in self.views:
+            self.views[key] = self.step_views(*key)
+        self.view = self.views[key]
+        return self.view.tree, None
+
+    def step_views(self, B, T):
+        P = self.path_limit(T)
+        shape = lambda x, *sizes: x[:math.prod(sizes)].view(sizes)
+        tree = Tree(*shape(self.columns, 5, B, T).unbind(), shape(self.probabilities, B, T))
+        C = self.model.config.n_embd
+        return StepViews(tree, shape(self.node_positions, B, T), shape(self.stream, B, T, C),
+                         shape(self.normed, B, T, C), shape(self.hidden, B, T, C),
+                         shape(self.target, B, T),
+                         Accepted(shape(self.accepted, B, 3 * P + 2), P))
+
+    def positions(self, tree):
+        return self.view.positions
+
+    def verify(self, tree, positions):
+        if not self.embeds:
+            if self.model.embed_positions is not None:
+                positions = positions.clamp(max=self.model.config.block_size - 1)
+            self.view.stream.copy_(self.model.embeddings(tree.tokens, positions))
+        check_room(library().step_verify(self.struct), self.struct.trees)
+        return self.view.normed, self.view.hidden
+
+    def sample(self, normed, positions):
+        if self.sampling_mode == FILTERED or not self.struct.head.k:
+            return self.view.target.copy_(super().sample(normed, positions))
+        self.struct.noise = self.sampling_mode
+        library().step_sample(self.struct)
+        return self.view.target
+
+    def sampling_rows(self):
+        rows = self.running
+        sampling = {name: x[rows] for name, x in self.slots.sampling.items()}
+        return self.slots.sequence[rows], sampling
+
+    def accept(self, tree, chain, target):
+        library().step_accept(self.struct)
+        return self.view.accepted
+
+    def commit(self, tree, hidden, accepted):
+        library().step_commit(self.struct)
+
+    @torch.inference_mode()
+    def prefill(self, sequences, start):
+        lengths = self.slots.heads_cache.lengths
+        slots = list(sequences)
+        if self.heads and start:  # what the cache holds may not have been read by them
+            self.run_slots(slots)
+            check_room(library().step_catch_up(self.struct), self.struct.paths)
+        end = super().prefill(sequences, start)
+        lengths[slots] = self.slots.cache.lengths[slots]
+        return end
+
+    @torch.inference_mode()
+    def release(self, slot, rows=0):
+        super().release(slot, rows)
+        self.slots.heads_cache.lengths[slot].clamp_(max=rows)
+
+
+class StepViews(NamedTuple):
+    """A step's results, as `CompiledDecoder.step_views` shapes them."""
+    tree: Tree
+    positions: torch.Tensor
+    stream: torch.Tensor
+    normed: torch.Tensor
+    hidden: torch.Tensor
+    target: torch.Tensor
+    accepted: Accepted
+
+
+def map_pointers(tensors):
+    return ((name, pointer(x)) for name, x in tensors.items())

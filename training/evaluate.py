@@ -6,8 +6,8 @@ import time
 import torch
 
 from backends import cpu
-from generate import DraftPlan, FixedPolicy, prepare
-from model import MAX_TREE
+from generate import prepare
+from kernels import BINS
 from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import guess_masks, run_heads, run_model, top_hits
@@ -45,40 +45,33 @@ def head_accuracy(heads, heldout, batch_size, block_size, seconds=math.inf):
 
 
 @torch.inference_mode()
-def acceptance(heads, prompts, temperature, size=MAX_TREE, seconds=math.inf):
-    """([[share] * (size - 1)] * K: how often node n of a tree, the n-th likeliest, was accepted at
-    depth d, in row d - 1, column n - 1; number of prompts; tokens per step). A smaller tree is the
-    front of a larger one, so one table serves all sizes."""
+def acceptance(heads, prompts, temperature, size=TREE_SIZE, seconds=math.inf):
+    """([[accepted, proposed]] nodes by bin of their joint log-probability; number of prompts;
+    tokens per step)"""
     n = min(8, len(prompts))  # decoded together
     engine = prepare(heads.model, prompts, DECODED, heads, batch_size=n, graph=False,
-                     policy=FixedPolicy(DraftPlan(size - 1)), temperature=temperature)
-    hits = torch.zeros(heads.config.n_draft, size - 1)
-
-    def count(step):
-        for depth, node in enumerate(step.path[1:]):
-            hits[depth, node - 1] += 1
-    outputs = [engine.generate(prompts[start:start + n], DECODED, on_step=count)
+                     tree_size=size, temperature=temperature)
+    outputs = [engine.generate(prompts[start:start + n], DECODED)
                for start in until(seconds, range(0, len(prompts), n))]
+    counts = engine.policy.counts[int(temperature > 0), :BINS].tolist()
     done = sum(len(output.sequences) for output in outputs)
     steps = sum(output.steps for output in outputs)
     emitted = sum(output.emitted for output in outputs)
-    return (hits / steps).tolist(), done, emitted / steps
+    return counts, done, emitted / steps
 
 
 def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
     """The measurements for heads.json, a dict, made in about `seconds` or less."""
-    log(f"measuring 1 of 4: head accuracy; all four take about {seconds:.0f} seconds, or less")
+    log(f"measuring 1 of 3: head accuracy; all three take about {seconds:.0f} seconds, or less")
     top = head_accuracy(heads, heldout, batch_size, block_size, seconds / 6)
     cpu.apply(heads.model, heads)  # from here on they decode
     room = heads.model.config.block_size - DECODED  # for a prompt of up to 4 * length tokens
     starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
-    log(f"measuring 2 of 4: greedy, tree size {TREE_SIZE}")
-    _, done, tokens_per_step = acceptance(heads, starts, 0.0, TREE_SIZE, seconds / 6)
     tables = {}
-    for part, temperature in enumerate((0.0, 1.0), start=3):
-        log(f"measuring {part} of 4: acceptance at temperature {temperature:g}")
-        rows, *_ = acceptance(heads, starts, temperature, seconds=seconds / 3)
-        tables[f"{temperature:g}"] = [[round(share, 4) for share in row] for row in rows]
+    for part, (name, temperature) in enumerate(dict(sampled=1.0, greedy=0.0).items(), start=2):
+        log(f"measuring {part} of 3: {name}, tree size {TREE_SIZE}")
+        tables[name], done, tokens_per_step = acceptance(heads, starts, temperature,
+                                                         seconds=seconds / 3)
     return dict(accuracy=top[1], top_accuracy=top, prompts=done, tokens_per_step=tokens_per_step,
                 acceptance=tables)
 
