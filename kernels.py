@@ -1132,49 +1132,46 @@ class Candidates(NamedTuple):
 
 
 @triton.jit
-def _outranks(score, key, other_score, other_key):
-    """int32 [BLOCK_N, BLOCK_J]: whether others [BLOCK_J] come before entries [BLOCK_N]."""
-    ahead = (other_score[None, :] == score[:, None]) & (other_key[None, :] < key[:, None])
-    return (ahead | (other_score[None, :] > score[:, None])).to(tl.int32)
-
-
-@triton.jit
-def _load_proposals(beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth):
-    """(joint log-probabilities, tokens) of the proposals in these columns; none from `count` on."""
-    offsets = (column // W).to(tl.int64) * stride_w + column % W
-    mask = column < count
-    logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
-    joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
-    joint += tl.load(beams_ptr + column // W, mask=mask & (depth > 0), other=0.0)  # the root has 0
-    return joint, tl.load(proposed_ptr + offsets, mask=mask, other=NO_TOKEN)
+def _places(rank, token, entries_ptr, BLOCK_J: tl.constexpr):
+    """The number of entries before each: of higher rank, or equal with a lower token, then index.
+    entries_ptr: 2 N int64, through which the threads see each other's entries."""
+    N: tl.constexpr = rank.shape[0]
+    index = tl.arange(0, N)
+    key = token * N + index
+    tl.store(entries_ptr + index, rank)
+    tl.store(entries_ptr + N + index, key)
+    tl.debug_barrier()
+    place = tl.zeros([N], tl.int32)
+    for start in range(0, N, BLOCK_J):
+        others = entries_ptr + start + tl.arange(0, BLOCK_J)[None, :]
+        ranks = tl.load(others)
+        before = (ranks == rank[:, None]) & (tl.load(others + N) < key[:, None])
+        place += tl.sum((before | (ranks > rank[:, None])).to(tl.int32), 1)  # [N, BLOCK_J]
+    return place
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
-    logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr,
+    logprobs_ptr, proposed_ptr, entries_ptr, joint_ptr, tokens_ptr, parents_ptr,
     stride_b, stride_w, count, n, W, K, depth, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    logprobs_ptr += b * stride_b
-    proposed_ptr += b * stride_b
+    column = tl.arange(0, BLOCK_N)
+    valid = column < count
+    offsets = b * stride_b + (column // W).to(tl.int64) * stride_w + column % W
+    token = tl.load(proposed_ptr + offsets, mask=valid, other=NO_TOKEN)
+    logprob = tl.load(logprobs_ptr + offsets, mask=valid, other=float("-inf"))
+    joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
-    column = tl.arange(0, BLOCK_N)
-    place = tl.zeros([BLOCK_N], tl.int32)
-    joint, token = _load_proposals(
-        beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth)
-    for start in range(0, BLOCK_N, BLOCK_J):
-        other = start + tl.arange(0, BLOCK_J)
-        joints, tokens = _load_proposals(
-            beams_ptr, logprobs_ptr, proposed_ptr, stride_w, other, count, W, depth)
-        before = _outranks(joint, token * BLOCK_N + column, joints, tokens * BLOCK_N + other)
-        place += tl.sum(before, 1)
-    valid = column < count
-    tl.store(joint_ptr + out + place, joint, mask=place < n)
-    tl.store(tokens_ptr + out + place, tl.where(valid, token, 0), mask=place < n)
-    tl.store(parents_ptr + out + place, tl.where(valid, column // W, -1).to(tl.int64),
-             mask=place < n)
+    joint += tl.load(beams_ptr + column // W, mask=valid & (depth > 0), other=0.0)  # the root has 0
+    place = _places(_order(joint).to(tl.int64), token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
+    mask = place < n
+    out += place
+    tl.store(joint_ptr + out, joint, mask=mask)
+    tl.store(tokens_ptr + out, tl.where(valid, token, 0), mask=mask)
+    tl.store(parents_ptr + out, tl.where(valid, column // W, -1).to(tl.int64), mask=mask)
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
@@ -1189,9 +1186,10 @@ def select_candidates(logprobs, tokens, candidates, depth):
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
-    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
-            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
-            **_pair_blocks(max(count, n)))
+    blocks = _pair_blocks(max(count, n))
+    entries = tokens.new_empty(B, 2, blocks["BLOCK_N"])
+    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(), entries,
+            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth, **blocks)
 
 
 def select_candidates_reference(logprobs, tokens, candidates, depth):
@@ -1267,17 +1265,11 @@ def ngram_lookup_reference(history, lengths, n):
     chains = []
     for row, last in zip(history, lengths.tolist()):
         text = row[:last + 1].tolist()
-        ends = (row[:last] == row[last]).nonzero().flatten().tolist()  # of matches of one token
-        longest = match = 0
-        for end in reversed(ends):
-            length = next((i for i in (1, 2, 3) if i > end or text[end - i] != text[last - i]), 4)
-            if length > longest:
-                longest, match = length, end
-            if longest == 4:
-                break
-        period = last - match
-        chain = [text[match + 1 + i % period] if ends else -1 for i in range(n)]
-        chains.append([longest, *chain])
+        matches = ((size, end) for size in (4, 3, 2, 1) for end in range(last, size - 1, -1)
+                   if text[end - size:end] == text[last + 1 - size:])
+        size, end = next(matches, (0, 0))
+        period = last + 1 - end
+        chains.append([size, *(text[end + i % period] if size else -1 for i in range(n))])
     return torch.tensor(chains, device=history.device)
 
 
@@ -1299,100 +1291,73 @@ BINS = 41  # of a quarter nat of the joint log-probability; the last has all fro
 SOURCES = BINS + 5  # and one for each length of a match, 0 to 4
 
 
-@triton.jit
-def _probability(x):
-    """x from 0 to 1; NaN is 0."""
-    return tl.where(x > 0, tl.minimum(x, 1.0), 0.0)
-
-
-@triton.jit
-def _head_chance(joint, chances_ptr, BINS: tl.constexpr):
-    """(acceptance probabilities, bins) of joint log-probabilities; NaN counts as -inf."""
-    bins = tl.arange(0, 64)
-    chances = _probability(tl.load(chances_ptr + bins, mask=bins < BINS, other=0.0))
-    chances = tl.min(tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0), 1)
-    x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
-    low = tl.minimum(x.to(tl.int32), BINS - 2)
-    a = tl.gather(chances, low, 0)
-    b = tl.gather(chances, low + 1, 0)
-    return tl.maximum(a + (b - a) * (x - low.to(tl.float32)), b), x.to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
 def _best_tree_kernel(
     root_ptr, joint_ptr, tokens_ptr, parents_ptr, lookup_ptr, chances_ptr, temperature_ptr,
-    order_ptr, tree_ptr, probabilities_ptr, count, n, n_chain, T,
+    entries_ptr, tree_ptr, probabilities_ptr, count, n, n_chain, T,
     BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the tree of one sequence. Columns: the heads' candidates, the root, the chain."""
     b = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, 64)
     chances_ptr += tl.where(tl.load(temperature_ptr + b) > 0, SOURCES, 0)
+    chances = tl.load(chances_ptr + bins, mask=bins < SOURCES, other=0.0)
+    chances = tl.where(chances > 0, tl.minimum(chances, 1.0), 0.0)  # NaN is 0
     column = tl.arange(0, BLOCK_N)
+    is_root = column == count
     depth = tl.where(column < count, column // n + 1, column - count)
-    above = tl.zeros([BLOCK_N], tl.int32) + count  # the parent's column
-    token = tl.where(column == count, tl.load(root_ptr + b), 0)
-    chance = tl.where(column == count, 1.0, -1.0)  # below 0: no candidate
-    source = tl.full([BLOCK_N], -1, tl.int32)
-    if joint_ptr is not None:
-        offsets = b * count + column
-        beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
-        proposed = beam >= 0
-        above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, above)
-        token = tl.where(proposed, tl.load(tokens_ptr + offsets, mask=proposed, other=0), token)
-        joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
-        calibrated, bin = _head_chance(joint, chances_ptr, BINS)
-        chance = tl.where(proposed, calibrated, chance)
-        source = tl.where(proposed, bin, source)
+    offsets = b * count + column
+    beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
+    proposed = beam >= 0
+    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # the parent's column
+    token = tl.load(tokens_ptr + offsets, mask=proposed, other=0)
+    token = tl.where(is_root, tl.load(root_ptr + b), token)
+    joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
+    x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
+    low = tl.minimum(x.to(tl.int32), BINS - 2)
+    falling = tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0)
+    falling = tl.min(falling, 1)  # the running minimum
+    p = tl.gather(falling, low, 0)
+    q = tl.gather(falling, low + 1, 0)
+    p = tl.maximum(p + (q - p) * (x - low.to(tl.float32)), q)
+    chance = tl.where(proposed, p, tl.where(is_root, 1.0, -1.0))  # below 0: no candidate
+    source = tl.where(proposed, x.to(tl.int32), -1)
 
-    if lookup_ptr is not None:
-        lookup_ptr += b * (n_chain + 1)
-        match = tl.load(lookup_ptr).to(tl.int32)
-        factor = _probability(tl.load(chances_ptr + BINS + match))
-        power = 1.0
-        last = count  # the column of the chain's node above
-        for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
-            power *= factor
-            guess = tl.load(lookup_ptr + step)
-            same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
-            twin = tl.max(tl.where(same, column, -1), 0)  # a candidate of the heads
-            own = (column == count + step) & (twin < 0)
-            above = tl.where(own, last, above)
-            token = tl.where(own, guess, token)
-            last = tl.where(twin < 0, count + step, twin)
-            better = (column == last) & (power > chance)
-            chance = tl.where(better, power, chance)
-            source = tl.where(better, BINS + match, source)
+    lookup_ptr += b * (n_chain + 1)
+    match = tl.load(lookup_ptr).to(tl.int32)
+    factor = tl.sum(tl.where(bins == BINS + match, chances, 0.0), 0)
+    power = 1.0
+    last = count  # the column of the chain's node above
+    for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
+        power *= factor
+        guess = tl.load(lookup_ptr + step)
+        same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
+        twin = tl.max(tl.where(same, column, -1), 0)  # a candidate of the heads
+        own = (column == count + step) & (twin < 0)
+        above = tl.where(own, last, above)
+        token = tl.where(own, guess, token)
+        last = tl.where(twin < 0, count + step, twin)
+        better = (column == last) & (power > chance)
+        chance = tl.where(better, power, chance)
+        source = tl.where(better, BINS + match, source)
 
     rank = (chance.to(tl.int32, bitcast=True).to(tl.int64) << 12) - depth
-    key = token * BLOCK_N + column
-    order_ptr += b * 2 * BLOCK_N
-    tl.store(order_ptr + column, rank)
-    tl.store(order_ptr + BLOCK_N + column, key)
-    tl.debug_barrier()  # the others' are other threads'
-    node = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, BLOCK_N, BLOCK_J):
-        other = order_ptr + start + tl.arange(0, BLOCK_J)
-        node += tl.sum(_outranks(rank, key, tl.load(other), tl.load(other + BLOCK_N)), 1)
-
+    node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
+    parent = tl.gather(node, above, 0)
+    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
+    for _ in tl.static_range(6):  # each doubles how far up they go
+        ancestors |= tl.gather(ancestors, above, 0)
+        above = tl.gather(above, above, 0)
     used = chance >= 0
-    parent = tl.where(used, tl.gather(node, above, 0), 0)
-    plane = tl.num_programs(0).to(tl.int64) * T
-    tree_ptr += b * T
     mask = node < T
-    tl.store(tree_ptr + node, tl.where(used, token, 0), mask=mask)
-    tl.store(tree_ptr + plane + node, parent.to(tl.int64), mask=mask)
-    tl.store(tree_ptr + 2 * plane + node, tl.where(used, depth, 0).to(tl.int64), mask=mask)
-    tl.store(tree_ptr + 4 * plane + node, source.to(tl.int64), mask=mask)
+    plane = tl.num_programs(0).to(tl.int64) * T
+    tree_ptr += b * T + node
+    tl.store(tree_ptr, token, mask=mask)
+    tl.store(tree_ptr + plane, parent.to(tl.int64), mask=mask)
+    tl.store(tree_ptr + 2 * plane, tl.where(used, depth, 0).to(tl.int64), mask=mask)
+    tl.store(tree_ptr + 3 * plane, tl.where(used, ancestors, 0), mask=mask)
+    tl.store(tree_ptr + 4 * plane, source.to(tl.int64), mask=mask)
     tl.store(probabilities_ptr + b * T + node, tl.maximum(chance, 0.0), mask=mask)
-    tl.debug_barrier()  # a node's parent is another thread's
-    index = tl.arange(0, 64)
-    parent = tl.load(tree_ptr + plane + index, mask=index < T, other=0).to(tl.int32)
-    ancestors = tl.full([64], 1, tl.int64) << index.to(tl.int64)
-    for _ in tl.static_range(6):  # each doubles the number of ancestors
-        ancestors |= tl.gather(ancestors, parent, 0)
-        parent = tl.gather(parent, parent, 0)
-    ancestors = tl.where(index < tl.sum(used.to(tl.int32), 0), ancestors, 0)
-    tl.store(tree_ptr + 3 * plane + index, ancestors, mask=index < T)
 
 
 def best_tree(root, candidates, lookup, chances, temperature, tree_size):
@@ -1413,64 +1378,62 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     _check_tensors("temperature", (B,), root, FLOAT32, temperature)
     if not runs_triton(chances):
         return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
+    candidates = candidates or Candidates.empty(root, 0, 1)
+    lookup = root.new_empty(B, 1) if lookup is None else lookup
     blocks = _pair_blocks(max(K * n + 1 + n_chain, tree_size))
-    order = root.new_empty(B, 2, blocks["BLOCK_N"])
+    entries = root.new_empty(B, 2, blocks["BLOCK_N"])
     tree = root.new_empty(5, B, tree_size)
     probabilities = chances.new_empty(B, tree_size)
-    inputs = map(_contiguous, (lookup, chances, temperature))
-    _launch(_best_tree_kernel, (B,), root.contiguous(), *(candidates or [None] * 3), *inputs, order,
-            tree, probabilities, K * n, n, n_chain, tree_size, BINS=BINS, SOURCES=SOURCES,
+    inputs = map(_contiguous, (root, *candidates, lookup, chances, temperature))
+    _launch(_best_tree_kernel, (B,), *inputs, entries, tree, probabilities,
+            K * n, n, n_chain, tree_size, BINS=BINS, SOURCES=SOURCES,
             enable_fp_fusion=False, **blocks)  # unfused, a sum is the same everywhere
     return *tree.unbind(), probabilities
 
 
 def best_tree_reference(root, candidates, lookup, chances, temperature, tree_size):
     chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
+    joint, tokens, parents = candidates or Candidates.empty(root, 0, 1)
+    n = joint.shape[2]
+    x = (-4 * joint.flatten(1)).nan_to_num(BINS - 1).clamp(0, BINS - 1)  # (B, K n)
+    low = x.long().clamp(max=BINS - 2)
+    falling = chances[:, :BINS].cummin(1).values
+    p = falling.gather(1, low)
+    q = falling.gather(1, low + 1)
+    p = torch.maximum(p + (q - p) * (x - low), q)
+    columns = tokens.flatten(1), parents.flatten(1), p, x.long()
     trees = []
     for b, root_token in enumerate(root.tolist()):
-        pool = {(root_token,): (1.0, -1)}  # {path: (probability, source)}
-        heads = [x[b] for x in candidates or ()]
-        chain = [] if lookup is None else lookup[b].tolist()
-        for path, chance, source in _proposals(root_token, heads, chain, chances[b]):
-            if path not in pool or chance > pool[path][0]:
-                pool[path] = chance, source
-        node_of = {(): 0}
-        tree = []
-        for path in sorted(pool, key=lambda x: (-pool[x][0], len(x), x[-1]))[:tree_size]:
-            node = node_of[path] = len(tree)
-            parent = node_of[path[:-1]]
-            ancestors = 1 << node | (tree[parent][3] if tree else 0)
-            ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
-            chance, source = pool[path]
-            tree.append((path[-1], parent, len(path) - 1, ancestors, source, chance))
-        trees.append(tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree)))
+        paths = [(root_token,)] * n  # of tokens; from n on the candidates'
+        pool = {paths[0]: (1.0, -1)}  # probability and source
+        rows = zip(*(column[b].tolist() for column in columns))
+        for i, (token, parent, chance, source) in enumerate(rows):
+            paths.append((*paths[i - i % n + parent], token))
+            if parent >= 0:
+                pool[paths[-1]] = chance, source
+        match, *chain = [0] if lookup is None else lookup[b].tolist()
+        chance = torch.ones(())
+        for j in range(1, 1 + len(chain) * (match > 0)):
+            chance = chance * chances[b, BINS + match]
+            path = root_token, *chain[:j]
+            if chance > pool.get(path, (-1.0,))[0]:
+                pool[path] = chance.item(), BINS + match
+        trees.append(_grow_tree(pool, tree_size))
     return tuple(torch.tensor([[node[i] for node in tree] for tree in trees], device=root.device)
                  for i in range(6))
 
 
-def _proposals(root_token, heads, chain, chances):
-    """(path, acceptance probability, source) of one sequence's candidates, in order."""
-    if heads:
-        joint, tokens, parents = (x.flatten() for x in heads)  # (K n)
-        n = heads[0].shape[1]
-        x = (-4 * joint).nan_to_num(BINS - 1).clamp(0, BINS - 1)
-        low = x.long().clamp(max=BINS - 2)
-        falling = chances[:BINS].cummin(0).values
-        a = falling[low]
-        b = falling[low + 1]
-        probabilities = torch.maximum(a + (b - a) * (x - low), b)
-        paths = [(root_token,)] * n
-        columns = (y.tolist() for y in (tokens, parents, probabilities, x.long()))
-        for i, (token, parent, chance, source) in enumerate(zip(*columns)):
-            paths.append((*paths[i - i % n + parent], token))
-            if parent >= 0:
-                yield paths[-1], chance, source
-    path = root_token,
-    power = 1.0
-    for token in chain[1:] if chain and chain[0] else ():
-        path = *path, token
-        power = power * chances[BINS + chain[0]]  # in float32
-        yield path, power.item(), BINS + chain[0]
+def _grow_tree(pool, tree_size):
+    """The likeliest nodes of a pool {path: (probability, source)}, as a list of rows."""
+    tree = []
+    node_of = {(): 0}
+    for path in sorted(pool, key=lambda path: (-pool[path][0], len(path), path[-1]))[:tree_size]:
+        node = node_of[path] = len(tree)
+        parent = node_of[path[:-1]]
+        ancestors = 1 << node | (tree[parent][3] if tree else 0)
+        ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
+        tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
+    return tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1551,8 +1514,8 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path, so
     _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
     _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
     _check_tensors("counts", (2, SOURCES, 2), tokens, FLOAT32, counts)
-    complete = sources is not None and temperature is not None
-    _check(counts is None or complete and counts.is_contiguous(),
+    _check(counts is None or counts.is_contiguous() and not any(
+        x is None for x in (sources, temperature)),
            "contiguous counts, sources and temperature", counts, sources, temperature)
     inputs = sources, lookup, temperature
     if not runs_triton(tokens):
@@ -1578,17 +1541,16 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
         rest = max_path - len(path)
         rows.append([*emitted, *target[:1] * rest, *path, *[0] * rest,
                      len(path) * active, (len(path) - 1) * active])
-        if counts is None or not active:
-            continue
-        added = counts[int(temperature[b] > 0)]
-        for i, source in enumerate(sources[b].tolist()):
-            if i and ancestors[i] and 0 <= source < BINS:
-                added[source] += added.new_tensor([i in path, 1])
-        match, *chain = [0] if lookup is None else lookup[b].tolist()
-        if match:
+        if counts is not None and active:
+            added = counts[int(temperature[b] > 0)]
+            for i, source in enumerate(sources[b].tolist()):
+                if i and ancestors[i] and 0 <= source < BINS:
+                    added[source] += added.new_tensor([i in path, 1])
+            match, *chain = [0] if lookup is None else lookup[b].tolist()
             equal = [guess == token for guess, token in zip(chain, emitted)]
             right = [*equal, False].index(False)
-            added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
+            if match:
+                added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
     return torch.tensor(rows, device=depths.device)
 
 
