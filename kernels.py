@@ -1118,10 +1118,6 @@ def cosine_mix_reference(z, q, kv, n_head):
 # Of equals the lower token comes first, then the child of the better beam. An entry's place is the
 # number of entries before it: all pairs of entries are compared at once.
 
-BINS = 41
-SOURCES = BINS + 5
-
-
 class Candidates(NamedTuple):
     """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
     joint: torch.Tensor    # float32: log-probability of the path from the root
@@ -1473,19 +1469,23 @@ def _accept_path_kernel(
     active = tl.load(active_ptr + b)
     last = tl.max(tl.where(on_path, depth, 0), 0)
 
-    out_ptr += b * (2 * P + 2)
+    out_ptr += b * (3 * P + 2)
     rest = (node > last) & (node < P)
     zero = tl.zeros([BLOCK_T], tl.int64)
     tl.store(out_ptr + depth, target, mask=on_path)
     tl.store(out_ptr + P + depth, node.to(tl.int64), mask=on_path)
     tl.store(out_ptr + node, zero + tl.load(target_ptr + b * T), mask=rest)
     tl.store(out_ptr + P + node, zero, mask=rest)
-    tl.store(out_ptr + 2 * P, (last + 1) * active)
-    tl.store(out_ptr + 2 * P + 1, last * active)
+    source = zero - 1
+    if sources_ptr is not None:
+        source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
+    tl.store(out_ptr + 2 * P + depth, source, mask=on_path)
+    tl.store(out_ptr + 2 * P + node, zero - 1, mask=rest)
+    tl.store(out_ptr + 3 * P, (last + 1) * active)
+    tl.store(out_ptr + 3 * P + 1, last * active)
 
     if counts_ptr is not None:
         counts_ptr += tl.where(tl.load(temperature_ptr + b) > 0, 2 * SOURCES, 0)
-        source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
         counted = (active > 0) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
         tl.atomic_add(counts_ptr + 2 * source, 1.0, mask=counted & on_path)
         tl.atomic_add(counts_ptr + 2 * source + 1, 1.0, mask=counted)
@@ -1504,10 +1504,10 @@ def _accept_path_kernel(
 
 def accept_path(tokens, parents, depths, ancestors, target, active, max_path, sources=None,
                 lookup=None, temperature=None, counts=None):
-    """The accepted nodes of `best_tree`s -> int64 [B, 2 P + 2], P = max_path: their targets, which
-    are emitted (P), these nodes, root first (P), their number, and the index of the last. target:
-    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
-    index are 0. A path ends after P nodes; a shorter one is filled with the root and its target.
+    """The accepted nodes of `best_tree`s -> int64 [B, 3 P + 2], P = max_path: their targets, which
+    are emitted (P), these nodes, root first (P), their sources (P), their number, and the index of
+    the last. target: the model's own next token at each node. active: 1, or 0 for an idle sequence,
+    whose number and index are 0. A path ends after P nodes; a shorter one is filled with the root.
     counts [2, SOURCES, 2], in place: see above; needs the trees' sources and temperature [B]."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
@@ -1524,7 +1524,7 @@ def accept_path(tokens, parents, depths, ancestors, target, active, max_path, so
     inputs = sources, lookup, temperature
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, *inputs, counts)
-    out = tokens.new_empty(B, 2 * max_path + 2)
+    out = tokens.new_empty(B, 3 * max_path + 2)
     _launch(_accept_path_kernel, (B,), *map(_contiguous, (*tree, target, active)), out,
             *map(_contiguous, inputs), counts, T, max_path, n, BINS=BINS, SOURCES=SOURCES,
             BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
@@ -1543,11 +1543,13 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
                 path.append(i)
         emitted = [target[i] for i in path]
         rest = max_path - len(path)
+        source_of = [-1] * len(tokens) if sources is None else sources[b].tolist()
         rows.append([*emitted, *target[:1] * rest, *path, *[0] * rest,
+                     *[source_of[i] for i in path], *[-1] * rest,
                      len(path) * active, (len(path) - 1) * active])
         if counts is not None and active:
             added = counts[int(temperature[b] > 0)]
-            for i, source in enumerate(sources[b].tolist()):
+            for i, source in enumerate(source_of):
                 if i and ancestors[i] and 0 <= source < BINS:
                     added[source] += added.new_tensor([i in path, 1])
             match, *chain = [0] if lookup is None else lookup[b].tolist()
