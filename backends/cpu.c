@@ -1360,6 +1360,7 @@ static void choose_size(Draft *d) {
     int B = s->trees.B;
     float sums[MAX_TREE + 1] = {0}, tokens = 0, draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
     d->left = d->gain = d->rate = 0;
+    d->T = 1;
     for (int b = 0; b < B; b++) {
         Guess pool[MAX_CANDIDATES];
         Entry best[LARGEST];
@@ -1389,7 +1390,7 @@ static int is_worth(Draft *d) {
     int worth = s->gains[depth] * d->left > d->rate * s->prices[0] * (depth ? 1 : 2);
     if (depth)
         return worth || s->steps % TRIAL == depth;
-    if (worth)
+    if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
     if (s->skipped < s->patience)
