@@ -126,7 +126,7 @@ class Printer:
 def statistics(output):
     """The lines that end a run."""
     share = lambda n, of: f"{n / max(of, 1):.0%}"
-    guessed = output.accepted | {"the model": output.emitted - output.accepted.total()}
+    guessed = {**output.accepted, "the model": output.emitted - output.accepted.total()}
     by = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(guessed.items()))
     lengths = "  ".join(f"{n}: {share(steps, output.steps)}"
                         for n, steps in sorted(output.step_lengths.items()))
