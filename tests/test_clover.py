@@ -11,9 +11,10 @@ import torch
 
 import model as models
 from backends import cpu
-from clover import PRESETS, CloverHeads, preset
+from clover import PRESETS, CloverHeads, Tree, preset
 from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from hf import checkpoint
+from kernels import BINS, SOURCES, best_tree
 from model import InputError
 
 
@@ -46,6 +47,13 @@ def beam_search(heads, state, root, tree_size, beams, allowed=None):
     return dict(sorted(found.items(), key=lambda item: -item[1])[:tree_size])
 
 
+def draft_tree(heads, state, root, tree_size, beams):
+    """The tree of heads whose nodes are accepted as often as they say."""
+    chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)
+    candidates = heads.draft(state, root, tree_size, beams)
+    return Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
+
+
 def paths(tree, b):
     """The same of a drafted tree: {path of tokens: node}."""
     found = {}
@@ -59,33 +67,30 @@ def paths(tree, b):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("tree_size, beams", [(2, 1), (5, 2), (17, 4), (64, 8), (30, 3)])
+@pytest.mark.parametrize("tree_size, beams", [(2, 1), (5, 2), (17, 4), (64, 8), (14, 3)])
 def test_draft_equals_a_plain_beam_search(toy, name, tree_size, beams):
     """Catches a beam that reads another beam's state, a wrong parent and a dropped proposal; B = 3 at once."""
     heads = random_heads(toy, name)
     generator = torch.Generator().manual_seed(1)
     state, root = torch.randn(3, 64, generator=generator), torch.tensor([5, 0, 96])
-    tree = heads.draft(state, root, tree_size, beams)
-    assert all(x.shape == (3, tree_size) and x.dtype == torch.int64 for x in tree)
+    tree = draft_tree(heads, state, root, tree_size, beams)
     for b in range(3):
-        assert tree.tokens[b, 0] == root[b] and tree.parents[b, 0] == 0 and tree.ancestors[b, 0] == 1
         got, want = paths(tree, b), beam_search(heads, state[b], root[b].item(), tree_size, beams)
-        assert set(got) == set(want)
-        for path, node in got.items():  # parents come first, depths and ancestor bits follow the path
-            chain = [got[path[:n]] for n in range(len(path) + 1)]
-            assert chain == sorted(chain) and tree.depths[b, node] == len(path)
-            assert tree.ancestors[b, node].item() % 2**64 == sum(1 << i for i in chain)
+        assert set(got) == set(want) and tree.tokens[b, 0] == root[b]
+        for path, node in got.items():
+            assert tree.depths[b, node] == len(path)
+            assert tree.probabilities[b, node] == pytest.approx(math.exp(want[path]), rel=0.01)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_smaller_tree_is_the_front_of_a_larger_one(toy, name):
-    """Catches nodes out of order, for which no table of acceptance serves all sizes, and spare nodes that count."""
+    """Catches nodes out of order, for which no means by rank serve all sizes, and spare nodes that count."""
     heads = random_heads(toy, name)
     state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)), torch.tensor([5, 0, 96])
-    large = heads.draft(state, root, 64, 8)
-    for size in (5, 6, 17, 40):  # as deep as the large one
-        assert all(torch.equal(a, b[:, :size]) for a, b in zip(heads.draft(state, root, size, 8), large))
-    spare = random_heads(toy, n_draft=2).draft(state, root, 20, 3).ancestors  # of 1 + 3 + 9 proposals
+    large = draft_tree(heads, state, root, 64, 8)
+    for size in (2, 3, 6, 17, 40):
+        assert all(torch.equal(a, b[:, :size]) for a, b in zip(draft_tree(heads, state, root, size, 8), large))
+    spare = draft_tree(random_heads(toy, n_draft=2), state, root, 20, 3).ancestors  # of 1 + 3 + 9 candidates
     assert (spare[:, :13] != 0).all() and (spare[:, 13:] == 0).all()
 
 
@@ -101,7 +106,7 @@ def test_a_draft_vocabulary_is_a_smaller_lm_head(name, packed):
     if packed:
         cpu.apply(model)
     with torch.inference_mode():
-        tree = heads.draft(state, root, 30, 4)
+        tree = draft_tree(heads, state, root, 30, 4)
     assert [set(paths(tree, b)) for b in range(3)] == want
 
 
@@ -129,7 +134,7 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
 def test_single_switches_can_be_flipped(toy, name, switches):
     """Catches an ablation that crashes: drafting and training must both run."""
     heads = random_heads(toy, name, **switches)
-    assert heads.draft(torch.randn(2, 64), torch.tensor([1, 2]), 17, 4).tokens.shape == (2, 17)
+    assert draft_tree(heads, torch.randn(2, 64), torch.tensor([1, 2]), 17, 4).tokens.shape == (2, 17)
     tokens = torch.tensor(random_prompts([20]))
     assert len(heads(toy(tokens)[:, :15], tokens[:, 1:])) == 4
 
@@ -199,6 +204,7 @@ def change(path, part=None, **values):
     (path / "heads.json").write_text(json.dumps(record))
 
 
+MODES = "greedy", "sampled"
 BROKEN = {
     "no folder": shutil.rmtree,
     "no record": lambda path: (path / "heads.json").unlink(),
@@ -207,8 +213,9 @@ BROKEN = {
     "unknown switch": lambda path: change(path, "config", colour="blue"),
     "wrong type": lambda path: change(path, "config", shared=1),
     "absurdly many heads": lambda path: change(path, "config", n_draft=10**9),
-    "broken acceptance": lambda path: change(path, acceptance=dict(warm=[[0.5]])),
-    "acceptance above 1": lambda path: change(path, acceptance={"0": [[1.5]]}),
+    "an older record": lambda path: change(path, acceptance={"0": [[0.5]]}),
+    "bins are missing": lambda path: change(path, acceptance=dict.fromkeys(MODES, [[1, 2]])),
+    "more accepted than proposed": lambda path: change(path, acceptance=dict.fromkeys(MODES, [[3, 2]] * BINS)),
     "weights are cut": lambda path: os.truncate(path / "heads.safetensors", 999),
     "a weight is missing": lambda path: edit_weights(path, dict.popitem, "heads.safetensors"),
 }
