@@ -3,18 +3,18 @@
 import inspect
 import math
 import weakref
-from collections import Counter
-from functools import partial
+from collections import Counter, defaultdict
+from functools import cache, partial
 
 import pytest
 import torch
 
 import generate as module
-import kernels
 import model as models
+from backends import cpu
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, refusal, toy_model
-from generate import DraftPlan, Engine, FixedPolicy, Interrupted, Sampling, fixed_plan, generate
+from generate import Engine, Interrupted, Policy, Sampling, generate
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT
@@ -22,9 +22,23 @@ from test_clover import random_heads
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
-    """An Engine that drafts trees of this size, or as the policy selects."""
-    return Engine(model, heads, policy=policy or FixedPolicy(fixed_plan(tree_size, heads, lookup)), **options)
+    """An Engine that drafts trees of this size, None: of most tokens per second, or as the policy selects."""
+    return Engine(model, policy=policy or Policy(model, heads, lookup, tree_size), **options)
 
+
+@cache
+def load(name, compiled):
+    """A toy model and heads or None, whose Decoder is the one in C or the one for all devices."""
+    model = toy_model()
+    heads = random_heads(model, name) if name else None
+    if compiled:
+        cpu.apply(model, heads)
+    return model, heads
+
+
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+either_decoder = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)],
+                                         ids=["anywhere", "compiled"])
 
 PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
 SAMPLED = dict(temperature=0.9, seed=3)
@@ -52,7 +66,7 @@ def test_short_prompts_are_read_at_once(toy, plain, prefilled, name, batch, pass
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lookup, and steps that draft in several ways
+# Lookup, and steps of several sizes
 
 def repeating_model():
     """Greedily it says the token after the last one, modulo 7, for ever."""
@@ -72,43 +86,45 @@ def test_lookup_finds_what_repeats():
     out = generate(model, [[3, 4, 5, 6, 0, 1, 2, 3], [5]], 65, lookup=True, tree_size=6, batch_size=2)
     count = lambda start, n: [(start + i) % 7 for i in range(n)]
     assert out.tokens == [count(4, 65), count(6, 65)]
-    assert out.plans == {DraftPlan(0, 5): [out.steps, 130]} and out.accepted["heads"] == 0
+    assert out.sizes == {6: [out.steps, 130]} and set(out.accepted) == {"lookup"}
     # text 0: 6 tokens in every step, the last of which is cut; text 1: one token a step until it comes round to 5
     assert out.step_lengths == {6: 10 + 9, 5: 1, 1: 7, 4: 1}
 
 
+@either_decoder
 @pytest.mark.parametrize("vocab_size, prompt, chain", [
     (70_000, [69_999, 65_536, 5, 69_999, 65_536], [5, 69_999, 65_536] * 4), (97, [1, 2, 3] * 300, [1, 2, 3] * 4),
-    (97, [5] * 700, [5] * 10), (97, [5], [-1] * 10)], ids=["many-ids", "long", "one-token-repeated", "one-token"])
-def test_lookup_in_prompts_of_all_kinds(vocab_size, prompt, chain, monkeypatch):
+    (97, [5] * 700, [5] * 10), (97, [5], [0] * 10)], ids=["many-ids", "long", "one-token-repeated", "one-token"])
+def test_lookup_in_prompts_of_all_kinds(vocab_size, prompt, chain, compiled):
     """Catches ids that 16 bits do not hold, a prompt that is not all in the history."""
     model = toy_model(vocab_size=vocab_size, block_size=1024, n_layer=1)
-    want, merge = generate(model, [prompt], 40).tokens, kernels.merge_chain
-    for heads, tree_size in ((None, 11), (random_heads(model), 22)):
-        chains = []
-        monkeypatch.setattr(kernels, "merge_chain",
-                            lambda *tree: chains.append(tree[4][0].tolist()) or merge(*tree))
-        assert generate(model, [prompt], 40, heads, lookup=True, tree_size=tree_size).tokens == want
-        assert chains[0] == chain[:10]
+    if compiled:
+        cpu.apply(model)
+    shown = []
+    new_engine(model, tree_size=11, lookup=True).generate([prompt], 9, on_step=shown.append, with_trees=True)
+    assert shown[0].tree.tokens == [prompt[-1], *chain[:10]]
 
 
-class InTurns(FixedPolicy):
-    """The policy of each plan in turn."""
-
-    def __init__(self, *plans):
-        self.plans, self.selected, self.told = plans, -1, Counter()
-        self.seconds = {plan: [] for plan in plans}
-
-    def select(self, sequences=()):
-        self.selected += 1
-        return self.plans[self.selected // 2 % len(self.plans)]  # each twice, so that some follow themselves
-
-    def update(self, plan, results, seconds=None):
-        self.told[plan] += len(results)
-        self.seconds[plan].append(seconds)
+ALL = (1, False), (9, True), (7, False), (10, True), (64, True), (2, True), (21, False), (0, True)
 
 
-ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29, 34), DraftPlan(1), DraftPlan(0, 20)]
+class InTurns(Policy):
+    """Selects each of these (T, whether heads draft) in turns, those that need heads or a compiled step where they are
+    there. told: T -> the seconds of its steps."""
+
+    def __init__(self, model, heads, options=ALL):
+        super().__init__(model, heads, True, 64)
+        self.options = [(T, drafts) for T, drafts in options if (heads or not drafts) and (T or self.chooses_inside)]
+        self.told = defaultdict(list)
+
+    def select(self, B):
+        super().select(B)
+        self.set_prices(B)
+        return self.options[self.steps // 2 % len(self.options)]  # each twice, so that some follow themselves
+
+    def update(self, step, results):
+        super().update(step, results)
+        self.told[step.tree_size].append(step.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,23 +132,23 @@ ALL = [DraftPlan(), DraftPlan(8), DraftPlan(0, 6), DraftPlan(3, 6), DraftPlan(29
 
 
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
-    """Bug: a duration with a prompt's in it, or with what the host does beside; of a plan's first steps."""
+    """Bug: a duration with a prompt's in it, or with what the host does beside; of the first step of its kind."""
     clock = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[-1])
     for owner, name, seconds in (GPT, "prefill", 100), (module.Sequence, "take", 10), (module.Decoder, "step", 1):
         slower = lambda *args, call=getattr(owner, name), by=seconds: clock.append(clock[-1] + by) or call(*args)
         monkeypatch.setattr(owner, name, slower)
-    policy = InTurns(DraftPlan())
+    policy = InTurns(toy, None, [(1, False)])
     new_engine(toy, batch_size=2, capacity=150, policy=policy).generate(PROMPTS, 24)
-    told, = policy.seconds.values()
+    told, = policy.told.values()
     assert told == [None] + [1] * (len(told) - 1) and len(told) > 90
 
 
 def test_a_slot_whose_text_has_ended_stays_idle(toy):
-    """Bug: an idle slot left active. On a GPU, where slots are not compacted, its length would grow without end. And
-    steps must not overwrite the text that it holds: all rows but the last token's, which has none."""
+    """Bug: an idle slot left active. Where all slots run, its length would grow without end. And steps must not
+    overwrite the text that it holds: all rows but the last token's, which has none."""
     made = new_engine(toy, random_heads(toy), batch_size=3, capacity=150, tree_size=9)
-    made.decoder.steps_ahead = 1  # as on CUDA
+    made.decoder.steps_ahead = 1  # as on a GPU
     slots, seen = made.decoder.slots, []
 
     def watch(*result):
@@ -144,20 +160,24 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
     assert slots.active.tolist() == [0, 0, 0] and sorted(slots.cache.lengths.tolist()) == [0, 36, 119]
 
 
-def test_the_last_texts_move_to_the_first_slots(toy):
-    """Catches a text that loses its cache, noise or state when it moves, and a step for every number of texts."""
+@needs_compiler
+@pytest.mark.parametrize("name", [None, *PRESETS])
+def test_a_compiled_step_runs_the_slots_in_use(name):
+    """Catches idle slots that run, a text that moves, or loses its cache, noise or state where another one ends."""
     prompts = random_prompts([50, 5, 20, 3, 40, 9] + [3] * 10)
-    stops = [tokens[3 + 3 * i] for i, tokens in enumerate(generate(toy, prompts, 60, **SAMPLED).tokens)]
-    want = generate(toy, prompts, 60, stop=stops, batch_size=1, **SAMPLED)
-    assert len({len(tokens) for tokens in want.tokens}) > 2
-    for name in (None, *PRESETS):
-        heads, tree_size = (random_heads(toy, name), 9) if name else (None, 1)
-        made = new_engine(toy, heads, batch_size=16, capacity=120, tree_size=tree_size, sampling=Sampling(**SAMPLED))
-        widths, launch = [], made.decoder.launch
-        made.decoder.launch = lambda *step: widths.append(len(made.decoder.slots.root)) or launch(*step)
-        for _ in range(2):
-            assert made.generate(prompts, 60, stop=stops).tokens == want.tokens
-        assert widths[0] == 16 and len(set(widths)) > 3 and not any(width % 2 for width in widths)
+    sampling, (model, heads) = Sampling(**SAMPLED), load(name, True)
+    stops = [tokens[3 + 3 * i] for i, tokens in enumerate(generate(model, prompts, 60, **SAMPLED).tokens)]
+    want = generate(model, prompts, 60, stop=stops, batch_size=1, **SAMPLED).tokens
+    engine = new_engine(model, heads, batch_size=16, capacity=120, tree_size=9, lookup=True, sampling=sampling)
+    for _ in range(2):
+        sequences = [engine.add(prompt, 60, stop=stops, index=index) for index, prompt in enumerate(prompts)]
+        slots, counts = {}, []
+        while engine.busy:
+            results = engine.step()
+            assert engine.decoder.struct.trees.B == len(results)
+            counts.append(len(results))
+            assert all(slots.setdefault(sequence, slot) == slot for slot, sequence in engine.running.items())
+        assert [sequence.tokens for sequence in sequences] == want and counts[0] == 16 and len(set(counts)) > 5
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
@@ -307,22 +327,13 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):
     """Catches an allocation that the system answers by killing the process."""
-    made = new_engine(toy, capacity=20)
+    made, policy = new_engine(toy, capacity=20), Policy(toy)
     for length, new in ((30, 5), (15, 6)):
         refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
     monkeypatch.setattr(models, "free_memory", lambda device: 1000)
     monkeypatch.setattr(torch, "zeros", None)  # nothing comes so far as to call it
-    refusal(lambda: new_engine(toy, batch_size=4, capacity=100), "4 sequences of 102 tokens", "a smaller batch size")
-
-
-@pytest.mark.parametrize("size, heads, lookup, want", [
-    (1, True, True, (0, 0)), (1, False, True, (0, 0)), (9, False, False, (0, 0)), (9, True, False, (8, 0)),
-    (2, False, True, (0, 1)), (2, True, True, (1, 0)), (64, False, True, (0, 63)), (3, True, True, (1, 1)),
-    (22, True, True, (11, 10))])
-def test_a_tree_size_is_shared_by_the_drafters(size, heads, lookup, want):
-    """Catches a T that the drafters do not fill, or more than fill."""
-    assert fixed_plan(size, heads, lookup) == want and (sum(want) == 0 or DraftPlan(*want).tree_size == size)
+    refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens", "a smaller batch size")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,13 +357,13 @@ def test_captured_graphs_stay_valid(name, checked_graphs):
     model = toy_model().to("cuda")
     heads = random_heads(model, name).to("cuda") if name else None
     want = generate(model, PROMPTS, 24, graph=False).tokens
-    plans = [plan for plan in ALL if heads or not plan.head_nodes]
-    made = new_engine(model, heads, batch_size=3, capacity=150, policy=InTurns(*plans))
+    policy = InTurns(model, heads)
+    made = new_engine(model, batch_size=3, capacity=150, policy=policy)
     for _ in range(3):
         assert made.generate(PROMPTS, 24).tokens == want
         made.clear()
         junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
-    assert len(made.decoder.graphs) == len(plans) and junk
+    assert len(made.decoder.graphs) == len(policy.options) and junk
 
 
 @pytest.mark.gpu
@@ -365,14 +376,14 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     heads = random_heads(model, name).to("cuda")
     want = generate(model, PROMPTS, 24, graph=False, **options).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
-        drafts = dict(tree_size=tree_size, lookup=lookup) if tree_size else dict(policy=InTurns(*ALL))
-        made = new_engine(model, heads, batch_size=batch, capacity=150, sampling=Sampling(**options), **drafts)
+        policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
+        made = new_engine(model, batch_size=batch, capacity=150, sampling=Sampling(**options), policy=policy)
         assert made.generate(PROMPTS, 24).tokens == want
         made.decoder.warm_up()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for plan in made.decoder.plans * 3:
-                made.decoder.launch(plan)
+            for option in policy.options * 3:
+                made.decoder.launch(*option)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -384,8 +395,7 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
     model = toy_model()
     heads = random_heads(model, name) if name else None
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
-    plans = ALL if name else [plan for plan in ALL if not plan.head_nodes]
-    kept = new_engine(model, heads, capacity=250, policy=InTurns(*plans)) if drafts == "in turns" else new()
+    kept = new_engine(model, capacity=250, policy=InTurns(model, heads)) if drafts == "in turns" else new()
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
 
     def check(prompt, most):
@@ -394,10 +404,10 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         prefilled.clear()
         assert kept.generate([prompt], 20).tokens == [want] and sum(n for _, n in prefilled) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
-        for cache in ("cache", "heads_cache") if name else ("cache",):
-            a, b = (getattr(engine.decoder.slots, cache).kv[..., :rows, :] for engine in (kept, fresh))
+        for part in ("cache", "heads_cache") if name else ("cache",):
+            a, b = (getattr(engine.decoder.slots, part).kv[..., :rows, :] for engine in (kept, fresh))
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-        if kept.decoder.looks_up:  # the whole conversation
+        if kept.policy.lookup:  # the whole conversation
             assert kept.decoder.slots.history[0, :rows + 1].tolist() == (prompt + want)[:rows + 1]
         return prompt + want
 
@@ -412,8 +422,8 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("name", [None, "clover"])
 def test_what_prompts_share_is_read_once_in_any_slot(toy, name, steps_ahead, monkeypatch):
-    """Catches a slot whose text an idle step, a move or another prompt overwrote, the wrong one of several slots, and
-    prompts that are read at once from where only one of them may start."""
+    """Catches a slot whose text an idle step or another prompt overwrote, the wrong one of several slots, and prompts
+    that are read at once from where only one of them may start."""
     read, prefill = [], GPT.prefill
     count = lambda self, tokens, *rest: read.append(tokens.numel()) or prefill(self, tokens, *rest)
     heads = random_heads(toy, name) if name else None
@@ -435,18 +445,33 @@ def test_what_prompts_share_is_read_once_in_any_slot(toy, name, steps_ahead, mon
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # a slot once, then it and its neighbours have the beginning
 
 
-@torch.inference_mode()
-def test_a_slot_moves_whole(toy):
-    """Catches what only slows a text down when it stays behind: the heads' cache, their state, the history."""
-    slots = new_engine(toy, random_heads(toy), batch_size=3, capacity=40, tree_size=9, lookup=True).decoder.slots
-    for tensor in (slots.cache.kv, slots.heads_cache.kv, slots.history, slots.state):
-        tensor.copy_(torch.randint(1, 97, tensor.shape))
-    slots.cache.lengths.copy_(torch.tensor([9, 5, 20]))
-    held = lambda: [x.clone() for x in (slots.cache.kv[:, :, :, :, :20].transpose(0, 2), slots.history, slots.state,
-                                        slots.heads_cache.kv[:, :, :, :, :20].transpose(0, 2), slots.cache.lengths)]
-    before = held()
-    slots.swap(2, 0)
-    assert all(torch.equal(x[[2, 1, 0]], y) for x, y in zip(before, held()))
+@either_decoder
+@pytest.mark.parametrize("name", PRESETS)
+def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypatch):
+    """Bug: an augmenting block that leaves out rows which plain steps added, or reads them at other positions or from
+    another slot, before the next draft or in a longer prompt; another text."""
+    monkeypatch.setattr(module, "PERIOD", 10**9)  # else what is learned changes trees
+    model, heads = load(name, compiled)
+
+    def run(plain_steps):
+        engine, trees = new_engine(model, heads, tree_size=9, batch_size=2, capacity=250), {}
+
+        def note(result):
+            sequence = result.sequence
+            engine.policy.tree_size = 9 if engine.policy.steps % 20 >= plain_steps else 1
+            trees[sequence.index, len(sequence.prompt) + len(sequence.tokens) - len(result.tokens)] = result.tree
+        texts = random_prompts([20, 30])
+        for end in [[5, 6], [7]], [[], []]:
+            out = engine.generate(texts, 60, on_step=note, with_trees=True)
+            texts = [prompt + tokens + more for prompt, tokens, more in zip(texts, out.tokens, end)]
+        return texts, trees
+    texts, trees = run(0)
+    same_texts, others = run(17)
+    drafted = [key for key in trees if key in others and len(others[key].tokens) == 9]
+    assert same_texts == texts and len(drafted) > 12
+    for key in drafted:
+        assert others[key][:5] == trees[key][:5]
+        assert others[key].probabilities == pytest.approx(trees[key].probabilities, rel=1e-3)
 
 
 def test_an_interrupted_text_can_go_on(monkeypatch):

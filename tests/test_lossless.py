@@ -14,24 +14,24 @@ import torch
 from backends import cpu
 from clover import PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
-from generate import Sampling, prepare
+from generate import Policy, Sampling, prepare
 from hf import checkpoint
 from hf.tokenizer import load_encoding
+from kernels import BINS
 from model import GPT
 from test_clover import random_heads
-from test_generate import ALL, InTurns
+from test_generate import InTurns, new_engine
 from tools.compare import first_difference
 from tools.flags import DEMO
-from tools.policy import pick_policy
 from training.data import load_tokens, prompts
 
 N = 24  # new tokens of each prompt
 # C kernels compute float32, bfloat16, int8 and int4, the same bits for any tree and batch; torch computes these two
 BY_TORCH = "float32-torch", "float16"
 DTYPES = "float32", "bfloat16", *BY_TORCH
-LOOKUP = "lookup", *(f"{name}+lookup" for name in PRESETS)
-DRAFTS = [("plain", 1), *product((*PRESETS, *LOOKUP), (2, 9, 64)), ("broken", 9), ("vocabulary", 9), ("auto", None),
-          ("in-turns", None)]  # drafter, tree size
+LOOKUP = "lookup", "clover+lookup", "clover2+lookup"
+DRAFTS = [("plain", 1), *product((*PRESETS, *LOOKUP), (2, 5, 17, None)), ("broken+lookup", 9), ("vocabulary", 9),
+          ("in-turns+lookup", 64)]  # drafter, tree size; None: of most tokens per second
 MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40), Sampling(1.2, top_p=0.6, seed=-5),
          Sampling(0, top_k=3, top_p=0.5), Sampling(1.5, min_p=0.2), Sampling(1.0, 5, 0.9, 0.05, seed=2**63 - 1)]
 SAMPLING = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
@@ -41,7 +41,7 @@ SAMPLING = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
 TOYS = [(*draft, *rest, model, ahead) for (draft, *rest), model, ahead in zip(
     product(DRAFTS, (1, 3, 8), SAMPLING, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)))]
 TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
-    [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("auto", None)], (1, 3), ("greedy", "filtered"),
+    [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
     ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING]
 SAMPLE = {*TOYS[::19], *TRAINED[::7]}  # with five sixths of the pairs of values of two columns
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
@@ -63,7 +63,7 @@ def load(preset, dtype, name):
     """(a model, heads or None, prompts)"""
     if name in ("demo", "smollm2"):
         model, given = read(dtype, name)
-        folder = DEMO / (name if name == "smollm2" else preset.replace("auto", "clover"))
+        folder = DEMO / (name if name == "smollm2" else preset)
         return model, CloverHeads.from_pretrained(folder, model) if preset else None, given
     model = toy_model(**SHAPES.get(name, dict(block_size=1024))).to(getattr(torch, dtype.removesuffix("-torch")))
     heads = random_heads(model, preset if preset in PRESETS else "clover").to(model.dtype) if preset else None
@@ -72,8 +72,7 @@ def load(preset, dtype, name):
         heads.heads[-1].project.linear.bias.fill_(math.inf)
     if preset == "vocabulary":
         heads.set_vocabulary(range(96, 0, -3))
-    if preset == "auto":
-        heads.info["acceptance"] = {"0": [[0.9, 0.0], [0.0, 0.8]]}
+        heads.info["acceptance"] = dict(greedy=[[90, 100]] * BINS, sampled=[[0, 0]] * BINS)
     if dtype not in BY_TORCH:
         cpu.apply(model, heads)
     lengths = [1, 900, 20, 3, 517, 2, 111, 64] if name == "long" else [7, 1, 30, 2, 90, 12, 3, 18]
@@ -113,20 +112,17 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
         pytest.skip("without a C compiler it is not exact")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
-    policy = InTurns(*ALL)
-    if drafter != "in-turns":
-        looks_up = "lookup" in drafter or drafter == "auto"
-        policy = pick_policy(model, given, heads, looks_up, tree_size, batch_size)
-    engine = prepare(model, given, N, heads, batch_size=batch_size, policy=policy)
+    policy = InTurns(model, heads) if preset == "in-turns" else Policy(model, heads, "lookup" in drafter, tree_size)
+    engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N)
     engine.decoder.steps_ahead = ahead
     plain = decode_plainly(sampling, dtype, name)
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
     out = engine.generate(given, N, sampling=samplings)
     got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
     assert got == want
-    assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.plans.values()) == out.emitted
+    assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.sizes.values()) == out.emitted
     assert out.emitted - out.steps <= sum(out.accepted.values())  # a text's last step may be cut
-    if drafter == "in-turns":
-        assert engine.policy.told == {plan: steps for plan, (steps, _) in out.plans.items()}
-    if tree_size == 17:  # the trained heads guess well
+    if preset == "in-turns":
+        assert set(policy.told) == set(out.sizes) and len(out.sizes) > 5
+    if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4
