@@ -43,7 +43,7 @@ TOYS = [(*draft, *rest, model, ahead) for (draft, *rest), model, ahead in zip(
 TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
     ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING]
-SAMPLE = {*TOYS[::19], *TRAINED[::7]}  # with five sixths of the pairs of values of two columns
+SAMPLE = {*TOYS[14::23], *TRAINED[::7]}  # with five sixths of the pairs of values of two columns
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
 
 
@@ -123,6 +123,6 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.sizes.values()) == out.emitted
     assert out.emitted - out.steps <= sum(out.accepted.values())  # a text's last step may be cut
     if preset == "in-turns":
-        assert set(policy.told) == set(out.sizes) and len(out.sizes) > 5
+        assert set(out.sizes) <= set(policy.told) and len(out.sizes) > 3
     if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4
