@@ -248,10 +248,19 @@ class Policy:
         limits[BINS:] = MEMORY[1]
         self.known *= (limits / self.known[..., 1:]).clamp(max=1)
         chances = self.known[..., 0] / self.known[..., 1]
-        bins = chances[:, :BINS]  # made non-increasing: the mean of the curves below and above
-        above = bins.flip(1).cummax(1).values.flip(1)
-        bins.copy_((bins.cummin(1).values + above) / 2)
+        chances[:, :BINS] = torch.tensor([falling(bins) for bins in self.known[:, :BINS].tolist()])
         copy_to(self.chances, chances)
+
+
+def falling(bins):
+    """The chance of each bin of (right, proposed) guesses. Where it would rise, neighbours count
+    as one bin (isotonic regression by pooling adjacent violators)."""
+    pools = []
+    for right, proposed in bins:
+        pools.append((right, proposed, 1))
+        while len(pools) > 1 and pools[-1][0] * pools[-2][1] > pools[-2][0] * pools[-1][1]:
+            pools[-2:] = [tuple(map(sum, zip(*pools[-2:])))]
+    return [right / proposed for right, proposed, width in pools for _ in range(width)]
 
 
 def known_counts(heads):
