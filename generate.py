@@ -155,6 +155,7 @@ class Policy:
         self.learn_chances(self.seen)
         self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
                       for with_heads in (False, True)}
+        self.looks = {with_heads: [2] * len(means) for with_heads, means in self.means.items()}
         self.costs = guessed_costs(model, self.heads)
         self.unit = None           # seconds of a cost of 1: other work slows down all sizes
         self.log_ratio = Counter() # of a duration to its guessed cost, by `bucket` of rows
@@ -225,9 +226,10 @@ class Policy:
         if self.chooses_inside:
             return
         hits = Counter(node for result in results for node in result.path[1:])
-        means = self.means[step.depths > 0]
-        for node in range(1, step.tree_size):
-            means[node - 1] += (hits[node] / len(results) - means[node - 1]) / MEMORY[1]
+        means, looks = self.means[step.depths > 0], self.looks[step.depths > 0]
+        for i in range(step.tree_size - 1):
+            looks[i] = min(looks[i] + 1, MEMORY[1])
+            means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
         """Half of a surprise says something of these rows and heads, half of the machine."""
