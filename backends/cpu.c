@@ -1370,7 +1370,7 @@ static void choose_size(Draft *d) {
             sums[i + 2] += best[i].score;
         weigh_heads(d, pool, on_chain);
     }
-    for (int T = 1; T <= LARGEST; T++) {
+    for (int T = 1; T <= LARGEST && (T == 1 || sums[T] > 0); T++) {  // no spare nodes
         tokens += T == 1 ? B : sums[T];
         if (tokens / (s->prices[T] + draft) > d->rate) {
             d->rate = tokens / (s->prices[T] + draft);
