@@ -232,15 +232,15 @@ class Policy:
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
-        """Half of a surprise says something of these rows and heads, half of the machine."""
+        """Most of a surprise says something of the machine, a fifth of these rows and heads."""
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
         change = PACE * max(min(surprise, 1.0), -1.0)
         self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change
+        self.log_ratio[bucket(rows)] += change / 4
         if depths:
-            self.log_ratio["heads"] += change
+            self.log_ratio["heads"] += change / 4
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""
