@@ -205,8 +205,8 @@ class Policy:
     def set_prices(self, B):
         self.priced = B
         self.prices[0] = (self.seconds(B, 1) - self.seconds(B, 0)) / 2
-        for T in range(1, LARGEST + 1):
-            self.prices[T] = self.seconds(B * T, 0)
+        seconds = [self.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
+        self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values  # more take no less
 
     def rate(self, B, T, with_heads):
         depths = min(self.depth, T - 1) if with_heads else 0
