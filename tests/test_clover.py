@@ -49,8 +49,7 @@ def beam_search(heads, state, root, tree_size, beams, allowed=None):
 
 def draft_tree(heads, state, root, tree_size, beams):
     """The tree of heads whose nodes are accepted as often as they say."""
-    chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)
-    candidates = heads.draft(state, root, tree_size, beams)
+    chances, candidates = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1), heads.draft(state, root, tree_size, beams)
     return Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
 
 
@@ -204,7 +203,7 @@ def change(path, part=None, **values):
     (path / "heads.json").write_text(json.dumps(record))
 
 
-MODES = "greedy", "sampled"
+RISING = [[3, 2]] * BINS
 BROKEN = {
     "no folder": shutil.rmtree,
     "no record": lambda path: (path / "heads.json").unlink(),
@@ -214,8 +213,7 @@ BROKEN = {
     "wrong type": lambda path: change(path, "config", shared=1),
     "absurdly many heads": lambda path: change(path, "config", n_draft=10**9),
     "an older record": lambda path: change(path, acceptance={"0": [[0.5]]}),
-    "bins are missing": lambda path: change(path, acceptance=dict.fromkeys(MODES, [[1, 2]])),
-    "more accepted than proposed": lambda path: change(path, acceptance=dict.fromkeys(MODES, [[3, 2]] * BINS)),
+    "more accepted than proposed": lambda path: change(path, acceptance=dict(greedy=RISING, sampled=RISING)),
     "weights are cut": lambda path: os.truncate(path / "heads.safetensors", 999),
     "a weight is missing": lambda path: edit_weights(path, dict.popitem, "heads.safetensors"),
 }
