@@ -172,7 +172,7 @@ def drive(shift, lookup, costs, compiled, **struct):
         heads = CloverHeads(preset("clover2", augment_layers=0, mix="none"), model).requires_grad_(False).eval()
         for head in heads.heads:
             head.project.linear.weight.copy_(torch.cat((torch.zeros(64, 64), torch.eye(64)), 1))
-            head.project.linear.weight[:7, 64:71] = torch.eye(7).roll(shift - 1, 0)
+            head.project.linear.weight[:7, 64:71] = torch.eye(7).roll(shift, 0)
     if compiled:
         cpu.apply(model, heads)
     policy = Timed(model, heads, lookup, costs)
@@ -216,6 +216,6 @@ def test_ranks_select_alike_though_their_clocks_differ(toy):
         assert other == (T, False) and T in SIZES["cpu"]
         used.append(T)
         results = [StepResult(None, [], range(min(T, 7)), [], T)]
-        for policy, seconds in zip(policies, (1 + 0.01 * T, 7.0)):
+        for policy, seconds in zip(policies, (1 + 0.01 * T, 1 + 2 * T)):
             policy.update(StepRun([], None, 1, T, 0, seconds, None), results)
     assert len(set(used)) > 1
