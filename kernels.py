@@ -1520,17 +1520,17 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
             is_child = ancestors[i] and parents[i] == path[-1]
             if is_child and tokens[i] == target[path[-1]] and len(path) < max_path:
                 path.append(i)
-        count = len(path)
-        path += [0] * (max_path - count)
-        targets = [target[i] for i in path]
-        rows.append([*targets, *path, count * active, (count - 1) * active])
+        emitted = [target[i] for i in path]
+        rest = max_path - len(path)
+        rows.append([*emitted, *target[:1] * rest, *path, *[0] * rest,
+                     len(path) * active, (len(path) - 1) * active])
         if counts is not None and active:
             added = counts[int(temperature[b] > 0)]
             for i, source in enumerate(sources[b].tolist()):
                 if i and ancestors[i] and 0 <= source < BINS:
                     added[source] += added.new_tensor([i in path, 1])
             match, *chain = [0] if lookup is None else lookup[b].tolist()
-            equal = [guess == token for guess, token in zip(chain, targets[:count])]
+            equal = [guess == token for guess, token in zip(chain, emitted)]
             right = [*equal, False].index(False)
             if match:
                 added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
