@@ -8,11 +8,7 @@ part. --dry-run takes tiny sizes, also on a CPU."""
 import gc
 import json
 import os
-import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -44,12 +40,10 @@ FULL = SimpleNamespace(
     rows=(1, 16, 32, 64, 256, 512),  # of a matrix product
     matmul=8192,                 # rows and columns of a large one
     new_tokens=128,
-    copies=64,                   # at most, of a kernel's inputs
-    workers=("-n", "12"),        # of pytest, by pytest-xdist
-    tests=("-m", "gpu", "--continue-on-collection-errors"))
+    copies=64)                   # at most, of a kernel's inputs
 TINY = SimpleNamespace(
     large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
-    matmul=64, new_tokens=8, copies=1, workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
+    matmul=64, new_tokens=8, copies=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,39 +159,10 @@ def toy(run):
                        identical=tree == plain)
 
 
-def tests(run):
-    """The tests that need a GPU; the one that counts free memory runs alone."""
-    alone = "memory_of_a_graph"
-    for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
-        output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
-                                   "--tb=short", *flags, *run.sizes.tests)
-        counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
-                  for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
-        failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
-        yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
-
-
-def run_process(run, log, *command):
-    """(what a command printed, also into a log, and its exit code; None where it was killed at the
-    part's deadline)"""
-    with open(run.out / log, "a+") as file:
-        start = file.tell()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
-                                   start_new_session=True)
-        try:
-            code = process.wait(max(run.deadline - time.perf_counter(), 1))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with its workers, which hold the GPU
-            process.wait()
-            code = None
-        file.seek(start)
-        return file.read(), code
-
-
-def kernels(run, make_cases):
+def kernels(run):
     """Kernels beside their bounds and the same work by torch."""
     bandwidth = copy_bandwidth(run.device)
-    for case in make_cases(size_config(run.sizes.large), run.device, run.sizes):
+    for case in ops.kernel_cases(size_config(run.sizes.large), run.device, run.sizes):
         yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
@@ -229,27 +194,11 @@ def transformer_steps(run):
         yield row | dict(graph_ms=1e3 * seconds(ops.in_graph(step, run.device), run.device))
 
 
-def sanitizer(run):
-    """compute-sanitizer, of the CUDA toolkit, on `toy`: accesses out of bounds, then data races."""
-    for tool in ("memcheck", "racecheck"):
-        half = max(run.deadline - time.perf_counter(), 2) / 2
-        with tempfile.TemporaryDirectory() as folder:
-            output, code = run_process(
-                run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
-                "bench", "gpu", "--out", folder, "--parts", "toy", "--seconds", str(int(half)))
-        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
-        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
-        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
-                   different=cases["false"], exit_code=code)
-
-
 PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
-    "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
-    "kernels": (partial(kernels, make_cases=ops.kernel_cases), 0.08),
-    "transformers": (transformer_steps, 0.05),
-    "flex": (partial(kernels, make_cases=ops.flex_cases), 0.08), "sanitizer": (sanitizer, 0.2)}
+    "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04),
+    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05)}
 
 
 # --------------------------------------------------------------------------------------------------

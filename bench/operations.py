@@ -3,11 +3,10 @@
 
 import math
 from functools import partial
-from itertools import islice, product
+from itertools import product
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import kernels
 from backends import cpu
@@ -26,19 +25,13 @@ random = partial(torch.randn, dtype=torch.bfloat16)
 # torch's). c: the GPTConfig that they are parts of.
 
 def kernel_cases(c, device, sizes):
-    yield from attention_cases(c, device, sizes, sizes.tree_sizes[:4], "tree_attention", sdpa)
+    yield from attention_cases(c, device, sizes)
     yield from lm_head_cases(c, device, sizes.rows)
     yield from commit_cases(c, device, sizes.batch_sizes)
 
 
-def flex_cases(c, device, sizes):
-    """Three shapes of FlexAttention, which takes long to compile."""
-    return islice(attention_cases(c, device, sizes, sizes.tree_sizes[1:4], "flex_attention",
-                                  compiled_flex), 3)
-
-
-def attention_cases(c, device, sizes, tree_sizes, name, make_other):
-    for prefix, T, B in product(sizes.prefixes[::-1], tree_sizes, sizes.batch_sizes):
+def attention_cases(c, device, sizes):
+    for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
@@ -46,14 +39,8 @@ def attention_cases(c, device, sizes, tree_sizes, name, make_other):
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
                         *random(2, B, c.n_kv_head, S, c.head_size, device=device),
                         lengths, ancestors)
-        yield (name, dict(batch=B, prefix=prefix, T=T), size, make, kernels.tree_attention,
-               make_other(*make()))
-
-
-def visible(lengths, ancestors, b, head, node, row):
-    """Whether a node of sequence b sees a row of the cache."""
-    own = (row - lengths[b]).clamp(0, 63)
-    return (row < lengths[b]) | ((ancestors[b, node] >> own) & 1 == 1)
+        yield ("tree_attention", dict(batch=B, prefix=prefix, T=T), size, make,
+               kernels.tree_attention, sdpa(*make()))
 
 
 def sdpa(q, k, v, lengths, ancestors):
@@ -62,9 +49,9 @@ def sdpa(q, k, v, lengths, ancestors):
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]
-    rows = math.ceil(S / 8) * 8
-    seen = create_mask(partial(visible, lengths, ancestors), B, 1, T, rows, device=q.device)
-    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
+    own = torch.arange(math.ceil(S / 8) * 8, device=q.device) - lengths[:, None]  # (B, rows)
+    seen = (own < 0)[:, None] | (ancestors[..., None] >> own[:, None].clamp(0, 63) & 1 == 1)
+    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 1)[:, None]
     mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
 
     def attend(q, k, v, *_):
@@ -72,17 +59,6 @@ def sdpa(q, k, v, lengths, ancestors):
         out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
         return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return attend
-
-
-def compiled_flex(q, k, v, lengths, ancestors):
-    """As sdpa, by FlexAttention."""
-    torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
-    compiled = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
-    B, T, *_ = q.shape
-    S = int(lengths.max()) + T
-    mask = create_block_mask(partial(visible, lengths, ancestors), B, None, T, S, device=q.device)
-    return lambda q, k, v, *_: compiled(q.transpose(1, 2), k[:, :, :S], v[:, :, :S],
-                                        block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def lm_head_cases(c, device, rows):
