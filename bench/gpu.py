@@ -18,11 +18,12 @@ from types import SimpleNamespace
 
 import torch
 
-from bench import ROOT, machine, size_config
+from bench import machine, size_config
 from bench import operations as ops
 from bench.decoding import alternate, compare, decode_once, load_prompts
 from clover import CloverHeads, preset
-from generate import DraftPlan, FixedPolicy, Sampling, generate
+from generate import Sampling, generate
+from hf.families import hf_config
 from hf.paths import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError
@@ -47,7 +48,7 @@ TINY = SimpleNamespace(
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts: generators of rows. run: device, sizes, out, deadline and --model as attributes.
+# The parts: generators of rows. run: device, sizes and out as attributes.
 
 def ceilings(run):
     """What the hardware can do: a large copy, a large product, a launch in a graph, and the
@@ -71,67 +72,46 @@ def ceilings(run):
 
 
 def steps(run, size):
-    """Steps of a model's size, by stage. over_plain: how many tokens a step must emit to pay; over
-    the plain step of the same batch, prefix and sampling, which comes first."""
+    """Steps of a model's size, by stage."""
     name = getattr(run.sizes, size)
     prefixes = run.sizes.prefixes if size == "large" else run.sizes.prefixes[:1]
     model, heads = ops.random_model(name, run.device, torch.bfloat16)
-    shapes = [(B, T, prefix, Sampling()) for prefix in prefixes for T in run.sizes.tree_sizes
-              for B in run.sizes.batch_sizes]
-    shapes += [(B, T, prefixes[0], sampling) for sampling in (NOISE, TOP_P)
-               for T in run.sizes.tree_sizes[:2] for B in run.sizes.batch_sizes]
-    plain = {}
-    for row in ops.step_rows(model, heads, shapes, copy_bandwidth(run.device)):
-        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
-        plain.setdefault(case, row["step_ms"])
-        yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[case])
+    cases = [*product(prefixes, [Sampling()], run.sizes.tree_sizes),
+             *product(prefixes[:1], [NOISE, TOP_P], run.sizes.tree_sizes[:2])]
+    shapes = [("heads" if T > 1 else "plain", B, T, prefix, sampling)
+              for prefix, sampling, T in cases for B in run.sizes.batch_sizes]
+    rows = ops.step_rows(model, heads, shapes, copy_bandwidth(run.device))
+    for row in ops.over_plain(rows):
+        yield dict(model=name) | row
 
 
 def demo(run):
-    """Held-out texts continued by demo/, four for each slot of the largest batch."""
-    for dtype in ("bfloat16", "float32"):
-        yield from decoded(run, model=str(DEMO), dtype=dtype, chats=None,
-                           prompts=4 * max(run.sizes.batch_sizes))
-
-
-def chats(run):
-    """The chats of bench/prompts.jsonl, answered by the model of --model."""
-    if run.model is None:
-        raise InputError("no --model was given")
-    yield from decoded(run, model=run.model, dtype=None, chats=ROOT / "bench" / "prompts.jsonl",
-                       prompts=None)
-
-
-def decoded(run, **flags):
-    """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
-    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None)
-    model, encoding = load_model(args)
-    heads = default_heads(args.model)
-    heads = heads and CloverHeads.from_pretrained(heads, model, encoding.hash)
-    groups, stop = load_prompts(args, encoding)
-    prompts = [prompt for row in zip(*groups.values()) for prompt in row]  # kinds alternate
-    plans = [DraftPlan(), DraftPlan(0, 7)]
-    plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
+    """Held-out texts continued by demo/, four for each slot of the largest batch: plainly and by
+    each drafter, each beside its graph alone."""
     new = run.sizes.new_tokens
-    prefix = max(map(len, prompts)) + new // 2  # about the mean
-    for B in run.sizes.batch_sizes:
-        once = partial(decode_once, model, heads=heads, batch_size=B, stop=stop)
-        ways = {(str(plan), plan.tree_size): partial(once, policy=FixedPolicy(plan))
-                for plan in plans} | {("auto", "auto"): partial(once, lookup=True)}
-        # the last prompts leave slots idle, which costs as much as busy ones
-        group = prompts[:max(4 * B, 16)]
-        (_, runs), = alternate(ways, dict(text=group), new, rounds=1)
-        graphs = {str(plan): 1e3 * step_time(timing_decoder(
-            model, heads if plan.head_nodes else None, plan, prefix, batch_size=B))
-            for plan in plans}
+    drafted = [("plain", 1), ("lookup", 8), *product(["heads"], (4, 8, 16)),
+               *product(["heads + lookup"], (16, None))]
+    for dtype, B in product(("bfloat16", "float32"), run.sizes.batch_sizes):
+        args = SimpleNamespace(model=str(DEMO), dtype=dtype, device=str(run.device), quantize=None,
+                               data=None, chats=None, prompts=4 * max(run.sizes.batch_sizes))
+        model, encoding = load_model(args)
+        heads = CloverHeads.from_pretrained(default_heads(DEMO), model, encoding.hash)
+        prompts = load_prompts(args, encoding)[0]["text"][:max(4 * B, 16)]
+        prefix = max(map(len, prompts)) + new // 2  # about the mean
+        options = {(name, T or "auto"): dict(tree_size=T, batch_size=B, **ops.drafters(name, heads))
+                   for name, T in drafted}
+        ways = {way: partial(decode_once, model, **own) for way, own in options.items()}
+        (_, runs), = alternate(ways, dict(text=prompts), new, rounds=1)
         plain, = runs["plain", 1]
         for (name, T), row in compare(runs).items():
             out, = runs[name, T]
-            row |= differences(model, group, out, plain)
+            row |= differences(model, prompts, out, plain)
             row["engine_ms"] = 1e3 * out.decode_seconds / max(out.batch_steps, 1)
-            row["graph_ms"] = graphs.get(name)
-            yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
-                       batch_size=B, tree_size=T) | row
+            if T != "auto":
+                decoder = timing_decoder(model, prefix=prefix, **options[name, T])
+                row["graph_ms"] = 1e3 * step_time(decoder)
+            yield dict(model="demo", dtype=str(model.dtype), drafter=name, batch_size=B,
+                       tree_size=T) | row
 
 
 def differences(model, prompts, ours, plain):
@@ -171,10 +151,7 @@ def transformer_steps(run):
     """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
     from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
     c = size_config(run.sizes.large)
-    config = LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, head_dim=c.head_size,
-        num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size)
+    config = LlamaConfig(**hf_config(c, torch.bfloat16))
     with run.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prefix = run.sizes.prefixes[0]
@@ -197,8 +174,8 @@ def transformer_steps(run):
 PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
-    "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04),
-    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05)}
+    "demo": (demo, 0.2), "toy": (toy, 0.04), "kernels": (kernels, 0.08),
+    "transformers": (transformer_steps, 0.05)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,12 +186,11 @@ def bench(args):
     process for the parts that are left."""
     if not (args.dry_run or torch.cuda.is_available()):
         raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
-    parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
+    parts = args.parts or [*PARTS]
     if unknown := [name for name in parts if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = SimpleNamespace(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-                          sizes=TINY if args.dry_run else FULL, model=args.model,
-                          out=Path(args.out))
+                          sizes=TINY if args.dry_run else FULL, out=Path(args.out))
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
     shares = [PARTS[name][1] for name in parts]
@@ -229,12 +205,11 @@ def bench(args):
 
 def run_part(run, name, budget):
     started = time.perf_counter()
-    run.deadline = started + budget
     ended = "done"
     try:
         for row in PARTS[name][0](run):
             write(run, dict(part=name) | row)
-            if time.perf_counter() > run.deadline:
+            if time.perf_counter() > started + budget:
                 ended = "out of time"
                 break
     except Exception as error:

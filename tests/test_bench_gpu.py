@@ -71,7 +71,7 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
     ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
-    assert [*ends] == [name for name in gpu.PARTS if name != "chats"]
+    assert [*ends] == [*gpu.PARTS]
     select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
     for part, end in ends.items():
         found = [row for row in rows if row["part"] == part and "ended" not in row]
@@ -91,7 +91,9 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
     assert [row["identical"] for row in select("toy", "heads") if row["dtype"] == "torch.float32"] == [True] * 4 * 3
     decoded = select("demo", "drafter")
-    assert {row["drafter"] for row in decoded} > {"plain", "lookup 7", "heads 7", "auto"}
+    assert [(row["drafter"], row["tree_size"]) for row in decoded[:7]] == [
+        ("plain", 1), ("lookup", 8), ("heads", 4), ("heads", 8), ("heads", 16), ("heads + lookup", 16),
+        ("heads + lookup", "auto")]
     assert len(decoded) == 2 * 2 * 7 and all(row["bugs"] == 0 for row in decoded)
     assert sorted(row["engine_ms"] for row in decoded)[14] > 0  # other work may spoil a few
     assert os.listdir(tmp_path) == ["results.jsonl"]
@@ -107,7 +109,7 @@ def test_outputs_that_differ_are_told_apart(toy):
 
 def parts_of(monkeypatch, tmp_path, **functions):
     monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], model=None, dry_run=True, seconds=5))
+    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], dry_run=True, seconds=5))
     return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
 
 
