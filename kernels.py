@@ -8,9 +8,9 @@
     add_norm            residual add + RMSNorm or LayerNorm
     rope_cache          norm and rotation of queries and keys, write of keys and values
     glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
-    select_candidates   the best proposals of a depth; best_tree: of all depths, as a tree
-    ngram_lookup        what followed when the text was here before
-    merge_chain         adds that to a tree
+    select_candidates   the heads' best proposals of a depth
+    ngram_lookup        what followed the last earlier occurrence of the text's last tokens
+    best_tree           the likeliest of both, as a tree
     accept_path         the walk down the tree
     filtered_sample     a sample after top-k, top-p and min-p
 
@@ -95,19 +95,13 @@ def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, r
 
 
 @triton.jit
-def _popcount(word):
-    """The number of set bits of an int32. The masks make the sign bit harmless."""
-    word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
-    word = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF)
-    return (word & 0x0000FFFF) + (word >> 16)
-
-
-@triton.jit
 def _depth(bits):
-    """A node's depth, from its bitmask; -1 where that is 0."""
-    return _popcount(bits.to(tl.int32)) + _popcount((bits >> 32).to(tl.int32)) - 1
+    """A node's depth, the number of its ancestors: one less than the bits of its bitmask are set;
+    -1 where that is 0. The masks make the sign bit harmless."""
+    bits = (bits & 0x5555555555555555) + ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits & 0x0F0F0F0F0F0F0F0F) + ((bits >> 4) & 0x0F0F0F0F0F0F0F0F)
+    return (bits * 0x0101010101010101 >> 56).to(tl.int32) - 1  # the sum of all bytes
 
 
 @triton.jit
@@ -797,10 +791,11 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
                 maxnreg=255 if BLOCK_M < 64 else 128 if fits_twice else None)
 
 
-def _pair_blocks(n):
-    """Tile sizes and launch options to compare n entries with one another."""
+def _pair_blocks(n, tokens):
+    """Room, tile sizes and launch options to compare n entries of each sequence in pairs."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
-    return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N),
+    return dict(entries_ptr=tokens.new_empty(len(tokens), 2, BLOCK_N), BLOCK_N=BLOCK_N,
+                BLOCK_J=min(16, 8192 // BLOCK_N),
                 num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
 
 
@@ -1111,19 +1106,12 @@ def cosine_mix_reference(z, q, kv, n_head):
 
 
 # --------------------------------------------------------------------------------------------------
-# select_candidates and best_tree: drafting a tree (after EAGLE-2, arXiv 2406.16858, section 4)
+# select_candidates: the heads' candidates, by beam search (after EAGLE-2, arXiv 2406.16858)
 #
-#   select_candidates   the n proposals of a depth of highest joint log-probability, best first
-#   best_tree           the T - 1 of all K depths of highest joint log-probability, as a tree
+#   the n proposals of a depth of highest joint log-probability, best first
 #
-# Of equals the shallower comes first, then the lower token, then the child of the better beam. A
-# child's joint log-probability is never above its parent's, so a node's ancestors are kept with it,
-# and come first. What is not among the best T - 1 of its depth is in no tree: n <= T - 1 is enough.
-# An entry's place is the number of entries before it: all pairs of entries are compared at once.
-
-BINS = 41
-SOURCES = BINS + 5
-
+# Of equals the lower token comes first, then the child of the better beam. An entry's place is the
+# number of entries before it: all pairs of entries are compared at once.
 
 class Candidates(NamedTuple):
     """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
@@ -1139,49 +1127,46 @@ class Candidates(NamedTuple):
 
 
 @triton.jit
-def _outranks(score, key, other_score, other_key):
-    """int32 [BLOCK_N, BLOCK_J]: whether others [BLOCK_J] come before entries [BLOCK_N]."""
-    ahead = (other_score[None, :] == score[:, None]) & (other_key[None, :] < key[:, None])
-    return (ahead | (other_score[None, :] > score[:, None])).to(tl.int32)
-
-
-@triton.jit
-def _load_proposals(beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth):
-    """(joint log-probabilities, tokens) of the proposals in these columns; none from `count` on."""
-    offsets = (column // W).to(tl.int64) * stride_w + column % W
-    mask = column < count
-    logprob = tl.load(logprobs_ptr + offsets, mask=mask, other=float("-inf"))
-    joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
-    joint += tl.load(beams_ptr + column // W, mask=mask & (depth > 0), other=0.0)  # the root has 0
-    return joint, tl.load(proposed_ptr + offsets, mask=mask, other=NO_TOKEN)
+def _places(rank, token, entries_ptr, BLOCK_J: tl.constexpr):
+    """The number of entries before each: of higher rank, or equal with a lower token, then index.
+    entries_ptr: 2 N int64, through which the threads see each other's entries."""
+    N: tl.constexpr = rank.shape[0]
+    index = tl.arange(0, N)
+    key = token * N + index
+    tl.store(entries_ptr + index, rank)
+    tl.store(entries_ptr + N + index, key)
+    tl.debug_barrier()
+    place = tl.zeros([N], tl.int32)
+    for start in range(0, N, BLOCK_J):
+        others = entries_ptr + start + tl.arange(0, BLOCK_J)[None, :]
+        ranks = tl.load(others)
+        before = (ranks == rank[:, None]) & (tl.load(others + N) < key[:, None])
+        place += tl.sum((before | (ranks > rank[:, None])).to(tl.int32), 1)  # [N, BLOCK_J]
+    return place
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
-    logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr,
-    stride_b, stride_w, count, n, W, K, depth, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr, stride_b, stride_w,
+    count, n, W, K, depth, entries_ptr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    logprobs_ptr += b * stride_b
-    proposed_ptr += b * stride_b
+    column = tl.arange(0, BLOCK_N)
+    valid = column < count
+    offsets = b * stride_b + (column // W).to(tl.int64) * stride_w + column % W
+    token = tl.load(proposed_ptr + offsets, mask=valid, other=NO_TOKEN)
+    logprob = tl.load(logprobs_ptr + offsets, mask=valid, other=float("-inf"))
+    joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
-    column = tl.arange(0, BLOCK_N)
-    place = tl.zeros([BLOCK_N], tl.int32)
-    joint, token = _load_proposals(
-        beams_ptr, logprobs_ptr, proposed_ptr, stride_w, column, count, W, depth)
-    for start in range(0, BLOCK_N, BLOCK_J):
-        other = start + tl.arange(0, BLOCK_J)
-        joints, tokens = _load_proposals(
-            beams_ptr, logprobs_ptr, proposed_ptr, stride_w, other, count, W, depth)
-        before = _outranks(joint, token * BLOCK_N + column, joints, tokens * BLOCK_N + other)
-        place += tl.sum(before, 1)
-    valid = column < count
-    tl.store(joint_ptr + out + place, joint, mask=place < n)
-    tl.store(tokens_ptr + out + place, tl.where(valid, token, 0), mask=place < n)
-    tl.store(parents_ptr + out + place, tl.where(valid, column // W, -1).to(tl.int64),
-             mask=place < n)
+    joint += tl.load(beams_ptr + column // W, mask=valid & (depth > 0), other=0.0)  # the root has 0
+    place = _places(_order(joint).to(tl.int64), token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
+    mask = place < n
+    out += place
+    tl.store(joint_ptr + out, joint, mask=mask)
+    tl.store(tokens_ptr + out, tl.where(valid, token, 0), mask=mask)
+    tl.store(parents_ptr + out, tl.where(valid, column // W, -1).to(tl.int64), mask=mask)
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
@@ -1198,7 +1183,7 @@ def select_candidates(logprobs, tokens, candidates, depth):
     count = W * W if depth else W
     _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
             *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
-            **_pair_blocks(max(count, n)))
+            **_pair_blocks(max(count, n), tokens))
 
 
 def select_candidates_reference(logprobs, tokens, candidates, depth):
@@ -1217,113 +1202,10 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
         out[:, depth, best.shape[1]:].fill_(none)
 
 
-@triton.jit
-def _load_candidates(joint_ptr, parents_ptr, column, count):
-    """(joint log-probabilities, parents) of these columns; -inf and -1 for no candidate."""
-    parent = tl.load(parents_ptr + column, mask=column < count, other=-1)
-    joint = tl.load(joint_ptr + column, mask=parent >= 0, other=float("-inf"))
-    return tl.where(parent >= 0, tl.maximum(joint, FINITE_MIN), joint), parent
-
-
-@triton.jit(do_not_specialize=["B", "K", "n", "T"])
-def _best_tree_kernel(
-    root_ptr, joint_ptr, tokens_ptr, parents_ptr, node_ptr, tree_ptr, B, K, n, T,
-    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
-):
-    """Program b: the tree of one sequence. Each depth is in order, so lower columns go first."""
-    b = tl.program_id(0).to(tl.int64)
-    joint_ptr += b * K * n
-    parents_ptr += b * K * n
-    node_ptr += b * BLOCK_N
-    column = tl.arange(0, BLOCK_N)
-    node = tl.full([BLOCK_N], 1, tl.int32)
-    joint, parent = _load_candidates(joint_ptr, parents_ptr, column, K * n)
-    for start in range(0, BLOCK_N, BLOCK_J):
-        other = start + tl.arange(0, BLOCK_J)
-        joints, _ = _load_candidates(joint_ptr, parents_ptr, other, K * n)
-        node += tl.sum(_outranks(joint, column, joints, other), 1)
-    kept = (parent >= 0) & (node < T)
-    tl.store(node_ptr + column, tl.where(kept, node, 0))
-    tl.debug_barrier()  # an entry's parent may be another thread's
-
-    bit = tl.full([BLOCK_N], 1, tl.int64)
-    ancestors = bit << tl.where(kept, node, 0).to(tl.int64)
-    above = column
-    parent_node = tl.zeros([BLOCK_N], tl.int32)
-    for level in range(0, K):  # up to the root, where those of less depth wait
-        deep = kept & (above >= n)
-        beam = tl.load(parents_ptr + above, mask=deep, other=0).to(tl.int32)
-        above = tl.where(deep, (above // n - 1) * n + beam, 0)
-        ancestor = tl.load(node_ptr + above, mask=deep, other=0)
-        parent_node = tl.where(level == 0, ancestor, parent_node)
-        ancestors |= bit << ancestor.to(tl.int64)
-    token = tl.load(tokens_ptr + b * K * n + column, mask=kept, other=0)
-    tree_ptr += b * T
-    plane = B.to(tl.int64) * T
-    mask = node < T
-    tl.store(tree_ptr + node, token, mask=mask)
-    tl.store(tree_ptr + plane + node, parent_node.to(tl.int64), mask=mask)
-    tl.store(tree_ptr + 2 * plane + node, tl.where(kept, column // n + 1, 0).to(tl.int64),
-             mask=mask)
-    tl.store(tree_ptr + 3 * plane + node, tl.where(kept, ancestors, 0), mask=mask)
-    field = tl.arange(0, 4)  # of the root: its token, parent, depth and ancestors
-    tl.store(tree_ptr + field * plane, tl.where(field == 0, tl.load(root_ptr + b), field // 3))
-
-
-def best_tree(root, candidates, tree_size):
-    """The likeliest tree of T nodes -> tokens, parents, depths and ancestors, each int64 [B, T].
-    Node 0 is the root, then the likeliest first, parents before children; ancestors are bitmasks as
-    in `tree_attention`. Spare nodes, for which there is no candidate, are 0 in all four."""
-    B, = _sizes("root", root, 1, INT64)
-    K, n = _check_candidates(candidates, B, root)
-    _check(2 <= tree_size <= 64, "2 <= tree_size <= 64", tree_size)
-    if not runs_triton(candidates.joint):
-        return best_tree_reference(root, candidates, tree_size)
-    blocks = _pair_blocks(max(K * n + 1, tree_size))
-    node = root.new_empty(B, blocks["BLOCK_N"], dtype=torch.int32)
-    tree = root.new_empty(4, B, tree_size)
-    _launch(_best_tree_kernel, (B,),
-            root.contiguous(), *candidates, node, tree, B, K, n, tree_size, **blocks)
-    return tree.unbind()
-
-
-def _child(tree, parent, token):
-    """The next node of a list of nodes (token, parent, depth, ancestors)."""
-    return token, parent, tree[parent][2] + 1, tree[parent][3] | 1 << len(tree)
-
-
-def _stack_trees(trees, size, device):
-    """Lists of nodes, padded to a size T -> their columns, int64 [B, T]; bit 63 is the sign."""
-    columns = torch.zeros(4, len(trees), size, dtype=torch.int64)
-    for b, tree in enumerate(trees):
-        signed = [(*node, bits - 2**64 if bits >> 63 == 1 else bits) for *node, bits in tree]
-        columns[:, b, :len(tree)] = torch.tensor(signed).T
-    return columns.to(device).unbind()
-
-
-def best_tree_reference(root, candidates, tree_size):
-    n = candidates.joint.shape[2]
-    trees = []
-    for root_token, *columns in zip(root.tolist(), *(x.flatten(1).tolist() for x in candidates)):
-        joint, tokens, parents = columns
-        rank = lambda i: -max(joint[i], FINITE_MIN.value)
-        proposed = [i for i, parent in enumerate(parents) if parent >= 0]  # by depth, then column
-        tree = [(root_token, 0, 0, 1)]
-        node_of = {}
-        for i in sorted(proposed, key=rank)[:tree_size - 1]:
-            depth = i // n
-            node_of[i] = len(tree)
-            parent = node_of[(depth - 1) * n + parents[i]] if depth else 0
-            tree.append(_child(tree, parent, tokens[i]))
-        trees.append(tree)
-    return _stack_trees(trees, tree_size, root.device)
-
-
 # --------------------------------------------------------------------------------------------------
-# ngram_lookup and merge_chain: drafting from the text itself
+# ngram_lookup: drafting from the text itself (prompt lookup decoding)
 #
-#   ngram_lookup  what followed the latest earlier occurrence of the text's longest suffix (4 to 1)
-#   merge_chain   a tree and such a chain as one tree: the chain is appended where they part
+#   what followed the latest earlier occurrence of the text's longest suffix (4 tokens down to 1)
 #
 # A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
 # itself from the match on, so that a run of one token proposes more of it.
@@ -1350,21 +1232,24 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
         best = tl.maximum(best, tl.where(length > 0, (length << 28) + index, 0))
     found = tl.max(best, 0)
     match = found & 0xFFFFFFF
+    chain_ptr += b * (n + 1)
     step = tl.arange(0, BLOCK_N)
     source = match + 1 + step % tl.maximum(last - match, 1)
     token = tl.load(history_ptr + source, mask=(step < n) & (found > 0), other=-1)
-    tl.store(chain_ptr + b * n + step, token.to(tl.int64), mask=step < n)
+    tl.store(chain_ptr, (found >> 28).to(tl.int64))
+    tl.store(chain_ptr + 1 + step, token.to(tl.int64), mask=step < n)
 
 
 def ngram_lookup(history, lengths, n):
-    """The n tokens that the text itself suggests next (prompt lookup decoding) -> int64 [B, n], all
-    -1 where the newest token did not occur before. lengths: the index of each newest token."""
+    """The n tokens that the text itself suggests next -> int64 [B, 1 + n]: the length of the match,
+    0 to 4, then the tokens, all -1 where the newest token did not occur before, a match of 0.
+    lengths: the index of each newest token."""
     B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     _check_tensors("lengths", (B,), history, INT32, lengths)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
-    chain = history.new_empty(B, n, dtype=torch.int64)
+    chain = history.new_empty(B, 1 + n, dtype=torch.int64)
     _launch(_ngram_lookup_kernel, (B,), history.contiguous(), lengths.contiguous(), chain, S, n,
             BLOCK_S=4096, BLOCK_N=triton.next_power_of_2(n), num_warps=8)
     return chain
@@ -1374,97 +1259,164 @@ def ngram_lookup_reference(history, lengths, n):
     chains = []
     for row, last in zip(history, lengths.tolist()):
         text = row[:last + 1].tolist()
-        ends = (row[:last] == row[last]).nonzero().flatten().tolist()  # of matches of one token
-        longest = match = 0
-        for end in reversed(ends):
-            length = next((i for i in (1, 2, 3) if i > end or text[end - i] != text[last - i]), 4)
-            if length > longest:
-                longest, match = length, end
-            if longest == 4:
-                break
-        period = last - match
-        chains.append([text[match + 1 + i % period] if ends else -1 for i in range(n)])
+        matches = ((size, end) for size in (4, 3, 2, 1) for end in range(last, size - 1, -1)
+                   if text[end - size:end] == text[last + 1 - size:])
+        size, end = next(matches, (0, 0))
+        period = last + 1 - end
+        chains.append([size, *(text[end + i % period] if size else -1 for i in range(n))])
     return torch.tensor(chains, device=history.device)
 
 
-@triton.jit(do_not_specialize=["B", "T", "n"])
-def _merge_chain_kernel(
-    tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, chain_ptr, tree_ptr, B, T, n,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+# --------------------------------------------------------------------------------------------------
+# best_tree: the T - 1 likeliest candidates of both drafters, as a tree
+#
+#   head candidate       p = a + (b - a) * (x - i), x = -4 * joint log-probability, i = floor(x),
+#                        a = chances[mode, i], b = chances[mode, i + 1]
+#   j-th token of chain  p = chances[mode, BINS + match] ** j; match: the length of it
+#
+# p estimates how often such a node is accepted; mode is 1 where temperature > 0. The same token
+# under the same parent is one node, with the larger p. Of equals the shallower comes first, then
+# the lower token, then the earlier: the heads' by depth and column, then the chain's. No p is above
+# its parent's, so parents come first: chances fall along the bins (their running minimum counts),
+# joint log-probabilities along a path, and rounding keeps the order.
+
+BINS = 41  # of a quarter nat of the joint log-probability; the last has all from -10 on
+SOURCES = BINS + 5  # and one for each length of a match, 0 to 4
+
+
+@triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
+def _best_tree_kernel(
+    root_ptr, joint_ptr, tokens_ptr, parents_ptr, lookup_ptr, chances_ptr, temperature_ptr,
+    tree_ptr, probabilities_ptr, count, n, n_chain, T, entries_ptr,
+    BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
-    """Program b: the tree of one sequence."""
+    """Program b: the tree of one sequence. Columns: the heads' candidates, the root, the chain."""
     b = tl.program_id(0).to(tl.int64)
-    plane = B.to(tl.int64) * (T + n)
-    tree_ptr += b * (T + n)
-    chain_ptr += b * n
-    node = tl.arange(0, BLOCK_T)
+    bins = tl.arange(0, 64)
+    chances_ptr += tl.where(tl.load(temperature_ptr + b) > 0, SOURCES, 0)
+    chances = tl.load(chances_ptr + bins, mask=bins < SOURCES, other=0.0)
+    chances = tl.where(chances > 0, tl.minimum(chances, 1.0), 0.0)  # NaN is 0
+    column = tl.arange(0, BLOCK_N)
+    is_root = column == count
+    depth = tl.where(column < count, column // n + 1, column - count)
+    offsets = b * count + column
+    beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
+    proposed = beam >= 0
+    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # the parent's column
+    token = tl.load(tokens_ptr + offsets, mask=proposed, other=0)
+    token = tl.where(is_root, tl.load(root_ptr + b), token)
+    joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
+    x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
+    low = tl.minimum(x.to(tl.int32), BINS - 2)
+    falling = tl.min(tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0), 1)
+    p = tl.gather(falling, low, 0)
+    q = tl.gather(falling, low + 1, 0)
+    p = tl.maximum(p + (q - p) * (x - low.to(tl.float32)), q)
+    chance = tl.where(proposed, p, tl.where(is_root, 1.0, -1.0))  # below 0: no candidate
+    source = tl.where(proposed, x.to(tl.int32), -1)
+
+    lookup_ptr += b * (n_chain + 1)
+    match = tl.load(lookup_ptr).to(tl.int32)
+    factor = tl.sum(tl.where(bins == BINS + match, chances, 0.0), 0)
+    power = 1.0
+    last = count  # the column of the chain's node above
+    for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
+        power *= factor
+        guess = tl.load(lookup_ptr + step)
+        same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
+        twin = tl.max(tl.where(same, column, -1), 0)  # a candidate of the heads
+        own = (column == count + step) & (twin < 0)
+        above = tl.where(own, last, above)
+        token = tl.where(own, guess, token)
+        last = tl.where(twin < 0, count + step, twin)
+        better = (column == last) & (power > chance)
+        chance = tl.where(better, power, chance)
+        source = tl.where(better, BINS + match, source)
+
+    rank = (chance.to(tl.int32, bitcast=True).to(tl.int64) << 12) - depth
+    node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
+    parent = tl.gather(node, above, 0)
+    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
+    for _ in tl.static_range(6):  # each doubles how far up they go
+        ancestors |= tl.gather(ancestors, above, 0)
+        above = tl.gather(above, above, 0)
+    used = chance >= 0
     mask = node < T
-    offsets = b * T + node
-    token = tl.load(tokens_ptr + offsets, mask=mask, other=0)  # [BLOCK_T]
-    parent = tl.load(parents_ptr + offsets, mask=mask, other=0)
-    depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
-    ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
-    wanted = tl.load(chain_ptr + depth - 1, mask=(depth > 0) & (depth <= n), other=-1)
-    mismatch = mask & (depth > 0) & (token != wanted)
-    rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # a set of nodes, one bit each
-    on_path = (ancestors != 0) & ((ancestors & rejected) == 0)  # the root, and what both have
-    deepest = tl.max(tl.where(on_path, depth * BLOCK_T + node, 0), 0)
-    common = deepest // BLOCK_T
-    branch_node = deepest % BLOCK_T
-    above = tl.sum(tl.where(node == branch_node, ancestors, 0), 0)
-    tl.store(tree_ptr + node, token, mask=mask)
-    tl.store(tree_ptr + plane + node, parent, mask=mask)
-    tl.store(tree_ptr + 2 * plane + node, depth, mask=mask)
-    tl.store(tree_ptr + 3 * plane + node, ancestors, mask=mask)
-
-    row = tl.arange(0, BLOCK_N)
-    step = (common + row).to(tl.int32)
-    token = tl.load(chain_ptr + step, mask=step < n, other=-1)
-    used = token >= 0
-    parent = tl.where(row == 0, branch_node, T + row - 1)
-    bits = ((tl.full([BLOCK_N], 2, tl.int64) << row.to(tl.int64)) - 1) << T.to(tl.int64)
-    tree_ptr += T + row
-    tl.store(tree_ptr, tl.where(used, token, 0), mask=row < n)
-    tl.store(tree_ptr + plane, tl.where(used, parent, 0).to(tl.int64), mask=row < n)
-    tl.store(tree_ptr + 2 * plane, tl.where(used, step + 1, 0).to(tl.int64), mask=row < n)
-    tl.store(tree_ptr + 3 * plane, tl.where(used, bits | above, 0), mask=row < n)
+    plane = tl.num_programs(0).to(tl.int64) * T
+    tree_ptr += b * T + node
+    tl.store(tree_ptr, token, mask=mask)
+    tl.store(tree_ptr + plane, parent.to(tl.int64), mask=mask)
+    tl.store(tree_ptr + 2 * plane, tl.where(used, depth, 0).to(tl.int64), mask=mask)
+    tl.store(tree_ptr + 3 * plane, tl.where(used, ancestors, 0), mask=mask)
+    tl.store(tree_ptr + 4 * plane, source.to(tl.int64), mask=mask)
+    tl.store(probabilities_ptr + b * T + node, tl.maximum(chance, 0.0), mask=mask)
 
 
-def merge_chain(tokens, parents, depths, ancestors, chain):
-    """A `best_tree`, or a root alone, and a chain below its root, merged where they begin alike ->
-    as `best_tree`, int64 [B, T + n]: the tree's nodes as they were, then the chain's that are not
-    among them. chain: the tokens after the root, or -1 in all n columns."""
-    B, T = _sizes("tokens", tokens, 2, INT64)
-    _, n = _sizes("chain", chain, 2, INT64)
-    _check(T + n <= 64, "at most 64 nodes in all", tokens, chain)
-    _check_tensors("the tree", (B, T), tokens, INT64, parents, depths, ancestors)
-    _check_tensors("chain", (B, n), tokens, INT64, chain)
-    if not runs_triton(tokens):
-        return merge_chain_reference(tokens, parents, depths, ancestors, chain)
-    tree = tokens.new_empty(4, B, T + n)
-    inputs = map(_contiguous, (tokens, parents, depths, ancestors, chain))
-    _launch(_merge_chain_kernel, (B,), *inputs, tree, B, T, n,
-            BLOCK_T=triton.next_power_of_2(T), BLOCK_N=triton.next_power_of_2(n), num_warps=1)
-    return tree.unbind()
+def best_tree(root, candidates, lookup, chances, temperature, tree_size):
+    """The likeliest tree of T nodes -> tokens, parents, depths, ancestors, sources, int64 [B, T],
+    and acceptance probabilities, float32 [B, T]. candidates: of `select_candidates`, lookup: of
+    `ngram_lookup`; one may be None. chances: float32 [2, SOURCES]. Node 0 is the root, then the
+    likeliest first; ancestors are bitmasks as in `tree_attention`; sources: a head's bin, BINS +
+    match, or -1 for the root and spare nodes, for which there is no candidate: 0 in all else."""
+    B, = _sizes("root", root, 1, INT64)
+    _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
+    K, n = _check_candidates(candidates, B, root) if candidates else (0, 1)
+    n_chain = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
+    _check(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
+           "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
+    _check_tensors("lookup", (B, 1 + n_chain), root, INT64, lookup)
+    _check_tensors("chances", (2, SOURCES), root, FLOAT32, chances)
+    _check_tensors("temperature", (B,), root, FLOAT32, temperature)
+    if not runs_triton(chances):
+        return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
+    candidates = candidates or Candidates.empty(root, 0, 1)
+    lookup = root.new_empty(B, 1) if lookup is None else lookup
+    tree = root.new_empty(5, B, tree_size)
+    probabilities = chances.new_empty(B, tree_size)
+    inputs = map(_contiguous, (root, *candidates, lookup, chances, temperature))
+    _launch(_best_tree_kernel, (B,), *inputs, tree, probabilities, K * n, n, n_chain, tree_size,
+            BINS=BINS, SOURCES=SOURCES, **_pair_blocks(max(K * n + 1 + n_chain, tree_size), root),
+            enable_fp_fusion=False)  # unfused, a sum is the same everywhere
+    return *tree.unbind(), probabilities
 
 
-def merge_chain_reference(tokens, parents, depths, ancestors, chain):
-    T = tokens.shape[1]
-    n = chain.shape[1]
+def best_tree_reference(root, candidates, lookup, chances, temperature, tree_size):
+    chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
+    joint, tokens, parents = candidates or Candidates.empty(root, 0, 1)
+    n = joint.shape[2]
+    x = (-4 * joint.flatten(1)).nan_to_num(BINS - 1).clamp(0, BINS - 1)  # (B, K n)
+    low = x.long().clamp(max=BINS - 2)
+    falling = chances[:, :BINS].cummin(1).values
+    p, q = (falling.gather(1, low + i) for i in (0, 1))
+    p = torch.maximum(p + (q - p) * (x - low), q)
+    columns = [y.flatten(1).tolist() for y in (tokens, parents, p, x.long())]
     trees = []
-    for chain, *columns in zip(*(x.tolist() for x in (chain, tokens, parents, depths, ancestors))):
-        tree = list(zip(*columns))
-        parent = 0
-        for token in chain:
-            if token < 0:
-                break
-            new = _child(tree, parent, token)
-            same = [i for i, node in enumerate(tree) if node[:3] == new[:3] and node[3]]
-            parent = same[0] if same else len(tree)
-            if not same:
-                tree.append(new)
-        trees.append(tree)
-    return _stack_trees(trees, T + n, tokens.device)
+    for b, root_token in enumerate(root.tolist()):
+        paths = [(root_token,)] * n  # of tokens; from n on the candidates'
+        pool = {paths[0]: (1.0, -1)}  # probability and source
+        for i, (token, parent, *node) in enumerate(zip(*(column[b] for column in columns))):
+            paths.append((*paths[i - i % n + parent], token))
+            if parent >= 0:
+                pool[paths[-1]] = node
+        match, *chain = [0] if lookup is None else lookup[b].tolist()
+        chance = torch.ones(())
+        for j in range(1, 1 + len(chain) * (match > 0)):
+            chance = chance * chances[b, BINS + match]
+            path = root_token, *chain[:j]
+            if chance > pool.get(path, (-1.0,))[0]:
+                pool[path] = chance.item(), BINS + match
+        rank = lambda path: (-pool[path][0], len(path), path[-1])
+        node_of = {(): 0}
+        tree = []
+        for path in sorted(pool, key=rank)[:tree_size]:
+            node = node_of[path] = len(tree)
+            parent = node_of[path[:-1]]
+            ancestors = 1 << node | (tree[parent][3] if tree else 0)
+            ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
+            tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
+        trees.append(tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree)))
+    return tuple(torch.tensor([[node[i] for node in tree] for tree in trees], device=root.device)
+                 for i in range(6))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1473,11 +1425,15 @@ def merge_chain_reference(tokens, parents, depths, ancestors, chain):
 #   A node is accepted when its parent is and its token is its parent's target token; the root is.
 #
 # Children of one parent differ in their tokens, so one node per depth at most: they form a path.
+#
+# counts[mode, source] += (right, proposed) for `chances`: of the heads' nodes, those accepted and
+# all; of a chain, the tokens that were emitted, and with them the first that was not.
 
-@triton.jit(do_not_specialize=["T", "P"])
+@triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
     tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, target_ptr, active_ptr, out_ptr,
-    T, P, BLOCK_T: tl.constexpr,
+    sources_ptr, lookup_ptr, temperature_ptr, counts_ptr,
+    T, P, n, BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1496,48 +1452,94 @@ def _accept_path_kernel(
     active = tl.load(active_ptr + b)
     last = tl.max(tl.where(on_path, depth, 0), 0)
 
-    out_ptr += b * (2 * P + 2)
+    out_ptr += b * (3 * P + 2)
     rest = (node > last) & (node < P)
     zero = tl.zeros([BLOCK_T], tl.int64)
     tl.store(out_ptr + depth, target, mask=on_path)
     tl.store(out_ptr + P + depth, node.to(tl.int64), mask=on_path)
     tl.store(out_ptr + node, zero + tl.load(target_ptr + b * T), mask=rest)
     tl.store(out_ptr + P + node, zero, mask=rest)
-    tl.store(out_ptr + 2 * P, (last + 1) * active)
-    tl.store(out_ptr + 2 * P + 1, last * active)
+    source = zero - 1
+    if sources_ptr is not None:
+        source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
+    tl.store(out_ptr + 2 * P + depth, source, mask=on_path)
+    tl.store(out_ptr + 2 * P + node, zero - 1, mask=rest)
+    tl.store(out_ptr + 3 * P, (last + 1) * active)
+    tl.store(out_ptr + 3 * P + 1, last * active)
+
+    if counts_ptr is not None:
+        counts_ptr += tl.where(tl.load(temperature_ptr + b) > 0, 2 * SOURCES, 0)
+        counted = (active > 0) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
+        tl.atomic_add(counts_ptr + 2 * source, 1.0, mask=counted & on_path)
+        tl.atomic_add(counts_ptr + 2 * source + 1, 1.0, mask=counted)
+    if counts_ptr is not None and lookup_ptr is not None:
+        lookup_ptr += b * (n + 1)
+        match = tl.load(lookup_ptr)
+        compared = on_path & (depth < n)
+        wrong = compared & (target != tl.load(lookup_ptr + 1 + depth, mask=compared, other=-1))
+        end = tl.minimum(last + 1, n)
+        right = tl.min(tl.where(wrong, depth, end), 0)
+        counted = (active > 0) & (match > 0)
+        counts_ptr += 2 * (BINS + match)
+        tl.atomic_add(counts_ptr, right.to(tl.float32), mask=counted)
+        tl.atomic_add(counts_ptr + 1, tl.minimum(right + 1, end).to(tl.float32), mask=counted)
 
 
-def accept_path(tokens, parents, depths, ancestors, target, active, max_path):
-    """The accepted nodes of `best_tree`s -> int64 [B, 2 P + 2], P = max_path: their targets, which
-    are emitted (P), these nodes, root first (P), their number, and the index of the last. target:
-    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
-    index are 0. A path ends after P nodes; a shorter one is filled with the root and its target."""
+def accept_path(tokens, parents, depths, ancestors, target, active, max_path, sources=None,
+                lookup=None, temperature=None, counts=None):
+    """The accepted nodes of `best_tree`s -> int64 [B, 3 P + 2], P = max_path: their targets, which
+    are emitted (P), these nodes, root first (P), their sources (P), their number, and the index of
+    the last. target: the model's own next token at each node. active: 1, or 0 for an idle sequence,
+    whose number and index are 0. A path ends after P nodes; a shorter one is filled with the root.
+    counts [2, SOURCES, 2], in place: see above; needs the trees' sources and temperature [B]."""
     B, T = _sizes("tokens", tokens, 2, INT64)
+    n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
-    _check_tensors("the tree, target", (B, T), tokens, INT64, parents, depths, ancestors, target)
+    tree = tokens, parents, depths, ancestors
+    _check_tensors("the tree, target", (B, T), tokens, INT64, *tree[1:], target, sources)
     _check_tensors("active", (B,), tokens, INT32, active)
+    _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
+    _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
+    _check_tensors("counts", (2, SOURCES, 2), tokens, FLOAT32, counts)
+    _check(counts is None or counts.is_contiguous() and not any(
+        x is None for x in (sources, temperature)),
+           "contiguous counts, sources and temperature", counts, sources, temperature)
+    inputs = sources, lookup, temperature
     if not runs_triton(tokens):
-        return accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path)
-    out = tokens.new_empty(B, 2 * max_path + 2)
-    inputs = map(_contiguous, (tokens, parents, depths, ancestors, target, active))
-    _launch(_accept_path_kernel, (B,), *inputs, out, T, max_path,
+        return accept_path_reference(*tree, target, active, max_path, *inputs, counts)
+    out = tokens.new_empty(B, 3 * max_path + 2)
+    _launch(_accept_path_kernel, (B,), *map(_contiguous, (*tree, target, active)), out,
+            *map(_contiguous, inputs), counts, T, max_path, n, BINS=BINS, SOURCES=SOURCES,
             BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
-def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path):
+def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path,
+                          sources=None, lookup=None, temperature=None, counts=None):
     rows = []
     rows_of = zip(*(x.tolist() for x in (tokens, parents, ancestors, target, active)))
-    for tokens, parents, ancestors, target, active in rows_of:
+    for b, (tokens, parents, ancestors, target, active) in enumerate(rows_of):
         path = [0]
         for i in range(1, len(tokens)):
             is_child = ancestors[i] and parents[i] == path[-1]
             if is_child and tokens[i] == target[path[-1]] and len(path) < max_path:
                 path.append(i)
         count = len(path)
+        source_of = [-1] * len(tokens) if sources is None else sources[b].tolist()
         path += [0] * (max_path - count)
         targets = [target[i] for i in path]
-        rows.append([*targets, *path, count * active, (count - 1) * active])
+        rows.append([*targets, *path, *[source_of[i] for i in path],
+                     count * active, (count - 1) * active])
+        if counts is not None and active:
+            added = counts[int(temperature[b] > 0)]
+            for i, source in enumerate(source_of):
+                if i and ancestors[i] and 0 <= source < BINS:
+                    added[source] += added.new_tensor([i in path, 1])
+            match, *chain = [0] if lookup is None else lookup[b].tolist()
+            equal = [guess == token for guess, token in zip(chain, targets[:count])]
+            right = [*equal, False].index(False)
+            if match:
+                added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
     return torch.tensor(rows, device=depths.device)
 
 

@@ -30,6 +30,11 @@
 #define TILE 8               // most rows that are multiplied at once
 #define SPLIT 128            // cache positions that a unit of attention reads
 #define SLICE 64             // numbers of a head whose sums stay in registers
+#ifdef __AVX512F__
+#define HEADS 3              // heads that share the loads of keys and values, as registers allow
+#else
+#define HEADS 1
+#endif
 #define MAX_TREE 64          // T of a tree
 #define MAX_HEAD 256         // D
 #define MAX_CANDIDATES 2048  // K * n, and a chain
@@ -331,15 +336,33 @@ INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); } 
 INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
 INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
 
-#define FOLD(s) \
+// Lane i: f of all lanes of v[i], pairs of neighbours first
+#define FOLD(f, v, s) \
     for (int i = 0; i < LANES; i += 2 * s) { \
         vi odd = (NUMBERS & s) != 0; \
         vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]); \
-        v[i] = stay + SWAP(move, s); \
+        v[i] = f(stay, SWAP(move, s)); \
     }
-INLINE vf fold(vf *v) {          // lane i: the sum of v[i], pairs of neighbours first
-    FOLD(1) FOLD(2) FOLD(4) FOLD(8)
+INLINE vf fold_sum(vf *v) {
+    FOLD(add, v, 1) FOLD(add, v, 2) FOLD(add, v, 4) FOLD(add, v, 8)
     return v[0];
+}
+INLINE vf fold_max(vf *v) {
+    FOLD(larger, v, 1) FOLD(larger, v, 2) FOLD(larger, v, 4) FOLD(larger, v, 8)
+    return v[0];
+}
+
+// Lane j of v[i] becomes lane i of v[j]
+#define EXCHANGE(v, s) \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) \
+        if (!(i & s)) { \
+            vi odd = (NUMBERS & s) != 0; \
+            vf a = v[i], b = v[i + s]; \
+            v[i] = select_lanes(odd, SWAP(b, s), a); \
+            v[i + s] = select_lanes(odd, b, SWAP(a, s)); \
+        }
+INLINE void transpose(vf *v) {
+    EXCHANGE(v, 1) EXCHANGE(v, 2) EXCHANGE(v, 4) EXCHANGE(v, 8)
 }
 
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
@@ -405,18 +428,34 @@ typedef struct {
 
 INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
 
-static void round_group(const float *x, int n, Group *group) {
-    vf low = load_n(x, n), high = load_n(x + LANES, n - LANES);
-    float largest = max_lanes(larger((vf)((vi)low & INT32_MAX), (vf)((vi)high & INT32_MAX)));
-    float inverse = largest > 1e-30f && largest < INFINITY ? 127.0f / largest : 0.0f;
-    vb bytes[2];                 // rounded, ties to even
-    bytes[0] = __builtin_convertvector((vi)(low * inverse + 12582912.0f) - 0x4b400000, vb);
-    bytes[1] = __builtin_convertvector((vi)(high * inverse + 12582912.0f) - 0x4b400000, vb);
-    memcpy(group->words, bytes, sizeof bytes);
-    float sum = sum_lanes(__builtin_convertvector(bytes[0], vf) + __builtin_convertvector(bytes[1], vf));
-    group->scale = largest / 127.0f;
-    group->sum = group->scale * sum;
-    group->offset = -OFFSET * (int)sum;
+// 16 groups of x [n], the next of which is `stride` groups away
+static void round_groups(const float *x, int n, Group *group, int stride) {
+    vf part[LANES];
+    for (int i = 0; i < LANES; i++) {
+        vf low = load_n(x + i * GROUP, n - i * GROUP);
+        vf high = load_n(x + i * GROUP + LANES, n - i * GROUP - LANES);
+        part[i] = larger((vf)((vi)low & INT32_MAX), (vf)((vi)high & INT32_MAX));
+    }
+    vf largest = fold_max(part);
+    vi usable = (largest > 1e-30f) & (largest < INFINITY);
+    vf inverse = select_lanes(usable, 127.0f / largest, splat(0)), scale = largest / 127.0f;
+    for (int i = 0; i < LANES; i++)
+        part[i] = splat(0);
+    for (int i = 0; i * GROUP < n && i < LANES; i++) {
+        vf low = load_n(x + i * GROUP, n - i * GROUP);
+        vf high = load_n(x + i * GROUP + LANES, n - i * GROUP - LANES);
+        vi q = (vi)(low * inverse[i] + 12582912.0f) - 0x4b400000;  // rounded, ties to even
+        vi r = (vi)(high * inverse[i] + 12582912.0f) - 0x4b400000;
+        vb bytes[2] = {__builtin_convertvector(q, vb), __builtin_convertvector(r, vb)};
+        memcpy(group[i * stride].words, bytes, sizeof bytes);
+        part[i] = __builtin_convertvector(q + r, vf);
+    }
+    vf sum = fold_sum(part), scaled = scale * sum;
+    for (int i = 0; i * GROUP < n && i < LANES; i++) {
+        group[i * stride].scale = scale[i];
+        group[i * stride].sum = scaled[i];
+        group[i * stride].offset = -OFFSET * (int)sum[i];
+    }
 }
 
 static void prepare_row(void *arguments, int m) {
@@ -424,14 +463,14 @@ static void prepare_row(void *arguments, int m) {
     int kind = p->w->kind, inputs = kind == FLOAT32 ? 8 : kind == BFLOAT16 ? 16 : 32;
     int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
-    for (int i = 0; i < p->w->k; i += inputs, group += tile_start(p, tile + 1) - first) {
-        const float *x = p->x + (size_t)m * p->w->k + i;
-        vf v = load_n(x, p->w->k - i);
+    int stride = tile_start(p, tile + 1) - first, k = p->w->k;
+    const float *x = p->x + (size_t)m * k;
+    for (int i = 0; kind >= INT8 && i < k; i += LANES * GROUP)
+        round_groups(x + i, k - i, group + i / GROUP * stride, stride);
+    for (int i = 0; kind < INT8 && i < k; i += inputs, group += stride) {
+        vf v = load_n(x + i, k - i);
         vh rounded = to_bfloat16(v);
-        if (kind >= INT8)
-            round_group(x, p->w->k - i, group);
-        else
-            memcpy(group->words, kind == BFLOAT16 ? (void *)&rounded : (void *)&v, sizeof rounded);
+        memcpy(group->words, kind == BFLOAT16 ? (void *)&rounded : (void *)&v, sizeof rounded);
     }
 }
 
@@ -651,8 +690,9 @@ static void rope_cache_row(void *arguments, int m) {
 //
 // Bytes: keys and values, once for each 64 nodes.
 
-// part [width]: the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
-static void attend_query(const Call *a, int m, int head, int start, const float *keys,
+// Of n heads from one on, that share keys [D, SPLIT] and values [SPLIT, padded]: part [n, width] is the
+// values' weighted sum, zeros up to padded D; the sum of weights, their maximum
+INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
     const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
@@ -661,53 +701,89 @@ static void attend_query(const Call *a, int m, int head, int start, const float 
     int position = length_of(a->pass, m / T) + before;
     int end = min(max(position + 1 - start, 0), SPLIT);
     int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
-    float slope = a->pass->slopes ? a->pass->slopes[head] : 0, q[MAX_HEAD] = {0}, probs[SPLIT + 1];
-    memcpy(q, a->x + ((size_t)m * c->n_head + head) * D, D * sizeof *q);
-    vf best = splat(-INFINITY), total = {0};
-    for (int i = low / LANES * LANES; i < end; i += LANES) {
-        vf v[LANES] = {{0}};
-        for (int d = 0; d < padded; d += SLICE)
-#pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++)
-                for (int s = d; s < d + SLICE; s += LANES)
-                    v[j] += load(q + s) * load(keys + (i + j) * padded + s);
-        vi at = NUMBERS + i;
-        vf score = fold(v) * c->scale;
-        score += slope * __builtin_convertvector(at + start - position, vf);
-        score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
-        best = larger(score, best);
-        store(probs + i, score);
+    float q[HEADS][MAX_HEAD + 1], probs[HEADS][SPLIT + 1];
+    vf best[HEADS], total[HEADS];
+    for (int h = 0; h < n; h++) {
+        memcpy(q[h], a->x + ((size_t)m * c->n_head + head + h) * D, D * sizeof **q);
+        q[h][D] = 0;
+        best[h] = splat(-INFINITY);
+        total[h] = splat(0);
     }
-    float maximum = max_lanes(best);
-    for (int i = low / LANES * LANES; i < end; i += LANES) {
-        vf prob = vexp(load(probs + i) - maximum);
-        total += prob;
-        store(probs + i, prob);
+    for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
+        vf sums[HEADS][2][2] = {{{{0}}}};  // of every other dimension, so that no product waits
+        for (int d = 0; d < D; d += 2)
+            for (int s = 0; s < 2; s++)
+                for (int j = 0; j < 2; j++)
+                    for (int h = 0; h < n; h++)
+                        sums[h][j][s] += q[h][d + s] * load(keys + (d + s) * SPLIT + i + j * LANES);
+        for (int j = 0; j < 2; j++)
+            for (int h = 0; h < n; h++) {
+                vi at = NUMBERS + i + j * LANES;
+                vf score = (sums[h][j][0] + sums[h][j][1]) * c->scale;
+                if (a->pass->slopes)
+                    score += a->pass->slopes[head + h] * __builtin_convertvector(at + start - position, vf);
+                score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
+                best[h] = larger(score, best[h]);
+                store(probs[h] + i + j * LANES, score);
+            }
     }
-    probs[end] = 0;
+    for (int h = 0; h < n; h++) {
+        float maximum = max_lanes(best[h]);
+        for (int i = low / LANES * LANES; i < end; i += LANES) {
+            vf prob = vexp(load(probs[h] + i) - maximum);
+            total[h] += prob;
+            store(probs[h] + i, prob);
+        }
+        probs[h][end] = 0;
+        part[h * a->width + padded] = sum_lanes(total[h]);
+        part[h * a->width + padded + 1] = maximum;
+    }
     for (int d = 0; d < padded; d += SLICE) {
-        vf sums[2][SLICE / LANES] = {{{0}}};  // of every other position, so that no product waits
+        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of every other position, likewise
         for (int i = low; i < end; i += 2)
             for (int j = 0; j < 2; j++)
                 for (int s = 0; s < SLICE / LANES; s++)
-                    sums[j][s] += probs[i + j]
-                        * load(values + min(i + j, end - 1) * padded + d + s * LANES);
-        for (int s = 0; s < SLICE / LANES; s++)
-            store(part + d + s * LANES, sums[0][s] + sums[1][s]);
+                    for (int h = 0; h < n; h++)
+                        sums[h][j][s] += probs[h][i + j]
+                            * load(values + min(i + j, end - 1) * padded + d + s * LANES);
+        for (int h = 0; h < n; h++)
+            for (int s = 0; s < SLICE / LANES; s++)
+                store(part + h * a->width + d + s * LANES, sums[h][0][s] + sums[h][1][s]);
     }
-    part[padded] = sum_lanes(total);
-    part[padded + 1] = maximum;
 }
 
-// A row of keys and its row of values, as float32 [padded], the values SPLIT rows after the keys
-INLINE void read_cache(const Call *a, int b, int head, int row, float *out) {
+// `count` rows of the cache, at most 16, as float32: keys [D, SPLIT] become columns, values rows
+INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys, float *values) {
     int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
     const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
-    for (int i = 0; i < 2; i++, out += SPLIT * padded, from += a->pass->value_stride * bytes) {
-        fetch(from + FETCH, D * bytes);
-        for (int d = 0; d < padded; d += LANES)
-            store(out + d, load_row(from, d, D - d, bytes == 2));
+    const char *value = from + a->pass->value_stride * bytes;
+    fetch(from + LANES * D * bytes, LANES * D * bytes);
+    fetch(value + LANES * D * bytes, LANES * D * bytes);
+    for (int d = 0; d < D; d += LANES) {
+        vf v[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
+        transpose(v);
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // an even number of columns
+            store(keys + (d + i) * SPLIT, v[i]);
     }
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < padded; d += LANES)
+            store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
+}
+
+// The row of a node's ancestor, at position i of the split
+static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
+    int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
+    size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
+    for (int d = 0; d < D; d += LANES) {
+        vf v = load_row(a->pass->kv, key + d, D - d, is_half);
+        for (int i = 0; i < min(D - d, LANES); i++)
+            keys[(d + i) * SPLIT] = v[i];
+    }
+    for (int d = 0; d < padded; d += LANES)
+        store(values + d, load_row(a->pass->kv, value + d, D - d, is_half));
 }
 
 static void attend_split(void *arguments, int unit) {
@@ -715,18 +791,26 @@ static void attend_split(void *arguments, int unit) {
     int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
     int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
     int length = length_of(a->pass, b), padded = a->width - LANES;
-    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys);  // then values, by position
-    for (int i = 0; i < min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT); i++)
-        read_cache(a, b, kv, start + i, keys + i * padded);
+    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys), *values = keys + SPLIT * padded;
+    int rows = min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT);
+    for (int i = 0; i < rows; i += LANES)
+        read_cache(a, b, kv, start + i, min(rows - i, LANES), keys + i, values + i * padded);
     size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
     for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
         uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
         for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
             if (i >= 0)
-                read_cache(a, b, kv, length + __builtin_ctzll(nodes), keys + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G; head++)
-            attend_query(a, m, head, start, keys, keys + SPLIT * padded,
-                         a->parts + (row * G * Hkv + head) * a->width);
+                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i, values + i * padded);
+        for (int head = kv * G; head < (kv + 1) * G;) {
+            float *part = a->parts + (row * G * Hkv + head) * a->width;
+            int n = min((kv + 1) * G - head, HEADS);
+            switch (n) {
+                case 1: attend_heads(a, m, head, 1, start, keys, values, part); break;
+                case 2: attend_heads(a, m, head, 2, start, keys, values, part); break;
+                default: attend_heads(a, m, head, HEADS, start, keys, values, part);
+            }
+            head += n;
+        }
     }
 }
 
@@ -1276,6 +1360,7 @@ static void choose_size(Draft *d) {
     int B = s->trees.B;
     float sums[MAX_TREE + 1] = {0}, tokens = 0, draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
     d->left = d->gain = d->rate = 0;
+    d->T = 1;
     for (int b = 0; b < B; b++) {
         Guess pool[MAX_CANDIDATES];
         Entry best[LARGEST];
@@ -1305,7 +1390,7 @@ static int is_worth(Draft *d) {
     int worth = s->gains[depth] * d->left > d->rate * s->prices[0] * (depth ? 1 : 2);
     if (depth)
         return worth || s->steps % TRIAL == depth;
-    if (worth)
+    if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
     if (s->skipped < s->patience)

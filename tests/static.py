@@ -133,18 +133,21 @@ TENSORS = dict(
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 B Hkv S D real", lengths="B int32",
                     q_weight="D real ?", k_weight="D real ?"),
     glu=dict(x="3 C real"), cosine_mix=dict(z="3 C real", q="3 C real", kv="3 2C real"),
-    select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"), best_tree=dict(root="B int64"),
-    ngram_lookup=dict(history="B S int32", lengths="B int32"), merge_chain=TREE | dict(chain="B n int64"),
-    accept_path=TREE | dict(target="B T int64", active="B int32"),
+    select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"),
+    ngram_lookup=dict(history="B S int32", lengths="B int32"),
+    best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
+    accept_path=TREE | dict(target="B T int64", active="B int32", sources="B T int64 ?", lookup="B 1+m int64 ?",
+                            temperature="B float32 ?", counts="modes SOURCES modes float32 ?"),
     filtered_sample=dict(logits="M V float32") | PLACE)
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
-             seed=0, top_k=0, top_p=0.9, min_p=0.0)
+             seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
+COUNTED = "sources lookup temperature counts"
 EXAMPLES = dict(  # a launch or two of every kernel
     tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
     add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
     cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
-    merge_chain=dict(T=16, n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
-    best_tree=dict(n=15, K=4, tree_size=16), accept_path=dict(T=16, max_path=5),
+    select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
+    best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present=COUNTED),
     sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
 
 
@@ -153,7 +156,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     that are given, of those that may be None. aligned: whether caches and weights are, to 16 bytes."""
     function = getattr(kernels, name)
     scope = SIZES | given
-    scope["2C"] = 2 * scope["C"]
+    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"]}
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
         *sizes, kind = spec.removesuffix(" ?").split()
@@ -162,7 +165,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
         if argument in ("k_cache", "v_cache", "weight") and not aligned:
             x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
-    if name in ("select_candidates", "best_tree"):
+    if name in ("select_candidates", "best_tree") and "candidates" not in given:
         root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
         candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
         made["candidates"] = kernels.Candidates(*(x.zero_() for x in candidates))
@@ -202,9 +205,10 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
     rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
     glu=[dict(C=2 * 11008, activation=["silu", "gelu"])], cosine_mix=[dict(C=16384, n_head=1)],
-    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], best_tree=[dict(K=[8, 32], n=63, tree_size=64)],
-    ngram_lookup=[dict(n=[1, 63])], merge_chain=[dict(T=33, n=31), dict(T=1, n=63)],
-    accept_path=[dict(T=64, max_path=5)],
+    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
+    best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
+               dict(candidates=None, m=63, tree_size=64, present="lookup")],
+    accept_path=[dict(T=[2, 64], max_path=5, present=["", "sources temperature counts", COUNTED])],
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 
 

@@ -1,4 +1,4 @@
-"""What the functions of kernels.py refuse, and which of two functions runs. All fifteen operations."""
+"""What the functions of kernels.py refuse, and which of two functions runs. All fourteen operations."""
 
 import inspect
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from static import FP32, TENSORS, arguments
+from static import COUNTED, FP32, TENSORS, arguments
 from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, with every tensor that it may have
@@ -17,8 +17,8 @@ GIVEN = dict(  # arguments of each function, with every tensor that it may have
     commit_path=dict(L=1, B=2, Hkv=1, S=10, D=16, P=3), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
     sum_parts=dict(N=2, n=6, C=3, present="bias"), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
-    select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), best_tree=dict(K=3, n=5, tree_size=6),
-    ngram_lookup=dict(S=8, n=3), merge_chain=dict(T=3, n=4), accept_path=dict(T=3, max_path=3),
+    select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(S=8, n=3),
+    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), accept_path=dict(T=3, max_path=3, present=COUNTED),
     filtered_sample=dict(M=2, V=8))
 
 
@@ -70,9 +70,11 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function of the
                        lambda _: lists(joint=torch.Tensor.long), lambda _: lists(tokens=lambda x: x[:1])],
     best_tree=[dict(K=32, n=64), dict(tree_size=1), dict(tree_size=65), lambda _: lists(tokens=torch.Tensor.int),
                lambda _: lists(parents=lambda x: x.to("meta")),
-               lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))],
+               lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+               dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41), dict(modes=1), dict(candidates=None, present="")],
     ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))],
-    merge_chain=[dict(T=61), dict(n=0)], accept_path=[dict(T=65), dict(max_path=0), dict(max_path=65)],
+    accept_path=[dict(T=65), dict(max_path=0), dict(max_path=65), dict(SOURCES=41), dict(present="counts sources"),
+                 dict(present="counts temperature"), lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
     filtered_sample=[dict(top_p=0.0), dict(top_p=1.1), dict(min_p=-0.1), dict(top_k=-1),
                      lambda _: dict(top_k=torch.ones(2)), lambda _: dict(top_p=torch.ones(2).double()),
                      lambda made: dict(logits=made["logits"].half())])

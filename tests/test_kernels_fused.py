@@ -168,7 +168,7 @@ def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# select_candidates and best_tree
+# select_candidates
 
 # B, K, W, T, whether all beams propose the same
 TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-proposals": (2, 4, 3, 30, True),
@@ -187,8 +187,8 @@ def random_proposals(B, w, W):
 
 
 @pytest.mark.parametrize("B, K, W, T, shared", TREES.values(), ids=TREES.keys())
-def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
-    """Bug: a wrong order among equals, a parent that is not in the tree, a NaN that wins, a spare node that counts."""
+def test_candidates_are_those_of_a_plain_search(B, K, W, T, shared, device):
+    """Bug: a wrong order among equals, another beam's child, a NaN that wins, a candidate where there is none."""
     n = min(W * W, T - 1)
     root = torch.arange(B).to(device) + 70
     candidates = kernels.Candidates.empty(root, K, n)
@@ -216,20 +216,135 @@ def test_trees_are_those_of_a_plain_search(B, K, W, T, shared, device):
             got = zip(joint[b, depth].tolist(), tokens[b, depth].tolist(), parents[b, depth].tolist())
             assert list(got) == best + [(-math.inf, 0, -1)] * (n - len(best))
 
-    tree = kernels.best_tree(root, candidates, T)
-    assert all(x.shape == (B, T) and x.dtype == torch.int64 for x in tree)
-    for b in range(B):
-        entries = [(total, depth, token, i) for depth in range(1, K + 1)
-                   for i, (total, token, _) in enumerate(lists[b][depth])]
-        kept = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[:T - 1]
-        node_of = {(depth, i): node for node, (_, depth, _, i) in enumerate(kept, start=1)}
-        want = [(root[b].item(), 0, 0, 1)]
-        for node, (_, depth, token, i) in enumerate(kept, start=1):
-            parent = node_of[depth - 1, lists[b][depth][i][2]] if depth > 1 else 0
-            want.append((token, parent, depth, want[parent][3] | 1 << node))
-        want += [(0, 0, 0, 0)] * (T - len(want))
-        got = zip(*(x[b].tolist() for x in tree))
-        assert [(*row[:3], row[3] % 2**64) for row in got] == want
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ngram_lookup
+
+
+def lookup(texts, n, device, rng=None):
+    """The chains of texts of any lengths, in a history whose other columns hold tokens of all texts."""
+    S = max(map(len, texts)) + 9
+    junk = rng.choices([token for text in texts for token in text], k=S) if rng else [0] * S
+    filled = torch.tensor([(text + junk)[:S] for text in texts], dtype=torch.int32, device=device)
+    lengths = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device=device)
+    chains = kernels.ngram_lookup(filled, every_second(lengths), n)
+    assert chains.shape == (len(texts), 1 + n) and chains.dtype == torch.int64
+    return chains.tolist()
+
+
+def searched(text, n):
+    """The length of the match and the chain, by trying every earlier end of every suffix."""
+    last = len(text) - 1
+    for size in (4, 3, 2, 1):
+        for end in range(last - 1, size - 2, -1):
+            if text[end - size + 1:end + 1] == text[last - size + 1:]:
+                longer = list(text)
+                for _ in range(n):
+                    longer.append(longer[end - last])
+                return [size, *longer[last + 1:]]
+    return [0] + [-1] * n
+
+
+VOCABULARIES = {"one-token": [3], "70,000": range(70_000), "to-2^31": [0, 2**31 - 1, 5],
+                "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
+LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3, 63, 64, 5],
+           "several-tiles": [4097, 9001, 12], "many-short": [*range(1, 15)] * (1 if INTERPRETED else 20)}
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=slow_to_interpret), 63])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
+def test_lookup_equals_a_plain_search(vocabulary, lengths, n, device):
+    """Bug: a token cut to 16 bits, an end of a tile left out, a suffix or a match that leaves its text."""
+    rng = random.Random(0)
+    texts = [rng.choices(vocabulary, k=length) for length in lengths]
+    texts += [text[:-2] + text[:2] for text in texts]  # so that something is found in a large vocabulary too
+    assert lookup(texts, n, device, rng) == [searched(text, n) for text in texts]
+
+
+@pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
+def test_a_long_text(place, device):
+    """Bug: a match lost between tiles, or a nearer and shorter one of another tile that wins."""
+    text = torch.arange(100_000).tolist()
+    text[place + 3::1024] = [text[place + 3]] * len(text[place + 3::1024])  # at the same place of later tiles too
+    text[-4:] = text[place:place + 4]
+    assert lookup([text], 5, device) == [[4, *text[place + 4:place + 9]]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# best_tree
+
+# B, K, W, candidates per depth, length of the chain: neither more than a tile has, nor less than the nodes
+POOLS = {"heads": (3, 4, 4, 16, 0), "lookup": (3, 0, 0, 0, 15), "one-token": (2, 0, 0, 0, 1), "both": (4, 4, 4, 16, 15),
+         "long-chain": (2, 2, 3, 9, 63), "few": (2, 1, 1, 1, 2), "a-full-tile": (2, 3, 4, 16, 15),
+         "2047-candidates": (1, 32, 32, 63, 31)}
+FALLING = torch.linspace(1, 0, 41).square().tolist()
+TABLES = {"falling": [*FALLING, 0.0, 0.3, 0.5, 0.7, 0.9], "ties": [1.0] * 9 + [0.5] * 32 + [1.0, 0.5, 0.25, 0.0, 1.0],
+          "zero": [0.0] * 46, "rising": [*FALLING[::-1], 0.5, 0.9, 0.8, 0.7, 0.6],
+          "hostile": [math.nan, 0.7, -0.0, 2.0, 1.0, -math.inf, math.inf] * 6 + [0.5, -1.0, math.inf, math.nan]}
+
+
+def random_pool(B, K, W, n, n_chain):
+    """root, candidates and lookup; a chain begins as a path of the candidates does, if there are any."""
+    root, candidates = torch.randint(0, 9, (B,)), kernels.Candidates.empty(torch.zeros(B).long(), K, n) if K else None
+    for depth in range(K):
+        kernels.select_candidates_reference(*random_proposals(B, W if depth else 1, W), candidates, depth)
+    match = torch.randint(1, 5, (B, 1)) * (torch.rand(B, 1) < 0.9)
+    lookup = torch.where(match > 0, torch.randint(0, 3, (B, 1 + n_chain)), -1)
+    lookup[:, :1] = match
+    for b in range(B if K and n_chain else 0):
+        beam = int(torch.randint(0, W, ()))
+        for depth in range(min(int(torch.randint(0, K + 1, ())), n_chain) - 1, -1, -1):
+            lookup[b, 1 + depth] = candidates.tokens[b, depth, beam]
+            beam = max(int(candidates.parents[b, depth, beam]), 0)
+    lookup[:, 1:][match.expand(B, n_chain) == 0] = -1
+    return root, candidates, lookup if n_chain else None
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS.keys())
+def test_trees_are_the_front_of_a_plain_search(pool, table, device):
+    """Bug: a wrong order among equals, a child without its parent, one token twice, a spare node that counts; a tree
+    that depends on its size; a chance that rises along a path; a sequence's chances of the other mode."""
+    for _ in range(1 if INTERPRETED else 20):
+        root, candidates, lookup = random_pool(*pool)
+        chances, temperature = torch.tensor([table, table[::-1]]), torch.randint(0, 2, root.shape).float()
+        want = kernels.best_tree_reference(root, candidates, lookup, chances, temperature, 64)
+        on_device = [None if x is None else every_second(x.to(device)) for x in (root, lookup, chances, temperature)]
+        heads = candidates and kernels.Candidates(*(x.to(device) for x in candidates))
+        for T in (2, 15, 64):
+            got = kernels.best_tree(on_device[0], heads, *on_device[1:], T)
+            assert all(torch.equal(x.cpu(), y[:, :T]) for x, y in zip(got, want, strict=True)), T
+        for b, nodes in enumerate(zip(*(x.tolist() for x in want))):
+            nodes = [*zip(*nodes)]
+            used = [node for node in nodes if node[3]]
+            assert used[0] == (root[b], 0, 0, 1, -1, 1.0)
+            assert nodes[len(used):] == [(0, 0, 0, 0, -1, 0.0)] * (64 - len(used))
+            assert len({node[:2] for node in used[1:]}) == len(used) - 1
+            for i, (_, parent, depth, ancestors, source, chance) in enumerate(used[1:], start=1):
+                above = used[parent]
+                assert parent < i and depth == above[2] + 1 and ancestors % 2**64 == above[3] | 1 << i
+                assert 0 <= source < kernels.SOURCES and 0 <= chance <= min(above[5], used[i - 1][5])
+
+
+def test_chances_are_the_formula(device):
+    """Bug: a bin cut instead of interpolated, a power too many, the smaller chance or its source for a merged node."""
+    joint = torch.tensor([[[-0.125, -1.5, -99.0], [-0.625, -10.0, -math.inf]]])
+    tokens, parents = torch.tensor([[[5, 6, 7], [8, 9, 3]]]), torch.tensor([[[0, 0, 0], [0, 0, -1]]])
+    candidates = kernels.Candidates(*(x.to(device) for x in (joint, tokens, parents)))
+    chances = torch.zeros(2, kernels.SOURCES)
+    chances[1, :8], chances[1, kernels.BINS + 2] = torch.tensor([0.75, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0]), 0.5
+    inputs = torch.tensor([4]), torch.tensor([[2, 5, 8, 5]]), chances, torch.tensor([0.7])
+    root, *inputs = (x.to(device) for x in inputs)
+    *columns, probabilities = (x[0].tolist() for x in kernels.best_tree(root, candidates, *inputs, 8))
+    assert probabilities == [1, 0.625, 0.375, 0.125, 0.125, 0, 0, 0]
+    assert [*zip(*columns)] == [
+        (4, 0, 0, 1, -1), (5, 0, 1, 3, 0), (8, 1, 2, 7, 2), (6, 0, 1, 9, 6), (5, 2, 3, 23, 43), (7, 0, 1, 33, 40),
+        (9, 1, 2, 67, 40), (0, 0, 0, 0, -1)]
+    chances[1, kernels.BINS + 2] = 0.75
+    *columns, probabilities = (x[0].tolist() for x in kernels.best_tree(
+        root, candidates, inputs[0], chances.to(device), inputs[2], 4))
+    assert probabilities == [1, 0.75, 0.5625, 0.421875] and columns[4] == [-1, 43, 43, 43]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,6 +383,36 @@ def test_accept_equals_a_plain_walk(device):
         rest = 5 - len(path)
         assert got == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest, len(path), len(path) - 1]
         assert idle == [*got[:10], 0, 0]
+
+
+@pytest.mark.parametrize("n_chain", [0, 1, 3, 20])
+def test_proposals_that_were_right_are_counted(n_chain, device):
+    """Bug: a count of the other mode or of an idle sequence, a chain's end taken for a mistake, a spare node."""
+    rng = random.Random(n_chain)
+    counts, want = (torch.full((2, kernels.SOURCES, 2), 7.0, device=x) for x in (device, "cpu"))
+    active, temperature = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    for _ in range(10 if INTERPRETED else 100):
+        T, P = rng.randint(1, 64), rng.randint(1, 6)
+        trees = [as_int64(x) for x in zip(*(random_tree(rng, T, 4) for _ in range(4)))]
+        sources = torch.randint(-1, kernels.SOURCES, (4, T))
+        tree = [every_second(x.to(device)) for x in (*trees, torch.randint(0, 3, (4, T)), active)]
+        out = kernels.accept_path(*tree, P)
+        lookup = torch.cat((torch.randint(0, 5, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
+        equal = rng.randint(0, min(n_chain, P))
+        lookup[:, 1:1 + equal] = out[:, :equal]
+        counted = [every_second(x.to(device)) for x in (sources, lookup, temperature)]
+        counted[1] = counted[1] if n_chain else None
+        assert torch.equal(kernels.accept_path(*tree, P, *counted, counts), out)
+        for b, (*row, count, _) in enumerate(out.tolist()):
+            mode, (match, *chain) = int(temperature[b] > 0), lookup[b].tolist()
+            for i in range(1, T if count else 0):
+                if trees[3][b, i] and 0 <= sources[b, i] < kernels.BINS:
+                    want[mode, sources[b, i]] += torch.tensor([i in row[P:P + count], 1])
+            pairs = [*zip(chain, row[:count])]
+            right = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+            if match:
+                want[mode, kernels.BINS + match] += torch.tensor([right, right + (right < len(pairs))])
+        assert torch.equal(counts.cpu(), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,100 +477,3 @@ def test_filtered_sample_survives_nan(device):
             logits, temperature=1.0, top_k=top_k, top_p=top_p, min_p=0.0, seed=1, sequence=index, position=index)
         assert tokens[:2].amin() >= 0 and tokens[:2].amax() < 3
         assert tokens[2] == 1 or not INTERPRETED  # torch ranks NaN as the largest
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ngram_lookup and merge_chain
-
-
-def lookup(texts, n, device, rng=None):
-    """The chains of texts of any lengths, in a history whose other columns hold tokens of all texts."""
-    S = max(map(len, texts)) + 9
-    junk = rng.choices([token for text in texts for token in text], k=S) if rng else [0] * S
-    filled = torch.tensor([(text + junk)[:S] for text in texts], dtype=torch.int32, device=device)
-    lengths = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device=device)
-    chains = kernels.ngram_lookup(filled, every_second(lengths), n)
-    assert chains.shape == (len(texts), n) and chains.dtype == torch.int64
-    return chains.tolist()
-
-
-def searched(text, n):
-    """By trying every earlier end of every suffix."""
-    last = len(text) - 1
-    for size in (4, 3, 2, 1):
-        for end in range(last - 1, size - 2, -1):
-            if text[end - size + 1:end + 1] == text[last - size + 1:]:
-                longer = list(text)
-                for _ in range(n):
-                    longer.append(longer[end - last])
-                return longer[last + 1:]
-    return [-1] * n
-
-
-VOCABULARIES = {"one-token": [3], "70,000": range(70_000), "to-2^31": [0, 2**31 - 1, 5],
-                "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
-LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3, 63, 64, 5],
-           "several-tiles": [4097, 9001, 12], "many-short": [*range(1, 15)] * (1 if INTERPRETED else 20)}
-
-
-@pytest.mark.parametrize("n", [pytest.param(1, marks=slow_to_interpret), 63])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
-def test_lookup_equals_a_plain_search(vocabulary, lengths, n, device):
-    """Bug: a token cut to 16 bits, an end of a tile left out, a suffix or a match that leaves its text."""
-    rng = random.Random(0)
-    texts = [rng.choices(vocabulary, k=length) for length in lengths]
-    texts += [text[:-2] + text[:2] for text in texts]  # so that something is found in a large vocabulary too
-    assert lookup(texts, n, device, rng) == [searched(text, n) for text in texts]
-
-
-@pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
-def test_a_long_text(place, device):
-    """Bug: a match lost between tiles, or a nearer and shorter one of another tile that wins."""
-    text = torch.arange(100_000).tolist()
-    text[place + 3::1024] = [text[place + 3]] * len(text[place + 3::1024])  # at the same place of later tiles too
-    text[-4:] = text[place:place + 4]
-    assert lookup([text], 5, device) == [text[place + 4:place + 9]]
-
-
-# T, n: plain roots, one more node than a tile has, 64 nodes in all
-MERGED = [(1, 1), (1, 10), (1, 63), (2, 1), (5, 4), (9, 4), (16, 48), (30, 31), (33, 31), (54, 10), (63, 1)]
-
-
-def random_chain(rng, n, tree):
-    """What begins as a path of the tree does, or, at times, nothing."""
-    tokens, parents, depths, _ = tree
-    node, path = rng.randrange(len(tokens)), []
-    while depths[node]:
-        path.insert(0, tokens[node])
-        node = parents[node]
-    return [-1] * n if rng.random() < 0.1 else [*path, *(rng.randint(0, 2) for _ in range(n))][:n]
-
-
-def merge(trees, chains, device):
-    """Lists of (token, parent, depth, bitmask) for each sequence, a bitmask from 0 to 2^64 - 1."""
-    nodes = [every_second(torch.tensor(x, device=device)) for x in (*zip(*trees), chains)]
-    merged = kernels.merge_chain(*nodes)
-    (B, T), n = nodes[0].shape, nodes[4].shape[1]
-    assert len(merged) == 4 and all(x.shape == (B, T + n) and x.dtype == torch.int64 for x in merged)
-    return [[(*row[:3], row[3] % 2**64) for row in zip(*rows)] for rows in zip(*(x.tolist() for x in merged))]
-
-
-def added_one_by_one(tree, chain):
-    rows, T, node = list(zip(*tree)), len(tree[0]), 0
-    for depth, token in enumerate(chain, start=1):
-        below = [i for i, row in enumerate(rows) if row[:3] == (token, node, depth) and row[3]]
-        if token >= 0 and not below:
-            below = [len(rows)]
-            rows.append((token, node, depth, rows[node][3] | 1 << len(rows)))
-        node = below[0] if below else None
-    return rows + [(0, 0, 0, 0)] * (T + len(chain) - len(rows))
-
-
-@pytest.mark.parametrize("T, n", MERGED)
-def test_a_merged_tree_is_what_adding_one_by_one_gives(T, n, device):
-    """Bug: a node twice, a common path mistaken for a longer or shorter one, the ancestors of another node."""
-    rng = random.Random(0)
-    trees = [random_tree(rng, T) for _ in range(8 if INTERPRETED else 100)]
-    chains = [random_chain(rng, n, tree) for tree in trees]
-    assert merge(trees, chains, device) == list(map(added_one_by_one, trees, chains))

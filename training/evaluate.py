@@ -53,7 +53,7 @@ def acceptance(heads, prompts, temperature, size=TREE_SIZE, seconds=math.inf):
                      tree_size=size, temperature=temperature)
     outputs = [engine.generate(prompts[start:start + n], DECODED)
                for start in until(seconds, range(0, len(prompts), n))]
-    counts = engine.policy.counts[int(temperature > 0), :BINS].tolist()
+    counts = engine.policy.counts[int(temperature > 0), :BINS].long().tolist()
     done = sum(len(output.sequences) for output in outputs)
     steps = sum(output.steps for output in outputs)
     emitted = sum(output.emitted for output in outputs)
@@ -68,7 +68,7 @@ def measure(heads, heldout, batch_size, block_size, seconds=SECONDS, log=print):
     room = heads.model.config.block_size - DECODED  # for a prompt of up to 4 * length tokens
     starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
     tables = {}
-    for part, (name, temperature) in enumerate(dict(sampled=1.0, greedy=0.0).items(), start=2):
+    for part, (name, temperature) in enumerate(dict(sampled=0.8, greedy=0.0).items(), start=2):
         log(f"measuring {part} of 3: {name}, tree size {TREE_SIZE}")
         tables[name], done, tokens_per_step = acceptance(heads, starts, temperature,
                                                          seconds=seconds / 3)
