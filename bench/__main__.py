@@ -73,6 +73,8 @@ def add_gpu_flags(parser):
     parser.add_argument("--parts", nargs="+", metavar="PART", help="default: all, see docs")
     parser.add_argument("--seconds", type=flags.at_least(1), default=480, metavar="N",
                         help="for all parts, each has its share; default: 480")
+    parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "
+                        "chats of bench/prompts.jsonl by this model, with its heads")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
 
 

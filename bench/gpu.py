@@ -8,6 +8,9 @@ part. --dry-run takes tiny sizes, also on a CPU."""
 import gc
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bench import machine, size_config
+from bench import ROOT, machine, size_config
 from bench import operations as ops
 from bench.decoding import alternate, compare, decode_once, load_prompts
 from clover import CloverHeads, preset
@@ -26,7 +29,7 @@ from generate import Sampling, generate
 from hf.families import hf_config
 from hf.paths import default_heads
 from kernels import add_norm
-from model import GPT, GPTConfig, InputError
+from model import GPT, GPTConfig, InputError, expect
 from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.load import load_model
@@ -41,14 +44,16 @@ FULL = SimpleNamespace(
     rows=(1, 16, 32, 64, 256, 512),  # of a matrix product
     matmul=8192,                 # rows and columns of a large one
     new_tokens=128,
-    copies=64)                   # at most, of a kernel's inputs
+    copies=64,                   # at most, of a kernel's inputs
+    workers=("-n", "12"),        # of pytest, by pytest-xdist
+    tests=("-m", "gpu", "--continue-on-collection-errors"))
 TINY = SimpleNamespace(
     large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
-    matmul=64, new_tokens=8, copies=1)
+    matmul=64, new_tokens=8, copies=1, workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts: generators of rows. run: device, sizes and out as attributes.
+# The parts: generators of rows. run: device, sizes, out, deadline and --model as attributes.
 
 def ceilings(run):
     """What the hardware can do: a large copy, a large product, a launch in a graph, and the
@@ -86,32 +91,48 @@ def steps(run, size):
 
 
 def demo(run):
-    """Held-out texts continued by demo/, four for each slot of the largest batch: plainly and by
-    each drafter, each beside its graph alone."""
+    """Held-out texts continued by demo/, four for each slot of the largest batch."""
+    for dtype in ("bfloat16", "float32"):
+        yield from decoded(run, model=str(DEMO), dtype=dtype, chats=None,
+                           prompts=4 * max(run.sizes.batch_sizes))
+
+
+def chats(run):
+    """The chats of bench/prompts.jsonl, answered by the model of --model."""
+    expect(run.model, "no --model was given")
+    yield from decoded(run, model=run.model, dtype=None, chats=ROOT / "bench" / "prompts.jsonl",
+                       prompts=None)
+
+
+def decoded(run, **flags):
+    """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
+    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None)
+    model, encoding = load_model(args)
+    heads = default_heads(args.model)
+    heads = heads and CloverHeads.from_pretrained(heads, model, encoding.hash)
+    groups, stop = load_prompts(args, encoding)
+    prompts = [prompt for row in zip(*groups.values()) for prompt in row]  # kinds alternate
+    drafted = [("plain", 1), ("lookup", 8), *product(["heads"], (4, 8, 16) if heads else ()),
+               *product(["heads + lookup" if heads else "lookup"], (16, None))]
     new = run.sizes.new_tokens
-    drafted = [("plain", 1), ("lookup", 8), *product(["heads"], (4, 8, 16)),
-               *product(["heads + lookup"], (16, None))]
-    for dtype, B in product(("bfloat16", "float32"), run.sizes.batch_sizes):
-        args = SimpleNamespace(model=str(DEMO), dtype=dtype, device=str(run.device), quantize=None,
-                               data=None, chats=None, prompts=4 * max(run.sizes.batch_sizes))
-        model, encoding = load_model(args)
-        heads = CloverHeads.from_pretrained(default_heads(DEMO), model, encoding.hash)
-        prompts = load_prompts(args, encoding)[0]["text"][:max(4 * B, 16)]
-        prefix = max(map(len, prompts)) + new // 2  # about the mean
+    for B in run.sizes.batch_sizes:
+        # the last prompts leave slots idle, which costs as much as busy ones
+        group = prompts[:max(4 * B, 16)]
+        prefix = sum(map(len, group)) // len(group) + new // 2  # about the mean
         options = {(name, T or "auto"): dict(tree_size=T, batch_size=B, **ops.drafters(name, heads))
                    for name, T in drafted}
-        ways = {way: partial(decode_once, model, **own) for way, own in options.items()}
-        (_, runs), = alternate(ways, dict(text=prompts), new, rounds=1)
+        ways = {way: partial(decode_once, model, stop=stop, **own) for way, own in options.items()}
+        (_, runs), = alternate(ways, dict(text=group), new, rounds=1)
         plain, = runs["plain", 1]
         for (name, T), row in compare(runs).items():
             out, = runs[name, T]
-            row |= differences(model, prompts, out, plain)
+            row |= differences(model, group, out, plain)
             row["engine_ms"] = 1e3 * out.decode_seconds / max(out.batch_steps, 1)
             if T != "auto":
                 decoder = timing_decoder(model, prefix=prefix, **options[name, T])
                 row["graph_ms"] = 1e3 * step_time(decoder)
-            yield dict(model="demo", dtype=str(model.dtype), drafter=name, batch_size=B,
-                       tree_size=T) | row
+            yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
+                       batch_size=B, tree_size=T) | row
 
 
 def differences(model, prompts, ours, plain):
@@ -137,6 +158,48 @@ def toy(run):
             tree = generate(model, prompts, 8, heads, lookup=True, tree_size=9, **options).tokens
             yield dict(heads=name, dtype=str(dtype), sampling=str(sampling),
                        identical=tree == plain)
+
+
+def tests(run):
+    """The tests that need a GPU; the one that counts free memory runs alone."""
+    alone = "memory_of_a_graph"
+    for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
+        output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
+                                   "--tb=short", *flags, *run.sizes.tests)
+        counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
+                  for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
+        failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
+        yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
+
+
+def sanitizer(run):
+    """compute-sanitizer, of the CUDA toolkit, on `toy`: accesses out of bounds, then data races."""
+    for tool in ("memcheck", "racecheck"):
+        half = max(run.deadline - time.perf_counter(), 2) / 2
+        output, code = run_process(
+            run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
+            "bench", "gpu", "--out", run.out / tool, "--parts", "toy", "--seconds", str(int(half)))
+        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
+        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
+        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
+                   different=cases["false"], exit_code=code)
+
+
+def run_process(run, log, *command):
+    """(what a command printed, also into a log, and its exit code; None where it was killed at the
+    part's deadline)"""
+    with open(run.out / log, "a+") as file:
+        start = file.tell()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
+                                   start_new_session=True)
+        try:
+            code = process.wait(max(run.deadline - time.perf_counter(), 1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers, which hold the GPU
+            process.wait()
+            code = None
+        file.seek(start)
+        return file.read(), code
 
 
 def kernels(run):
@@ -174,8 +237,9 @@ def transformer_steps(run):
 PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
-    "demo": (demo, 0.2), "toy": (toy, 0.04), "kernels": (kernels, 0.08),
-    "transformers": (transformer_steps, 0.05)}
+    "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
+    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05),
+    "sanitizer": (sanitizer, 0.2)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,11 +250,12 @@ def bench(args):
     process for the parts that are left."""
     if not (args.dry_run or torch.cuda.is_available()):
         raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
-    parts = args.parts or [*PARTS]
+    parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
     if unknown := [name for name in parts if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = SimpleNamespace(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-                          sizes=TINY if args.dry_run else FULL, out=Path(args.out))
+                          sizes=TINY if args.dry_run else FULL, model=args.model,
+                          out=Path(args.out).absolute())
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
     shares = [PARTS[name][1] for name in parts]
@@ -205,11 +270,12 @@ def bench(args):
 
 def run_part(run, name, budget):
     started = time.perf_counter()
+    run.deadline = started + budget
     ended = "done"
     try:
         for row in PARTS[name][0](run):
             write(run, dict(part=name) | row)
-            if time.perf_counter() > started + budget:
+            if time.perf_counter() > run.deadline:
                 ended = "out of time"
                 break
     except Exception as error:

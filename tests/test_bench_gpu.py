@@ -1,7 +1,11 @@
 """bench gpu: torch's versions do the same work, rows hold what was timed, every part runs, none takes others along."""
 
+import contextlib
+import fcntl
 import json
+import math
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from itertools import count
@@ -17,6 +21,7 @@ from generate import generate
 from model import InputError
 from test_kernels import as_int64, random_forest
 from tools import timing
+from tools.flags import DEMO
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 
@@ -66,8 +71,16 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
-    bench.main(bench.parse(["gpu", "--dry-run", "--out", str(tmp_path)]))
-    rows = rows_of(tmp_path)
+    folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
+                             ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:99] }}{% endfor %}")
+    tool = tmp_path / "compute-sanitizer"  # prints its arguments, a row, and what the real one ends with
+    tool.write_text("""#!/bin/sh\necho "$@"\necho '"identical": true'\necho '== ERROR SUMMARY: 0 errors'""")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    out = tmp_path / "out"
+    bench.main(bench.parse(["gpu", "--dry-run", "--model", str(folder), "--out", str(out)]))
+    rows = rows_of(out)
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
     ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
@@ -90,13 +103,22 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
     assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
     assert [row["identical"] for row in select("toy", "heads") if row["dtype"] == "torch.float32"] == [True] * 4 * 3
-    decoded = select("demo", "drafter")
-    assert [(row["drafter"], row["tree_size"]) for row in decoded[:7]] == [
-        ("plain", 1), ("lookup", 8), ("heads", 4), ("heads", 8), ("heads", 16), ("heads + lookup", 16),
-        ("heads + lookup", "auto")]
-    assert len(decoded) == 2 * 2 * 7 and all(row["bugs"] == 0 for row in decoded)
-    assert sorted(row["engine_ms"] for row in decoded)[14] > 0  # other work may spoil a few
-    assert os.listdir(tmp_path) == ["results.jsonl"]
+    by_lookup, by_heads = [("plain", 1), ("lookup", 8)], [("heads", T) for T in (4, 8, 16)]
+    for part, name, batches, ways in (
+            ("demo", "demo", 4, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
+            ("chats", "chatty", 2, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
+        decoded = select(part, "drafter")
+        assert [(row["drafter"], row["tree_size"]) for row in decoded] == batches * ways
+        assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
+        assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
+        assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may spoil a few
+    assert select("tests", "passed")[0]["passed"] > 20 and select("tests", "passed")[0]["exit_code"] == 0
+    assert select("sanitizer", "tool") == [
+        dict(part="sanitizer", tool=tool, summary=["ERROR SUMMARY: 0 errors"], identical=1, different=0, exit_code=0)
+        for tool in ("memcheck", "racecheck")]
+    _, _, program, _, _, *flags = (out / "sanitizer.log").read_text().split("\n")[0].split()
+    assert program == sys.executable and bench.parse(flags).parts == ["toy"]
+    assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "sanitizer.log"}
 
 
 def test_outputs_that_differ_are_told_apart(toy):
@@ -107,9 +129,26 @@ def test_outputs_that_differ_are_told_apart(toy):
     assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
 
 
+def test_a_process_that_is_late_ends_with_its_children(tmp_path):
+    """Bug: workers that hold the GPU while the next part is timed. Here a child holds a lock."""
+    file = str(tmp_path / "lock")
+    script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
+    run = SimpleNamespace(out=tmp_path, deadline=0)
+    assert gpu.run_process(run, "log", sys.executable, "-u", "-c", script) == ("1\n", None)
+    with open(file) as lock:
+        for attempt in range(10**6):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+    assert attempt < 10**6 - 1
+    run.deadline = math.inf
+    assert gpu.run_process(run, "log", sys.executable, "-c", "print(3); exit(4)") == ("3\n", 4)
+    assert (tmp_path / "log").read_text() == "1\n3\n"
+
+
 def parts_of(monkeypatch, tmp_path, **functions):
     monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], dry_run=True, seconds=5))
+    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], model=None, dry_run=True, seconds=5))
     return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
 
 
