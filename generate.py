@@ -229,7 +229,8 @@ class Policy:
         surprise = math.log(seconds / self.seconds(rows, depths))
         change = PACE * max(min(surprise, 1.0), -1.0)
         self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change
+        for step in range(-3, 4):  # near row counts take about as long
+            self.log_ratio[bucket(rows) + step] += change * 0.5 ** abs(step)
         if depths:
             self.log_ratio["heads"] += change
 
