@@ -125,7 +125,7 @@ LAUNCH_SECONDS = 12 * 2e-6
 
 
 class Policy:
-    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens per second
+    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens a second
 
         (1 + sum of the acceptance probabilities of the T - 1 likeliest nodes) / seconds(T)
 
@@ -145,7 +145,9 @@ class Policy:
         self.lookup = lookup and self.tree_size != 1
         self.depth = heads.config.n_draft if self.heads else 0
         self.chooses_inside = decoder_class(model, self.heads).chooses_size
-        self.options = self.list_options(model.device.type)
+        self.options = [(self.tree_size or 0, self.heads is not None)]  # what `select` may give
+        if not (self.tree_size or self.chooses_inside):
+            self.options = tree_options(model.device.type, heads, lookup)
         self.largest = self.tree_size or max(LARGEST, *(T for T, _ in self.options))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: right, proposed
@@ -155,7 +157,7 @@ class Policy:
         self.learn_chances(self.seen)
         self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
                       for with_heads in (False, True)}
-        self.looks = {with_heads: [2] * len(means) for with_heads, means in self.means.items()}
+        self.looks = {with_heads: [2] * MAX_TREE for with_heads in self.means}  # at each rank
         self.costs = guessed_costs(model, self.heads)
         self.unit = None           # seconds of a cost of 1: other work slows down all sizes
         self.log_ratio = Counter() # of a duration to its guessed cost, by `bucket` of rows
@@ -164,15 +166,6 @@ class Policy:
         self.steps = 0
         self.last_use = Counter()
         self.trial = []            # options of the next steps, in the place of the best
-
-    def list_options(self, device):
-        """What `select` may give."""
-        if self.tree_size or self.chooses_inside:
-            return [(self.tree_size or 0, self.heads is not None)]
-        drafters = [with_heads for with_heads, drafts in ((True, self.heads), (False, self.lookup))
-                    if drafts]
-        return [(1, False)] + [(T, with_heads) for with_heads in drafters
-                               for T in SIZES[device][1:]]
 
     def seconds(self, rows, depths):
         """Of a step of B * T = rows, in which heads draft to this depth."""
@@ -206,7 +199,7 @@ class Policy:
         self.priced = B
         self.prices[0] = (self.seconds(B, 1) - self.seconds(B, 0)) / 2
         seconds = [self.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
-        self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values  # more take no less
+        self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values
 
     def rate(self, B, T, with_heads):
         depths = min(self.depth, T - 1) if with_heads else 0
@@ -226,21 +219,23 @@ class Policy:
         if self.chooses_inside:
             return
         hits = Counter(node for result in results for node in result.path[1:])
-        means, looks = self.means[step.depths > 0], self.looks[step.depths > 0]
+        means = self.means[step.depths > 0]
+        looks = self.looks[step.depths > 0]
         for i in range(step.tree_size - 1):
             looks[i] = min(looks[i] + 1, MEMORY[1])
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
-        """Most of a surprise says something of the machine, a fifth of these rows and heads."""
+        """Half of a surprise says something of these rows and heads, half of the machine."""
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
         change = PACE * max(min(surprise, 1.0), -1.0)
         self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change / 4
+        for step in range(-3, 4):  # near row counts take about as long
+            self.log_ratio[bucket(rows) + step] += change * 0.5 ** abs(step)
         if depths:
-            self.log_ratio["heads"] += change / 4
+            self.log_ratio["heads"] += change
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""
@@ -263,6 +258,12 @@ def falling(bins):
         while len(pools) > 1 and pools[-1][0] * pools[-2][1] > pools[-2][0] * pools[-1][1]:
             pools[-2:] = [tuple(map(sum, zip(*pools[-2:])))]
     return [right / proposed for right, proposed, width in pools for _ in range(width)]
+
+
+def tree_options(device_type, heads, lookup):
+    """The (T, whether heads draft) among which a policy chooses before a step."""
+    drafters = [drafts for drafts, is_there in ((True, heads), (False, lookup)) if is_there]
+    return [(1, False), *((T, drafts) for drafts in drafters for T in SIZES[device_type][1:])]
 
 
 def known_counts(heads):
