@@ -387,20 +387,20 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         check(other, len(other))
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-@pytest.mark.parametrize("name", [None, "clover"])
-def test_what_prompts_share_is_read_once_in_any_slot(toy, name, steps_ahead, monkeypatch):
+@either_decoder
+@pytest.mark.parametrize("name, steps_ahead", [(None, 0), ("clover", 0), ("clover", 1)])
+def test_what_prompts_share_is_read_once_in_any_slot(name, steps_ahead, compiled, monkeypatch):
     """Catches a slot whose text an idle step or another prompt overwrote, the wrong one of several slots, and prompts
     that are read at once from where only one of them may start."""
     read, prefill = [], GPT.prefill
     count = lambda self, tokens, *rest: read.append(tokens.numel()) or prefill(self, tokens, *rest)
-    heads = random_heads(toy, name) if name else None
-    made = new_engine(toy, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED))
+    model, heads = load(name, compiled)
+    made = new_engine(model, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED))
     made.decoder.steps_ahead = steps_ahead
     first, second = random_prompts([40, 50])
 
     def check(prompts, most):
-        want = generate(toy, prompts, 20, batch_size=1, **SAMPLED).tokens
+        want = generate(model, prompts, 20, batch_size=1, **SAMPLED).tokens
         with monkeypatch.context() as patch:
             patch.setattr(GPT, "prefill", count)
             read.clear()
@@ -455,12 +455,13 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
     assert made.generate([prompt + so_far], 80).tokens[0] == want[20:]
 
 
+@either_decoder
 @pytest.mark.parametrize("number", range(5))
-def test_a_cancelled_text_leaves_no_trace(toy, monkeypatch, number):
+def test_a_cancelled_text_leaves_no_trace(compiled, monkeypatch, number):
     """Bug: a slot that is lost, or used twice; another text that changes. Running, being read, or waiting."""
     monkeypatch.setattr(module, "PREFILL_CHUNK", 32)
-    engine = new_engine(toy, batch_size=2, capacity=250)
-    prompts = random_prompts([7, 200, 5, 9, 4])
+    prompts, (model, heads) = random_prompts([7, 200, 5, 9, 4]), load("clover", compiled)
+    engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=250)
     sequences = [engine.add(prompt, 12) for prompt in prompts]
     engine.step()
     assert engine.running and engine.prefilling and engine.waiting
@@ -469,5 +470,5 @@ def test_a_cancelled_text_leaves_no_trace(toy, monkeypatch, number):
     while engine.busy:
         engine.step()
     texts = [sequence.tokens if sequence.ended == "length" else sequence.ended for sequence in sequences]
-    assert texts == [generate(toy, [prompt], 12).tokens[0] if i != number else "cancelled"
+    assert texts == [generate(model, [prompt], 12).tokens[0] if i != number else "cancelled"
                      for i, prompt in enumerate(prompts)]
