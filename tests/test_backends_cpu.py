@@ -19,13 +19,12 @@ import model as models
 from backends import cpu
 from clover import PRESETS, CloverHeads, preset
 from conftest import SHAPES, random_prompts, refusal, toy_model
-from generate import Accepted, Decoder, DraftPlan, generate
+from generate import Decoder, generate
 from hf import checkpoint
-from kernels import accept_path_reference, gumbel_argmax, tree_attention_reference
+from kernels import gumbel_argmax, tree_attention_reference
 from model import GPT
-from test_clover import paths, random_heads
+from test_clover import random_heads
 from test_kernels import as_int64, random_forest
-from test_kernels_fused import MERGED, TREES, random_chain, random_proposals, random_tree
 from test_model import chain
 
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
@@ -153,40 +152,6 @@ def test_argmax_is_gumbel_argmax(temperature):
 
 
 @needs_compiler
-@pytest.mark.parametrize("B, K, W, T, shared", TREES.values(), ids=TREES.keys())
-def test_trees_in_c_are_those_of_the_references(B, K, W, T, shared):
-    """Catches another order among equals, a NaN that wins, a place that nobody fills, a spare node that counts."""
-    n = min(W * W, T - 1)
-    root = torch.arange(B) + 70
-    got, want = (kernels.Candidates.empty(root, K, n) for _ in range(2))
-    for depth in range(K):
-        w = 1 if depth == 0 or shared else W
-        proposals = random_proposals(B, w, W)
-        kernels.select_candidates_reference(*proposals, want, depth)
-        cpu.library().select_candidates(*map(cpu.pointer, proposals), B, w, W, K, n, depth, *map(cpu.pointer, got))
-        assert all(torch.equal(a[:, depth], b[:, depth]) for a, b in zip(got, want))
-    tree = torch.empty(4, B, T, dtype=torch.int64)
-    cpu.library().best_tree(root.data_ptr(), *map(cpu.pointer, got), B, K, n, T, tree.data_ptr())
-    assert torch.equal(tree, torch.stack(kernels.best_tree_reference(root, want, T)))
-
-
-@needs_compiler
-@pytest.mark.parametrize("T, n", MERGED)
-def test_chains_in_c_are_those_of_the_references(T, n):
-    """Catches a node twice, spare nodes taken for real ones, a match that is not the longest, or the latest of such."""
-    rng = random.Random(0)
-    trees = [random_tree(rng, T) for _ in range(100)]
-    chains = torch.tensor([random_chain(rng, n, tree) for tree in trees]).clamp(min=0)
-    tree = [torch.stack([as_int64([rows])[0] for rows in columns]) for columns in zip(*trees)]
-    for history in (torch.cat((torch.full((100, 1), 9), chains, torch.full((100, 1), 9)), dim=1).int(),
-                    torch.randint(0, 3, (100, 40), dtype=torch.int32)):
-        lengths = (history.shape[1] - 1 - torch.arange(100) % 3).int()
-        chain = kernels.ngram_lookup_reference(history, lengths, n)
-        want = kernels.merge_chain_reference(*tree, chain)
-        assert all(map(torch.equal, cpu.PackedBlocks([]).add_lookup(tree, history, lengths, n), want))
-
-
-@needs_compiler
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
 def test_sample_is_argmax_of_the_logits(B, T, temperature):
@@ -199,75 +164,6 @@ def test_sample_is_argmax_of_the_logits(B, T, temperature):
     want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
     assert torch.equal(head.sample(hidden, temperature, 5, sequence, position), want.view(B, T))
 
-
-@needs_compiler
-def test_another_thread_leaves_results_as_they_are():
-    """Bug: tokens of one decoder that become another's, where two threads decode with the same model."""
-    packed, *_ = packed_weight(cpu.INT8, 300, 64)
-    head, position, sequence = cpu.PackedLMHead(packed), torch.zeros(2, 3, dtype=torch.int64), torch.arange(2)
-    sample = lambda seed: head.sample(torch.randn(2, 3, 64), 1.0, seed, sequence, position)
-    own = sample(1)
-    before, others = own.clone(), []
-    thread = threading.Thread(target=lambda: others.append(sample(2)))
-    thread.start()
-    thread.join()
-    assert torch.equal(own, before) and not torch.equal(others[0], before)
-    assert sample(3) is own  # in the same thread they are overwritten
-
-
-@needs_compiler
-@pytest.mark.parametrize("P", [1, 3, 6])
-def test_accept_path_is_its_reference(P):
-    """Catches a spare node, or one whose parent was not accepted, on the path, and a path longer than P."""
-    model = cpu.PackedBlocks([])
-    generator = torch.Generator().manual_seed(0)
-    for T in (1, 2, 9, 64):
-        ancestors = [random_forest(T, (), generator) for _ in range(50)]
-        parents = [[0 if i == 0 else max((j for j in range(i) if row[i] >> j & 1), default=0) for i in range(T)]
-                   for row in ancestors]
-        ancestors = as_int64(ancestors) | 1  # of a tree: all nodes see its root
-        ancestors[:, 7:8] = 0                # spare
-        tokens, target = torch.randint(0, 2, (2, 50, T), generator=generator)
-        active = torch.randint(0, 2, (50,), generator=generator, dtype=torch.int32)
-        tree = tokens, torch.tensor(parents), torch.zeros_like(tokens), ancestors, target, active, P
-        assert torch.equal(model.accept_path(*tree), accept_path_reference(*tree))
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name, plan", [
-    (None, DraftPlan()), (None, DraftPlan(0, 3)), ("clover", DraftPlan(7)), ("clover", DraftPlan(4, 3)),
-    ("medusa", DraftPlan(7))])
-def test_commit_is_the_decoders(name, plan, dtype, monkeypatch):
-    """Catches a cache row of another layer, side or head that moves, or not, and a history, root, length or state of
-    another sequence or place on the path."""
-    found = []
-    for in_c in (True, False):
-        torch.manual_seed(0)
-        model = toy_model().to(dtype)
-        heads = name and random_heads(model, name)
-        cpu.apply(model, heads)
-        if not in_c:
-            monkeypatch.setattr(cpu.PackedBlocks, "commit", lambda *_: False)
-        made = Decoder(model, heads, batch_size=3, capacity=90, plans=(plan,))
-        P, T, slots = made.max_path(plan), plan.tree_size, made.slots
-        with torch.inference_mode():
-            slots.cache.kv.normal_()
-            slots.heads_cache.kv.normal_()
-            slots.cache.lengths.copy_(torch.tensor([0, 40, 90]))
-            path = torch.stack([torch.arange(T)[:P]] * 3)
-            if plan.head_nodes:
-                path = torch.stack([torch.randperm(T - 1)[:P - 1].sort().values + 1 for _ in range(3)])
-                path = torch.cat((torch.zeros(3, 1, dtype=torch.int64), path), dim=1)
-            count = torch.tensor([[1], [P], [0]])
-            packed = torch.cat((torch.randint(0, 97, (3, P)), path, count, (count - 1).clamp(min=0)), dim=1)
-            made.commit(plan, torch.randn(3, T, 64).to(dtype), Accepted(packed, P))
-            kept = torch.arange(slots.cache.kv.shape[4]) < slots.cache.lengths[:, None]  # the rest is junk
-            kv = slots.cache.kv.float() * kept[:, None, :, None]
-            history = slots.history if made.looks_up else slots.root
-            found.append((kv, history, slots.root, slots.cache.lengths, slots.state[:2].float()))
-    for got, want in zip(*found):
-        torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,47 +311,6 @@ def test_the_lm_head_finds_the_same_tokens_packed(vocab_ids):
     torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1], want[1])
 
-
-@needs_compiler
-@pytest.mark.parametrize("vocabulary", [[], [96, 3, 50, 7, 21, 8, 0, 11]], ids=["all-tokens", "some"])
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("shape", ["llama", "untied-biased", "gpt2"])
-def test_heads_draft_the_same_trees_in_c(shape, name, vocabulary, monkeypatch):
-    """Catches a beam that reads another's state, a bias, norm or embedding left out, another sequence's tokens."""
-    model = toy_model(**SHAPES[shape])
-    heads = random_heads(model, name)
-    heads.set_vocabulary(vocabulary)
-    state, root = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0, 96])
-    sizes = (2, 1), (5, 2), (17, 4), (64, 8)
-    want = [heads.draft(state, root, *size) for size in sizes]
-    monkeypatch.setattr(cpu, "pack_rounded", cpu.pack_floats)  # 8 bits would give other trees
-    cpu.apply(model, heads)
-    assert isinstance(heads.heads, cpu.PackedHeads)
-    for size, tree in zip(sizes, want):
-        got = heads.draft(state, root, *size)
-        assert [set(paths(got, b)) for b in range(3)] == [set(paths(tree, b)) for b in range(3)]
-        alone = heads.draft(state[1:2], root[1:2], *size)
-        assert all(torch.equal(a[0], b[1]) for a, b in zip(alone, got))
-    heads.set_vocabulary([1, 2, 3, 4])  # after they were packed
-    assert set(heads.draft(state, root, 5, 2).tokens[:, 1:].unique().tolist()) <= {1, 2, 3, 4}
-
-
-@needs_compiler
-@pytest.mark.parametrize("V", [97, 9000])
-def test_hostile_states_draft_valid_trees_in_c(V):
-    """Catches NaN or infinity that takes a token twice, one that is none, or another sequence's tree with it."""
-    model = toy_model(vocab_size=V)
-    heads = random_heads(model)
-    cpu.apply(model, heads)
-    state, root = torch.randn(4, 64), torch.tensor([5, 0, 96, 7])
-    want = [x.clone() for x in heads.draft(state, root, 17, 4)]
-    state[0], state[1, 3], state[2, 5] = math.nan, math.inf, -math.inf
-    torch.set_num_threads(2)
-    got = heads.draft(state, root, 17, 4)
-    torch.set_num_threads(1)
-    assert all(torch.equal(a[3], b[3]) for a, b in zip(got, want))
-    for b in range(4):
-        assert len(paths(got, b)) == 17 and 0 <= got.tokens.min() and got.tokens.max() < V
 
 
 # ---------------------------------------------------------------------------------------------------------------------
