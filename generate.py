@@ -145,7 +145,9 @@ class Policy:
         self.lookup = lookup and self.tree_size != 1
         self.depth = heads.config.n_draft if self.heads else 0
         self.chooses_inside = decoder_class(model, self.heads).chooses_size
-        self.options = self.list_options(model.device.type)
+        self.options = [(self.tree_size or 0, self.heads is not None)]  # what `select` may give
+        if not (self.tree_size or self.chooses_inside):
+            self.options = tree_options(model.device.type, heads, lookup)
         self.largest = self.tree_size or max(LARGEST, *(T for T, _ in self.options))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: right, proposed
@@ -163,15 +165,6 @@ class Policy:
         self.steps = 0
         self.last_use = Counter()
         self.trial = []            # options of the next steps, in the place of the best
-
-    def list_options(self, device):
-        """What `select` may give."""
-        if self.tree_size or self.chooses_inside:
-            return [(self.tree_size or 0, self.heads is not None)]
-        drafters = [with_heads for with_heads, drafts in ((True, self.heads), (False, self.lookup))
-                    if drafts]
-        return [(1, False)] + [(T, with_heads) for with_heads in drafters
-                               for T in SIZES[device][1:]]
 
     def seconds(self, rows, depths):
         """Of a step of B * T = rows, in which heads draft to this depth."""
@@ -204,8 +197,8 @@ class Policy:
     def set_prices(self, B):
         self.priced = B
         self.prices[0] = (self.seconds(B, 1) - self.seconds(B, 0)) / 2
-        for T in range(1, LARGEST + 1):
-            self.prices[T] = self.seconds(B * T, 0)
+        seconds = [self.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
+        self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values
 
     def rate(self, B, T, with_heads):
         depths = min(self.depth, T - 1) if with_heads else 0
@@ -248,10 +241,20 @@ class Policy:
         limits[BINS:] = MEMORY[1]
         self.known *= (limits / self.known[..., 1:]).clamp(max=1)
         chances = self.known[..., 0] / self.known[..., 1]
-        bins = chances[:, :BINS]  # made non-increasing: the mean of the curves below and above
-        above = bins.flip(1).cummax(1).values.flip(1)
-        bins.copy_((bins.cummin(1).values + above) / 2)
+        chances[:, :BINS] = non_increasing(chances[:, :BINS])
         copy_to(self.chances, chances)
+
+
+def non_increasing(x):
+    """The mean of the closest rows [n, BINS] below and above x that do not increase."""
+    above = x.flip(1).cummax(1).values.flip(1)
+    return (x.cummin(1).values + above) / 2
+
+
+def tree_options(device_type, heads, lookup):
+    """The (T, whether heads draft) among which a policy chooses before a step."""
+    return [(1, False)] + [(T, with_heads) for with_heads, drafts in ((True, heads), (False, lookup))
+                           if drafts for T in SIZES[device_type][1:]]
 
 
 def known_counts(heads):

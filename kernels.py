@@ -95,19 +95,13 @@ def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, r
 
 
 @triton.jit
-def _popcount(word):
-    """The number of set bits of an int32. The masks make the sign bit harmless."""
-    word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
-    word = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF)
-    return (word & 0x0000FFFF) + (word >> 16)
-
-
-@triton.jit
 def _depth(bits):
-    """A node's depth, from its bitmask; -1 where that is 0."""
-    return _popcount(bits.to(tl.int32)) + _popcount((bits >> 32).to(tl.int32)) - 1
+    """A node's depth, the number of its ancestors: one less than the bits of its bitmask are set;
+    -1 where that is 0. The masks make the sign bit harmless."""
+    bits = (bits & 0x5555555555555555) + ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits & 0x0F0F0F0F0F0F0F0F) + ((bits >> 4) & 0x0F0F0F0F0F0F0F0F)
+    return (bits * 0x0101010101010101 >> 56).to(tl.int32) - 1  # the sum of all bytes
 
 
 @triton.jit
@@ -797,10 +791,11 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
                 maxnreg=255 if BLOCK_M < 64 else 128 if fits_twice else None)
 
 
-def _pair_blocks(n):
-    """Tile sizes and launch options to compare n entries with one another."""
+def _pair_blocks(n, tokens):
+    """Room, tile sizes and launch options to compare n entries of each sequence in pairs."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
-    return dict(BLOCK_N=BLOCK_N, BLOCK_J=min(16, 8192 // BLOCK_N),
+    return dict(entries_ptr=tokens.new_empty(len(tokens), 2, BLOCK_N), BLOCK_N=BLOCK_N,
+                BLOCK_J=min(16, 8192 // BLOCK_N),
                 num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
 
 
@@ -1152,8 +1147,8 @@ def _places(rank, token, entries_ptr, BLOCK_J: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
 def _select_candidates_kernel(
-    logprobs_ptr, proposed_ptr, entries_ptr, joint_ptr, tokens_ptr, parents_ptr,
-    stride_b, stride_w, count, n, W, K, depth, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr, stride_b, stride_w,
+    count, n, W, K, depth, entries_ptr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1186,10 +1181,9 @@ def select_candidates(logprobs, tokens, candidates, depth):
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
-    blocks = _pair_blocks(max(count, n))
-    entries = tokens.new_empty(B, 2, blocks["BLOCK_N"])
-    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(), entries,
-            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth, **blocks)
+    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
+            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
+            **_pair_blocks(max(count, n), tokens))
 
 
 def select_candidates_reference(logprobs, tokens, candidates, depth):
@@ -1282,10 +1276,9 @@ def ngram_lookup_reference(history, lengths, n):
 #
 # p estimates how often such a node is accepted; mode is 1 where temperature > 0. The same token
 # under the same parent is one node, with the larger p. Of equals the shallower comes first, then
-# the lower token, then the earlier: the heads' by depth and column, then the chain's.
-#
-# Parents come first, since no p is above its parent's: chances fall along the bins (their running
-# minimum counts), joint log-probabilities along a path, and rounding keeps the order.
+# the lower token, then the earlier: the heads' by depth and column, then the chain's. No p is above
+# its parent's, so parents come first: chances fall along the bins (their running minimum counts),
+# joint log-probabilities along a path, and rounding keeps the order.
 
 BINS = 41  # of a quarter nat of the joint log-probability; the last has all from -10 on
 SOURCES = BINS + 5  # and one for each length of a match, 0 to 4
@@ -1294,7 +1287,7 @@ SOURCES = BINS + 5  # and one for each length of a match, 0 to 4
 @triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
 def _best_tree_kernel(
     root_ptr, joint_ptr, tokens_ptr, parents_ptr, lookup_ptr, chances_ptr, temperature_ptr,
-    entries_ptr, tree_ptr, probabilities_ptr, count, n, n_chain, T,
+    tree_ptr, probabilities_ptr, count, n, n_chain, T, entries_ptr,
     BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the tree of one sequence. Columns: the heads' candidates, the root, the chain."""
@@ -1315,8 +1308,7 @@ def _best_tree_kernel(
     joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
     x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
     low = tl.minimum(x.to(tl.int32), BINS - 2)
-    falling = tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0)
-    falling = tl.min(falling, 1)  # the running minimum
+    falling = tl.min(tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0), 1)
     p = tl.gather(falling, low, 0)
     q = tl.gather(falling, low + 1, 0)
     p = tl.maximum(p + (q - p) * (x - low.to(tl.float32)), q)
@@ -1361,12 +1353,11 @@ def _best_tree_kernel(
 
 
 def best_tree(root, candidates, lookup, chances, temperature, tree_size):
-    """The likeliest tree of T nodes -> tokens, parents, depths, ancestors and sources, each int64
-    [B, T], and acceptance probabilities, float32 [B, T]. candidates: of `select_candidates`;
-    lookup: of `ngram_lookup`; one of them may be None. chances [2, SOURCES]: see above; temperature
-    [B]. Node 0 is the root, then the likeliest first, parents before children; ancestors are
-    bitmasks as in `tree_attention`. sources: a head's bin, BINS + the match's length, or -1 for the
-    root and spare nodes, for which there is no candidate; those are 0 in all else."""
+    """The likeliest tree of T nodes -> tokens, parents, depths, ancestors, sources, int64 [B, T],
+    and acceptance probabilities, float32 [B, T]. candidates: of `select_candidates`, lookup: of
+    `ngram_lookup`; one may be None. chances: float32 [2, SOURCES]. Node 0 is the root, then the
+    likeliest first; ancestors are bitmasks as in `tree_attention`; sources: a head's bin, BINS +
+    match, or -1 for the root and spare nodes, for which there is no candidate: 0 in all else."""
     B, = _sizes("root", root, 1, INT64)
     _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
     K, n = _check_candidates(candidates, B, root) if candidates else (0, 1)
@@ -1380,14 +1371,12 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
         return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
     candidates = candidates or Candidates.empty(root, 0, 1)
     lookup = root.new_empty(B, 1) if lookup is None else lookup
-    blocks = _pair_blocks(max(K * n + 1 + n_chain, tree_size))
-    entries = root.new_empty(B, 2, blocks["BLOCK_N"])
     tree = root.new_empty(5, B, tree_size)
     probabilities = chances.new_empty(B, tree_size)
     inputs = map(_contiguous, (root, *candidates, lookup, chances, temperature))
-    _launch(_best_tree_kernel, (B,), *inputs, entries, tree, probabilities,
-            K * n, n, n_chain, tree_size, BINS=BINS, SOURCES=SOURCES,
-            enable_fp_fusion=False, **blocks)  # unfused, a sum is the same everywhere
+    _launch(_best_tree_kernel, (B,), *inputs, tree, probabilities, K * n, n, n_chain, tree_size,
+            BINS=BINS, SOURCES=SOURCES, **_pair_blocks(max(K * n + 1 + n_chain, tree_size), root),
+            enable_fp_fusion=False)  # unfused, a sum is the same everywhere
     return *tree.unbind(), probabilities
 
 
@@ -1398,19 +1387,17 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
     x = (-4 * joint.flatten(1)).nan_to_num(BINS - 1).clamp(0, BINS - 1)  # (B, K n)
     low = x.long().clamp(max=BINS - 2)
     falling = chances[:, :BINS].cummin(1).values
-    p = falling.gather(1, low)
-    q = falling.gather(1, low + 1)
+    p, q = (falling.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(p + (q - p) * (x - low), q)
-    columns = tokens.flatten(1), parents.flatten(1), p, x.long()
+    columns = [y.flatten(1).tolist() for y in (tokens, parents, p, x.long())]
     trees = []
     for b, root_token in enumerate(root.tolist()):
         paths = [(root_token,)] * n  # of tokens; from n on the candidates'
         pool = {paths[0]: (1.0, -1)}  # probability and source
-        rows = zip(*(column[b].tolist() for column in columns))
-        for i, (token, parent, chance, source) in enumerate(rows):
+        for i, (token, parent, *node) in enumerate(zip(*(column[b] for column in columns))):
             paths.append((*paths[i - i % n + parent], token))
             if parent >= 0:
-                pool[paths[-1]] = chance, source
+                pool[paths[-1]] = node
         match, *chain = [0] if lookup is None else lookup[b].tolist()
         chance = torch.ones(())
         for j in range(1, 1 + len(chain) * (match > 0)):
@@ -1418,22 +1405,18 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
             path = root_token, *chain[:j]
             if chance > pool.get(path, (-1.0,))[0]:
                 pool[path] = chance.item(), BINS + match
-        trees.append(_grow_tree(pool, tree_size))
+        rank = lambda path: (-pool[path][0], len(path), path[-1])
+        node_of = {(): 0}
+        tree = []
+        for path in sorted(pool, key=rank)[:tree_size]:
+            node = node_of[path] = len(tree)
+            parent = node_of[path[:-1]]
+            ancestors = 1 << node | (tree[parent][3] if tree else 0)
+            ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
+            tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
+        trees.append(tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree)))
     return tuple(torch.tensor([[node[i] for node in tree] for tree in trees], device=root.device)
                  for i in range(6))
-
-
-def _grow_tree(pool, tree_size):
-    """The likeliest nodes of a pool {path: (probability, source)}, as a list of rows."""
-    tree = []
-    node_of = {(): 0}
-    for path in sorted(pool, key=lambda path: (-pool[path][0], len(path), path[-1]))[:tree_size]:
-        node = node_of[path] = len(tree)
-        parent = node_of[path[:-1]]
-        ancestors = 1 << node | (tree[parent][3] if tree else 0)
-        ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
-        tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
-    return tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1443,8 +1426,8 @@ def _grow_tree(pool, tree_size):
 #
 # Children of one parent differ in their tokens, so one node per depth at most: they form a path.
 #
-# counts[mode, source] += (right, proposed), from which `chances` come: of the heads' nodes, those
-# accepted and all; of a chain, the tokens that were emitted, and with them the first that was not.
+# counts[mode, source] += (right, proposed) for `chances`: of the heads' nodes, those accepted and
+# all; of a chain, the tokens that were emitted, and with them the first that was not.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
@@ -1541,19 +1524,19 @@ def accept_path_reference(tokens, parents, depths, ancestors, target, active, ma
             is_child = ancestors[i] and parents[i] == path[-1]
             if is_child and tokens[i] == target[path[-1]] and len(path) < max_path:
                 path.append(i)
-        emitted = [target[i] for i in path]
-        rest = max_path - len(path)
+        count = len(path)
         source_of = [-1] * len(tokens) if sources is None else sources[b].tolist()
-        rows.append([*emitted, *target[:1] * rest, *path, *[0] * rest,
-                     *[source_of[i] for i in path], *[-1] * rest,
-                     len(path) * active, (len(path) - 1) * active])
+        path += [0] * (max_path - count)
+        targets = [target[i] for i in path]
+        rows.append([*targets, *path, *[source_of[i] for i in path],
+                     count * active, (count - 1) * active])
         if counts is not None and active:
             added = counts[int(temperature[b] > 0)]
             for i, source in enumerate(source_of):
                 if i and ancestors[i] and 0 <= source < BINS:
                     added[source] += added.new_tensor([i in path, 1])
             match, *chain = [0] if lookup is None else lookup[b].tolist()
-            equal = [guess == token for guess, token in zip(chain, emitted)]
+            equal = [guess == token for guess, token in zip(chain, targets[:count])]
             right = [*equal, False].index(False)
             if match:
                 added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])

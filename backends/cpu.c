@@ -316,6 +316,14 @@ static void write_row(void *out, size_t at, const float *x, int n, int bfloat16)
         memcpy((float *)out + at, x, n * sizeof *x);
 }
 
+// The n numbers from item `at` of such a row
+static void read_row(const void *x, size_t at, int n, int bfloat16, float *out) {
+    for (int i = 0; i < n; i += LANES) {
+        vf v = load_row(x, at + i, n - i, bfloat16);
+        copy_n(out + i, &v, n - i, sizeof *out);
+    }
+}
+
 INLINE vf from_float16(vu x) {
     vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f;
     return (vf)((vu)magnitude | (x & 0x8000) << 16);
@@ -690,8 +698,8 @@ static void rope_cache_row(void *arguments, int m) {
 //
 // Bytes: keys and values, once for each 64 nodes.
 
-// Of n heads from one on, that share keys [D, SPLIT] and values [SPLIT, padded]: part [n, width] is the
-// values' weighted sum, zeros up to padded D; the sum of weights, their maximum
+// Of n heads from one on, that share keys [D, SPLIT] and values [SPLIT, padded]: part [n, width] is
+// the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
 INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
@@ -720,8 +728,9 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
             for (int h = 0; h < n; h++) {
                 vi at = NUMBERS + i + j * LANES;
                 vf score = (sums[h][j][0] + sums[h][j][1]) * c->scale;
+                vf distance = __builtin_convertvector(at + start - position, vf);
                 if (a->pass->slopes)
-                    score += a->pass->slopes[head + h] * __builtin_convertvector(at + start - position, vf);
+                    score += a->pass->slopes[head + h] * distance;
                 score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
                 best[h] = larger(score, best[h]);
                 store(probs[h] + i + j * LANES, score);
@@ -753,7 +762,8 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
 }
 
 // `count` rows of the cache, at most 16, as float32: keys [D, SPLIT] become columns, values rows
-INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys, float *values) {
+INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
+                       float *values) {
     int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
     const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
     const char *value = from + a->pass->value_stride * bytes;
@@ -800,7 +810,8 @@ static void attend_split(void *arguments, int unit) {
         uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
         for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
             if (i >= 0)
-                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i, values + i * padded);
+                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i,
+                              values + i * padded);
         for (int head = kv * G; head < (kv + 1) * G;) {
             float *part = a->parts + (row * G * Hkv + head) * a->width;
             int n = min((kv + 1) * G - head, HEADS);
@@ -1358,8 +1369,10 @@ static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
 static void choose_size(Draft *d) {
     const Step *s = d->s;
     int B = s->trees.B;
-    float sums[MAX_TREE + 1] = {0}, tokens = 0, draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
+    float sums[MAX_TREE + 1] = {0}, tokens = 0;
+    float draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
     d->left = d->gain = d->rate = 0;
+    d->T = 1;
     for (int b = 0; b < B; b++) {
         Guess pool[MAX_CANDIDATES];
         Entry best[LARGEST];
@@ -1389,7 +1402,7 @@ static int is_worth(Draft *d) {
     int worth = s->gains[depth] * d->left > d->rate * s->prices[0] * (depth ? 1 : 2);
     if (depth)
         return worth || s->steps % TRIAL == depth;
-    if (worth)
+    if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
     if (s->skipped < s->patience)
@@ -1411,10 +1424,7 @@ static void draft_depth(Draft *d) {
     for (int b = 0; depth == 0 && b < B; b++) {
         int slot = slot_of(&s->trees, b);
         d->guessed[b] = s->root[slot];
-        for (int i = 0; i < C; i += LANES) {
-            vf v = load_row(s->state, (size_t)slot * C + i, C - i, s->trees.bfloat16);
-            copy_n(a->state + (size_t)b * C + i, &v, C - i, sizeof v[0]);
-        }
+        read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
     }
     for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that go on
         size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
@@ -1428,8 +1438,8 @@ static void draft_depth(Draft *d) {
     }
     a->head = h->heads + min(depth, h->n_weights - 1);
     run_head(a, d->guessed, d->M, threads);
-    select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint, d->tokens,
-                      d->parents);
+    select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint,
+                      d->tokens, d->parents);
     s->depths++;
 }
 
@@ -1553,8 +1563,8 @@ int step_verify(Step *s) {
 }
 
 void step_sample(Step *s) {
-    int B = s->trees.B, T = s->T;
-    sample(&s->head, s->normed, B * T, T, 0, s->trees.slots, s->noise ? s->temperature : NULL, s->seed,
+    const float *temperature = s->noise ? s->temperature : NULL;
+    sample(&s->head, s->normed, s->trees.B * s->T, s->T, 0, s->trees.slots, temperature, s->seed,
            s->sequence, s->positions, s->target, s->trees.threads);
 }
 
@@ -1565,7 +1575,8 @@ void step_accept(Step *s) {
     for (int b = 0; b < s->trees.B; b++) {
         const int64_t *tree = s->tree + b * T, *parents = tree + plane, *ancestors = tree + 3 * plane;
         const int64_t *sources = tree + 4 * plane, *target = s->target + b * T;
-        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P, *chain = s->chain + b * (1 + MAX_CHAIN);
+        const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
+        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
         float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
         int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
         path[0] = 0;
@@ -1666,10 +1677,8 @@ static int augment(Step *s) {
             ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
             at = min(at, s->lengths[slot] - 1);
             tokens[m] = s->history[slot * s->history_stride + at + 1];
-            for (int i = 0; i < C; i += LANES) {
-                vf v = load_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C + i, C - i, bfloat16);
-                copy_n(a.state + (size_t)m * C + i, &v, C - i, sizeof v[0]);
-            }
+            read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C, C, bfloat16,
+                     a.state + (size_t)m * C);
         }
         if (h->mix_in)
             mix(&a, tokens, B * T, pass.threads);

@@ -53,6 +53,8 @@ FREE = [torch.empty(0, dtype=torch.uint8)]  # what is left of the last chunk
 FREE_LOCK = threading.Lock()
 NO_TABLES = None, None, None
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
+FEWER = 1.15    # more threads are used where they are quicker by this factor
+BUDGET = 0.25   # seconds for choosing threads
 SOURCE = Path(__file__).with_name("cpu.c")
 
 
@@ -121,6 +123,23 @@ class kernel_threads:
 
 def threads():
     return THREADS[-1] if THREADS else torch.get_num_threads()
+
+
+def choose_threads(seconds):
+    """Sets torch's number of threads: one, unless as many as it has now are quicker. seconds() runs
+    a step and gives its duration. Means count, not the quickest steps: where other work runs,
+    threads wait for one another."""
+    most = torch.get_num_threads()
+    if most == 1:
+        return
+    torch.set_num_threads(1)
+    seconds()  # the first one takes longer
+    total = dict.fromkeys((1, most), 0.0)
+    while sum(total.values()) < BUDGET:
+        for n in total:
+            torch.set_num_threads(n)
+            total[n] += seconds()
+    torch.set_num_threads(most if FEWER * total[most] < total[1] else 1)
 
 
 def default_dtype(device, stored):

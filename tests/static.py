@@ -207,8 +207,8 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
     glu=[dict(C=2 * 11008, activation=["silu", "gelu"])], cosine_mix=[dict(C=16384, n_head=1)],
     select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
-    best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present=["", "lookup"]),
-               dict(candidates=None, m=[1, 63], tree_size=64, present="lookup")],
+    best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
+               dict(candidates=None, m=63, tree_size=64, present="lookup")],
     accept_path=[dict(T=[2, 64], max_path=5, present=["", "sources temperature counts", COUNTED])],
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 

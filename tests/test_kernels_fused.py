@@ -274,7 +274,7 @@ def test_a_long_text(place, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # best_tree
 
-# B, K, W, candidates per depth, length of the chain: neither more than a tile has, nor less than the nodes
+# B, K, W, candidates per depth, tokens of the chain
 POOLS = {"heads": (3, 4, 4, 16, 0), "lookup": (3, 0, 0, 0, 15), "one-token": (2, 0, 0, 0, 1), "both": (4, 4, 4, 16, 15),
          "long-chain": (2, 2, 3, 9, 63), "few": (2, 1, 1, 1, 2), "a-full-tile": (2, 3, 4, 16, 15),
          "2047-candidates": (1, 32, 32, 63, 31)}
@@ -289,15 +289,14 @@ def random_pool(B, K, W, n, n_chain):
     root, candidates = torch.randint(0, 9, (B,)), kernels.Candidates.empty(torch.zeros(B).long(), K, n) if K else None
     for depth in range(K):
         kernels.select_candidates_reference(*random_proposals(B, W if depth else 1, W), candidates, depth)
-    match = torch.randint(1, 5, (B, 1)) * (torch.rand(B, 1) < 0.9)
-    lookup = torch.where(match > 0, torch.randint(0, 3, (B, 1 + n_chain)), -1)
-    lookup[:, :1] = match
+    match = torch.randint(0, 5, (B, 1))
+    lookup = torch.cat((match, torch.randint(0, 3, (B, n_chain))), 1)
     for b in range(B if K and n_chain else 0):
         beam = int(torch.randint(0, W, ()))
         for depth in range(min(int(torch.randint(0, K + 1, ())), n_chain) - 1, -1, -1):
             lookup[b, 1 + depth] = candidates.tokens[b, depth, beam]
             beam = max(int(candidates.parents[b, depth, beam]), 0)
-    lookup[:, 1:][match.expand(B, n_chain) == 0] = -1
+    lookup[:, 1:].masked_fill_(match == 0, -1)
     return root, candidates, lookup if n_chain else None
 
 
@@ -341,10 +340,10 @@ def test_chances_are_the_formula(device):
     assert [*zip(*columns)] == [
         (4, 0, 0, 1, -1), (5, 0, 1, 3, 0), (8, 1, 2, 7, 2), (6, 0, 1, 9, 6), (5, 2, 3, 23, 43), (7, 0, 1, 33, 40),
         (9, 1, 2, 67, 40), (0, 0, 0, 0, -1)]
-    chances[1, kernels.BINS + 2] = 0.75
+    chances[1, kernels.BINS + 2] = 0.625
     *columns, probabilities = (x[0].tolist() for x in kernels.best_tree(
         root, candidates, inputs[0], chances.to(device), inputs[2], 4))
-    assert probabilities == [1, 0.75, 0.5625, 0.421875] and columns[4] == [-1, 43, 43, 43]
+    assert probabilities == [1, 0.625, 0.390625, 0.244140625] and columns[4] == [-1, 0, 43, 43]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,10 +378,10 @@ def test_accept_equals_a_plain_walk(device):
         active = torch.tensor([1, 0], dtype=torch.int32, device=device)
         got, idle = kernels.accept_path(*rows, active, 5).tolist()
         short = kernels.accept_path(*rows, active, 3)[0].tolist()  # deeper nodes are left out
-        assert short[3:] == [*path[:3], *[0] * (3 - len(path)), min(len(path), 3), min(len(path), 3) - 1]
-        rest = 5 - len(path)
-        assert got == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest, len(path), len(path) - 1]
-        assert idle == [*got[:10], 0, 0]
+        count, rest = min(len(path), 3), 5 - len(path)
+        assert short[3:6] == [*path[:3], *[0] * (3 - count)] and short[-2:] == [count, count - 1]
+        assert got[:10] == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest]
+        assert got[-2:] == [len(path), len(path) - 1] and idle == [*got[:-2], 0, 0]
 
 
 @pytest.mark.parametrize("n_chain", [0, 1, 3, 20])

@@ -19,10 +19,11 @@ import torch
 
 from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
-from generate import DraftPlan, Sampling, Sequence, StepResult, generate
+from generate import Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
+from kernels import BINS
 from model import GPT
-from tools import cli, errors, policy, printer, timing
+from tools import cli, errors, printer, timing
 from tools.compare import first_difference
 
 ROOT = Path(__file__).parent.parent
@@ -59,8 +60,8 @@ def folder(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def one_step_of_each_plan(monkeypatch):
-    """What is measured runs once, not for tenths of a second: tests/test_tools_policy.py has the measuring itself."""
+def one_step_of_each_size(monkeypatch):
+    """What is measured runs once, not for tenths of a second: tests/test_tools_timing.py has the measuring itself."""
     def run_once(body, device, group=None):
         body()
         return 0.001
@@ -97,37 +98,34 @@ def test_the_command_line_prints_text_and_statistics(folder, capsys):
     assert run(capsys, *flags, "--heads", "none").split("\n\n")[0] == text.split("\n\n")[0]
 
 
-def test_explain_says_what_was_chosen_and_why(chat_folder, capsys, monkeypatch):
-    """Catches a plan that decodes and is not shown, shares that do not add up, another step's times."""
-    flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 30, "--explain"]
-    record = json.loads((chat_folder / "clover" / "heads.json").read_text())
-    table = [[0.9] + [0.0] * 62] + [[0.0, 0.8] + [0.0] * 61] + [[0.0] * 63] * 2
-    (chat_folder / "clover" / "heads.json").write_text(json.dumps(record | dict(acceptance={"0": table})))
-    monkeypatch.setattr(policy, "head_numbers", lambda *_: 0)
-    said = run(capsys, *flags)
-    result = json.loads(run(capsys, *flags, "--json"))
-    rows = [re.split("  +", line) for line in said.splitlines() if re.search(r"  \d+%$", line)]
-    table = {name: cells for name, *cells in rows}
-    assert {"plain", "lookup 10"} < set(table) and any("heads" in name for name in table)
-    assert table["plain"][1] == "1.00"
-    assert sum(int(cells[-1].rstrip("%")) for cells in table.values()) == pytest.approx(100, abs=5)
-    assert "draft    verify    sample    accept    commit" in said and result["explained"][0].startswith("batch size 1")
-    assert sum(row["steps"] for row in result["plans"].values()) == result["steps"]
-    assert sum(row["tokens"] for row in result["plans"].values()) == len(result["tokens"][0])
+def test_explain_says_what_was_chosen_and_why(folder, capsys):
+    """Catches a size that decodes and is not shown, shares of something else, another step's times."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--explain", "--json"]
+    result = json.loads(run(capsys, *flags))
+    first, guessed, *said = result["explained"]
+    assert first.startswith("batch size 1") and guessed.endswith("by the model")
+    assert sum(map(int, re.findall(r"(\d+)% by", guessed))) == pytest.approx(100, abs=3)
+    rows = {cells[0]: cells[1:] for line in said if len(cells := re.split("  +", line)) == 4}
+    sizes = result["sizes"]
+    assert set(rows) == {"nodes T", "1", "2", "4", "8", "16", *sizes} and any("a head" in line for line in said)
+    for T, (steps, tokens) in sizes.items():
+        assert rows[T][:2] == [f"{steps / result['steps']:.0%}", f"{tokens / steps:.2f}"] and float(rows[T][2]) > 0
+    timed = dict.fromkeys(("1", max(sizes, key=sizes.get)))  # plain, and the most used
+    assert [line.split("  ")[0] for line in said if "T = " in line] == [f"T = {T}" for T in timed]
+    assert [sum(numbers) for numbers in zip(*sizes.values())] == [result["steps"], len(result["tokens"][0])]
 
 
-@pytest.mark.parametrize("draft, names", [("heads+lookup", {"heads 8 + lookup 8"}), ("heads", {"heads 16"}),
-                                          ("lookup", {"lookup 16"}), ("none", {"plain"}),
-                                          (None, {"heads 8 + lookup 8"})])
+@pytest.mark.parametrize("draft, names", [("heads+lookup", {"head", "lookup"}), ("heads", {"head"}), ("none", set()),
+                                          ("lookup", {"lookup"}), (None, {"head", "lookup"})])
 def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, names):
     """Catches a --draft that another is taken for, and a text that depends on it."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--max-new-tokens", 30, "--json"]
     plain = json.loads(run(capsys, *flags, "--tree-size", 1))
     size = () if draft == "none" else ("--tree-size", 17)
     drafted = json.loads(run(capsys, *flags, *size, *(("--draft", draft) if draft else ())))
-    assert set(drafted["plans"]) == names and set(plain["plans"]) == {"plain"}
     assert drafted["tokens"] == plain["tokens"] and not plain["accepted"]
-    assert set(drafted["accepted"]) <= {"heads", "lookup"} and (draft != "lookup" or "heads" not in drafted["accepted"])
+    assert drafted["tree_size"] == (17 if names else 1) and plain["tree_size"] == 1
+    assert {name.split()[0] for name in drafted["accepted"]} == names
 
 
 def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
@@ -137,9 +135,10 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     encoding = load_encoding(folder)
     loaded = SimpleNamespace(stop=[], encoding=encoding)
     shown = printer.Printer(SimpleNamespace(json=False, show_tree=False, chat=False), loaded)
-    shown.show(StepResult(SimpleNamespace(index=0, ended=None), [70, 71, 72, 73], [0, 3, 5, 9], DraftPlan(3, 6)))
+    sources = [-1, 0, BINS + 2, BINS - 1]  # the last bin is the heads'
+    shown.show(StepResult(SimpleNamespace(index=0, ended=None), [70, 71, 72, 73], [0, 3, 5, 9], sources, 10))
     first, second, third, last = encoding.decode([70, 71, 72, 73])
-    assert capsys.readouterr().out == f"\x1b[32m{first}\x1b[0m\x1b[33m{second}\x1b[0m\x1b[33m{third}\x1b[0m{last}"
+    assert capsys.readouterr().out == f"\x1b[32m{first}\x1b[0m\x1b[33m{second}\x1b[0m\x1b[34m{third}\x1b[0m{last}"
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
@@ -255,13 +254,15 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
         assert sum(len(step["emitted"]) for step in steps) == len(tokens)
         emitted = iter(tokens)
         for step in steps:
-            assert len(step["nodes"]) == len(step["parents"]) == len(step["drafted_by"]) <= 9
+            assert len(step["nodes"]) == len(step["parents"]) == len(step["drafted_by"]) <= step["tree_size"] == 9
+            probabilities = step["probabilities"]
+            assert probabilities == sorted(probabilities, reverse=True) and len(probabilities) == len(step["nodes"])
             assert [step["drafted_by"][node] for node in step["path"][1:]] == step["guessed_by"][:len(step["path"]) - 1]
             assert [step["parents"][node] for node in step["path"]] == [-1, *step["path"][:-1]]
             texts = [decode([token]) for token in itertools.islice(emitted, len(step["emitted"]))]
             assert [step["nodes"][node] for node in step["path"][1:]][:len(texts)] == texts[:len(step["path"]) - 1]
-            by.update(name.split()[0] for name in step["guessed_by"])
-    assert shown["accepted"] == {{"head": "heads"}.get(name, name): n for name, n in by.items() if name != "model"}
+            by.update(step["guessed_by"])
+    assert shown["accepted"] == {name: n for name, n in by.items() if name != "model"}
     assert by["lookup"] > 0
     drawn = run(capsys, *flags[:-1], "--show-tree")
     trees = [step for step in shown["drafts"] if len(step["nodes"]) > 1][:4]
@@ -280,7 +281,7 @@ BAD_FLAGS = {
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
     "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "leaves out"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "which --draft heads needs"),
-    "no room for both": (["--prompt", "a", "--draft", "heads+lookup", "--tree-size", "2"], "of at least 3"),
+    "no room for a guess": (["--prompt", "a", "--draft", "lookup", "--tree-size", "1"], "of at least 2"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
 }

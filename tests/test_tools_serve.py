@@ -157,15 +157,13 @@ def test_texts_are_those_of_generate(served, case, chat):
 
 
 def test_steps_are_shown_on_request(served):
-    """Bug: tokens that do not make up the text, a plain race that is drafted. test_tools_cli.py has the trees."""
+    """Bug: tokens that do not make up the text, a plain race that is drafted, plain decoding for ever after it."""
     body = dict(prompt="abcabcabc", max_tokens=30, stream=True, show_steps=True)
-    parts = events(served.post(body).text.splitlines())
-    for part in parts:
-        step = part["clover"]
-        assert "".join(step["tokens"]) == part["choices"][0]["text"] and step["plan"] == "heads 3 + lookup 3"
-    plain = events(served.post(body | dict(draft="none")).text.splitlines())
-    assert {part["clover"]["plan"] for part in plain} == {"plain"} and joined(plain) == joined(parts)
-    assert len(plain) == 30 > len(parts)
+    for draft, size in ((None, 7), ("none", 1), (None, 7)):
+        parts = events(served.post(body | dict(draft=draft)).text.splitlines())
+        assert all("".join(part["clover"]["tokens"]) == part["choices"][0]["text"] for part in parts)
+        assert {part["clover"]["tree_size"] for part in parts} == {size} and (len(parts) == 30) == (size == 1)
+        assert joined(parts)[0] == served.want(body)[0]
 
 
 def test_the_openai_package_is_a_client(served):

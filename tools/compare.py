@@ -5,7 +5,6 @@ import sys
 import torch
 
 from backends import cpu
-from generate import DraftPlan, FixedPolicy
 from kernels import filter_logits, gumbel
 from tools.load import make_engine
 
@@ -18,8 +17,7 @@ def against_plain(args, loaded, output, say):
     `first_difference`); (None, None) after Ctrl-C."""
     prompts = [sequence.prompt for sequence in output.sequences]
     try:
-        plainly = FixedPolicy(DraftPlan())
-        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plainly)
+        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plainly=True)
         sampling = [sequence.sampling for sequence in output.sequences]
         plain = engine.generate(prompts, args.max_new_tokens, loaded.stop,
                                 encoding=loaded.encoding, sampling=sampling)

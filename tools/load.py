@@ -5,11 +5,12 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from backends import tensor_parallel
+from backends import cpu, tensor_parallel
 from clover import CloverHeads
 from generate import Sampling, prepare
 from hf import checkpoint
@@ -18,7 +19,6 @@ from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device
-from tools.policy import choose_threads, pick_policy
 
 
 def load_model(args, group=None, packed=None, dtype=None):
@@ -83,15 +83,17 @@ def load_alone(args, group):
     return Loaded(model, encoding, heads, sampling, stop, group)
 
 
-def make_engine(args, loaded, prompts, max_new_tokens, policy=None):
+def make_engine(args, loaded, prompts, max_new_tokens, plainly=False):
     """The Engine for these prompts, by the flags. Sets the number of threads."""
     engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
-                     policy=policy or make_policy(args, loaded, prompts), beams=args.beams,
+                     lookup=args.draft in ("heads+lookup", "lookup", None),
+                     tree_size=1 if plainly else args.tree_size, beams=args.beams,
                      batch_size=args.batch_size, graph=not args.no_graph, **loaded.sampling)
+    may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
     if args.threads:
         torch.set_num_threads(args.threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        choose_threads(engine.decoder)
+    elif may_choose and "OMP_NUM_THREADS" not in os.environ:
+        cpu.choose_threads(partial(plain_seconds, engine.decoder))
     if args.compare:  # what is compiled or loaded comes before what is timed
         engine.generate(prompts[:1], min(4, max_new_tokens))
         engine.clear()
@@ -99,16 +101,10 @@ def make_engine(args, loaded, prompts, max_new_tokens, policy=None):
     return engine
 
 
-def make_policy(args, loaded, prompts):
-    """What selects each step's plan, by the flags."""
-    heads, lookup = loaded.heads, args.draft in ("heads+lookup", "lookup", None)
-    policy = pick_policy(loaded.model, prompts, heads, lookup, args.tree_size, args.batch_size,
-                         loaded.sampling["temperature"])
-    asked = (args.heads or args.draft) and heads and args.tree_size is None
-    if asked and not any(plan.head_nodes for plan in policy.plans):
-        print("the heads are left out, as here they are expected to cost more than they gain "
-              "(--tree-size N takes them)", file=sys.stderr)
-    return policy
+def plain_seconds(decoder):
+    """Of one plain step, but for the first."""
+    with decoder.context():
+        return decoder.launch(1, False)().seconds
 
 
 def sampling_flags(args):

@@ -6,15 +6,17 @@ import os
 import sys
 from pathlib import Path
 
-from generate import Interrupted, check_prompt
+import torch
+
+from generate import Interrupted, check_prompt, drafter
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
 from tools.load import make_engine, opening, utf8
-from tools.timing import explain
+from tools.timing import STAGES, stage_times, timing_decoder
 
-HEAD_COLOURS = (32, 36, 34, 35, 31)  # ANSI; a head beyond the last takes the last
-LOOKUP_COLOUR = 33
+COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI
+LATER_HEAD = 31
 
 
 class Printer:
@@ -55,12 +57,10 @@ class Printer:
             number = 1 + sum(one["prompt"] == index for one in self.steps)
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
                               | describe(step, self.loaded.encoding.decode))
-        for i, token in enumerate(step.tokens if self.streams else []):
+        for token, by in zip(step.tokens if self.streams else [], [*step.drafters, "model"]):
             text = self.stream.feed([token])
-            if self.colours and text and i < len(step.drafters):  # else the model's own
-                head = HEAD_COLOURS[min(i, len(HEAD_COLOURS) - 1)]
-                colour = LOOKUP_COLOUR if step.drafters[i] == "lookup" else head
-                text = f"\x1b[{colour}m{text}\x1b[0m"
+            if self.colours and text and by != "model":
+                text = f"\x1b[{COLOURS.get(by, LATER_HEAD)}m{text}\x1b[0m"
             print(text, end="", flush=True)
         if step.sequence.ended and not self.streams:
             self.sequences[index] = step.sequence
@@ -96,14 +96,14 @@ class Printer:
     def report(self, output, engine):
         """Prints what the flags ask for beside the texts -> the --json object."""
         result = self.as_json(output)
-        if not self.args.quiet:
-            self.say(f"\n{statistics(output)}")
         if self.args.show_tree:
             result["drafts"] = self.steps
             self.say("\n".join(tree_lines(self.steps, len(self.texts))))
         if self.args.explain and None not in output.ended:
             result["explained"] = "\n".join(explain(engine, output)).splitlines()
             self.say("\n" + "\n".join(result["explained"]))
+        elif not self.args.quiet:
+            self.say(f"\n{statistics(output)}")
         return result
 
     def compare(self, output):
@@ -114,29 +114,47 @@ class Printer:
     def as_json(self, output):
         """The --json object of one run."""
         names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
-                 "tokens_per_step", "tokens_per_second", "accepted")
+                 "tokens_per_step", "tokens_per_second", "accepted", "sizes")
         return {name: getattr(output, name) for name in names} | dict(
             model=Path(self.args.model).resolve().name,
             sampling=self.loaded.sampling,
             prompts=self.texts,
             texts=list(map(self.loaded.decode, output.tokens)),
-            step_lengths=dict(sorted(output.step_lengths.items())),
-            plans={str(plan): dict(steps=steps, tokens=tokens)
-                   for plan, (steps, tokens) in output.plans.items()})
+            step_lengths=dict(sorted(output.step_lengths.items())))
 
 
 def statistics(output):
     """The lines that end a run."""
     share = lambda n, of: f"{n / max(of, 1):.0%}"
-    plans = sorted(output.plans.items(), key=lambda item: -item[1][0])
-    drafted_by = ", ".join(f"{plan} {share(steps, output.steps)}" for plan, (steps, _) in plans)
-    guessed = ", ".join(f"{share(n, output.emitted)} by {name}"
-                        for name, n in sorted(output.accepted.items()))
+    guessed = {**output.accepted, "the model": output.emitted - output.accepted.total()}
+    by = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(guessed.items()))
     lengths = "  ".join(f"{n}: {share(steps, output.steps)}"
                         for n, steps in sorted(output.step_lengths.items()))
-    return (f"drafted by: {drafted_by}\n"
-            f"tokens guessed: {guessed or 'none'}; tokens per step by share of steps: {lengths}\n"
-            f"{speed(output)}")
+    return (f"tokens: {by}\n"
+            f"tokens per step by share of steps: {lengths}\n"
+            f"{output.tree_size:.2f} nodes and {speed(output)}")
+
+
+def explain(engine, output):
+    """The lines of --explain: who guessed, what the policy chose from, and where time goes."""
+    decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
+    yield f"batch size {B}, on {decoder.device}, {torch.get_num_threads()} threads"
+    yield statistics(output)
+    if policy.unit:  # else no step has told it the machine's speed
+        yield f"\n{'nodes T':<12}{'share of steps':>16}{'tokens per step':>17}{'expected ms':>13}"
+        for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
+            steps, tokens = output.sizes.get(T, (0, 0))
+            yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
+                   f"{1e3 * policy.seconds(B * T, 0):>13.2f}")
+    if policy.unit and policy.heads:
+        head = (policy.seconds(B, 1) - policy.seconds(B, 0)) / 2  # and once the augmenting block
+        yield f"{'a head':<45}{1e3 * head:>13.2f}"
+    yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
+    for T in dict.fromkeys((1, max(output.sizes, key=output.sizes.get))):  # the most used
+        times = stage_times(timing_decoder(
+            decoder.model, policy.heads, T, lookup=policy.lookup, batch_size=B,
+            beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
+        yield f"{f'T = {T}':<12}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values())
 
 
 def speed(output):
@@ -145,20 +163,17 @@ def speed(output):
 
 
 def describe(step, decode):
-    """A `StepResult` with a tree as a dict: the drafters of its tokens, the tree, and the path that
-    the model accepted."""
-    plan, tree = step.plan, step.tree
-    drafted_by = ["root", *(f"head {depth}" for depth in tree.depths[1:])]
-    drafted_by[plan.head_nodes + 1:] = ["lookup"] * plan.lookup_tokens
-    used = [node for node, bits in enumerate(tree.ancestors) if bits]  # spare nodes have none
-    number = {node: i for i, node in enumerate(used)}
-    path = step.path[:len(step.tokens) + 1]  # a sequence may end inside it
-    return dict(plan=str(plan),
-                guessed_by=[*(drafted_by[node] for node in path[1:]), "model"][:len(step.tokens)],
-                nodes=[decode([tree.tokens[node]]) for node in used],
-                drafted_by=[drafted_by[node] for node in used],
-                parents=[number[tree.parents[node]] if node else -1 for node in used],
-                path=[number[node] for node in path])
+    """A `StepResult` with a tree as a dict: who guessed its tokens, the tree, and the path that the
+    model accepted."""
+    tree = step.tree
+    T = sum(map(bool, tree.ancestors))  # but for spare nodes, which are the last
+    return dict(tree_size=step.tree_size,
+                guessed_by=[*step.drafters, "model"][:len(step.tokens)],
+                nodes=[decode([token]) for token in tree.tokens[:T]],
+                drafted_by=["root", *map(drafter, tree.sources[1:T], tree.depths[1:T])],
+                probabilities=[round(p, 3) for p in tree.probabilities[:T]],
+                parents=[-1, *tree.parents[1:T]],
+                path=step.path[:len(step.tokens) + 1])  # a sequence may end inside it
 
 
 def tree_lines(steps, prompts):
@@ -166,16 +181,15 @@ def tree_lines(steps, prompts):
     the right."""
     for step in [step for step in steps if len(step["nodes"]) > 1][:4]:
         prompt = f"prompt {step['prompt'] + 1}, " if prompts > 1 else ""
-        yield (f"\n{prompt}step {step['step']}, {step['plan']}; * accepted, + added by the model "
-               "itself")
+        yield f"\n{prompt}step {step['step']}; * accepted, + added by the model itself"
         paths = [(0,)]
         for node, parent in enumerate(step["parents"][1:], start=1):
             paths.append((*paths[parent], node))
         for *above, node in sorted(paths):
             mark = "*" if node in step["path"][1:] else " "
             words = "   " * len(above) + repr(step["nodes"][node])
-            drafter = step["drafted_by"][node].replace("root", "the newest token")
-            yield f"{mark} {words:<44}  {drafter}"
+            by = f"{step['drafted_by'][node]}, {step['probabilities'][node]:.0%}"
+            yield f"{mark} {words:<44}  {by if above else 'the newest token'}"
         if step["guessed_by"][-1:] == ["model"]:
             yield f"+ {step['emitted'][-1]!r}"
 

@@ -34,13 +34,13 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Route
 
 from backends import tensor_parallel
-from generate import DraftPlan, Output, Sampling
+from generate import Output, Sampling
 from hf.chat import SAMPLING
 from hf.paths import SMOLLM2
 from hf.tokenizer import encode_prompt
 from model import InputError, check, expect
 from tools.errors import error_line
-from tools.load import load, make_engine, make_policy
+from tools.load import load, make_engine
 from tools.printer import describe
 
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
@@ -156,31 +156,15 @@ async def read_object(request):
     return value
 
 
-class PlainOnRequest:
-    """Selects as `policy` does, or plain decoding while all running sequences ask for it: a plan is
-    of a step, not of a sequence. jobs: {sequence: its Job}."""
-
-    def __init__(self, policy, jobs):
-        self.policy = policy
-        self.plans = policy.plans
-        self.update = policy.update
-        self.jobs = jobs
-
-    def select(self, sequences):
-        if all("draft" in self.jobs[sequence].body for sequence in sequences):
-            return DraftPlan()
-        return self.policy.select(sequences)
-
-
 class Worker(threading.Thread):
-    """Owns the engine. jobs: {sequence: its Job}, to whose `events` it sends the results of steps.
-    `calls`: functions to run between two steps."""
+    """Owns the engine. Sends the results of steps to the `events` of their jobs."""
 
-    def __init__(self, engine, jobs):
+    def __init__(self, engine):
         super().__init__(daemon=True)
         self.engine = engine
-        self.jobs = jobs
-        self.calls = queue.SimpleQueue()
+        self.tree_size = engine.policy.tree_size  # of steps that draft
+        self.jobs = {}  # sequence -> its Job
+        self.calls = queue.SimpleQueue()  # functions to run between two steps
         self.counts = Counter(steps_total=0, tokens_total=0)  # of /metrics
 
     def run(self):
@@ -197,6 +181,9 @@ class Worker(threading.Thread):
                 self.tell(job, RuntimeError("the engine has ended"))
 
     def step(self):
+        running = self.engine.running.values() or self.jobs
+        plainly = all("draft" in self.jobs[sequence].body for sequence in running)
+        self.engine.policy.tree_size = 1 if plainly else self.tree_size
         with_trees = any(job.body["show_steps"] for job in self.jobs.values())
         for step in self.engine.step(with_trees):
             sequence = step.sequence
@@ -251,17 +238,14 @@ class App:
     def __init__(self, args, loaded, context):
         """context: most tokens of a sequence."""
         file = Path(args.model)
-        jobs = {}
-        prompts = [[0]] * args.batch_size
-        policy = PlainOnRequest(make_policy(args, loaded, prompts), jobs)
         self.args = args
         self.loaded = loaded
-        self.engine = make_engine(args, loaded, prompts, context - 1, policy)
+        self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
         self.texts = 0  # running or waiting
         self.longest = max(map(len, loaded.encoding.package.get_vocab()))  # characters of a token
-        self.worker = Worker(self.engine, jobs)
+        self.worker = Worker(self.engine)
         self.worker.start()
         self.counts = self.worker.counts
         handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
