@@ -5,7 +5,6 @@ Mixed devices, wrong dtypes and shapes raise as on a GPU; so does every read of 
 
 import contextlib
 import gc
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -63,9 +62,12 @@ class Indexing(TorchFunctionMode):
         return torch.ops.aten.index(view, tensors) if tensors else view
 
     def set(self, x, index, value):
-        assert isinstance(value, torch.Tensor), "a number from the host, for which the GPU would wait"
+        is_number = not isinstance(value, torch.Tensor)
+        assert not (is_number and x.is_cuda), "a number from the host, for which the GPU would wait"
         view, tensors = self.view(x, index)
-        if tensors:
+        if is_number:
+            view.fill_(value)
+        elif tensors:
             torch.ops.aten.index_put_(view, tensors, value)
         else:
             self.copy(view, value)
@@ -349,7 +351,8 @@ def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
     for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
         world.launches.clear()
         engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
-        assert [*engine.decoder.graphs] == [((4, False), seen) for seen in range(mode + 1)] and len(world.graphs) == mode + 1
+        assert [*engine.decoder.graphs] == [((4, False), seen) for seen in range(mode + 1)]
+        assert len(world.graphs) == len(engine.decoder.graphs)
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
 
@@ -376,21 +379,22 @@ def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
         assert first == ((1 + index) / 1e3 if warm else None) and told == [(1 + index) / 1e3] * len(told) != []
 
 
-@pytest.mark.parametrize("kind", ["clover", None])
-def test_the_policy_selects_among_captured_sizes_on_a_fake_gpu(kind, start, monkeypatch):
-    """Bug: a step of any size, each of which is captured; a size that is never tried again; a read of the tables."""
-    world, model, heads = start(kind=kind)
+def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start, monkeypatch):
+    """Bug: a step of any size, each of which is captured; a size that is never tried again; a wait for the tables."""
+    world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     copied, selected, select = [], [], engine.policy.select
     monkeypatch.setattr(generate, "copy_to", lambda x, values: copied.append(x) or x.copy_(values, non_blocking=True))
     monkeypatch.setattr(engine.policy, "select", lambda B: selected.append(select(B)) or selected[-1])
     engine.generate([[1, 2], [3]], 600)
-    options = {(T, used) for T in generate.SIZES["cuda"] for used in {kind is not None, False} if T > 1 or not used}
-    assert {*engine.policy.options} == options and {*selected} <= options
-    assert len(world.graphs) == len(engine.decoder.graphs) == len({*selected})
+    options = {(T, used) for T in generate.SIZES["cuda"] for used in {T > 1, False}}
+    assert {*engine.policy.options} == options and {*selected} <= options and len(selected) == 601
+    assert [*engine.decoder.graphs] == [(option, GREEDY) for option in dict.fromkeys(selected)]
+    assert len(world.graphs) == len(engine.decoder.graphs) > 3
     assert len(copied) == 600 // generate.PERIOD and all(x is engine.policy.chances for x in copied)
-    best, count = Counter(selected[-200:]).most_common(1)[0]  # nothing is accepted
-    assert best == (1, False) and 2 <= 200 - count <= 8
+    quickest = selected[0]  # here a graph takes longer than those before it, and nothing is accepted
+    others = [i for i, option in enumerate(selected, start=1) if option != quickest and i > 50]
+    assert others and {i % generate.TRIAL for i in others} == {0, 1}
 
 
 def cancel_all(engine):
@@ -494,7 +498,7 @@ PLANTED = {
     "nonzero|not linked": lambda decoder, accepted: accepted.count.nonzero(),
     "a number from the host": lambda decoder, accepted: decoder.slots.active.__setitem__(0, 1),
     "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "root", decoder.slots.root.clone()),
-    "on memory that is gone": lambda decoder, accepted: setattr(decoder.policy, "chances", torch.ones(2, device="cuda")),
+    "on memory that is gone": lambda decoder, accepted: setattr(decoder.policy, "chances", decoder.policy.chances + 0),
     "tensors were": move}
 
 
