@@ -789,7 +789,7 @@ static void read_ancestor(const Call *a, int b, int head, int row, float *keys, 
     size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
     for (int d = 0; d < D; d += LANES) {
         vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D - d, LANES); i++)
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // as above
             keys[(d + i) * SPLIT] = v[i];
     }
     for (int d = 0; d < padded; d += LANES)
