@@ -357,6 +357,22 @@ def test_commit_is_the_decoders(name, dtype):
 
 
 @needs_compiler
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])
+def test_verify_in_bfloat16_is_the_decoders(shape):
+    """Catches an embedding that is scaled before it is rounded, and hidden states that are left in float32."""
+    model, found = toy_model(**SHAPES[shape] | dict(embed_scale=3.7)).bfloat16(), []
+    cpu.apply(model)
+    for cls in (Decoder, cpu.CompiledDecoder):
+        decoder = filled_decoder(cls, model, None, True, 9)
+        with torch.inference_mode():
+            tree, _ = decoder.draft(9, False)
+            found.append(decoder.verify(tree, decoder.positions(tree)))
+    (normed, hidden), (got_normed, got_hidden) = found
+    assert torch.equal(got_hidden, hidden)
+    torch.testing.assert_close(got_normed, normed.float(), atol=2e-2, rtol=2e-2)
+
+
+@needs_compiler
 @pytest.mark.parametrize("shape, name, lookup, T", [
     *((shape, "clover", True, 9) for shape in SHAPES), *(("llama", name, True, 20) for name in PRESETS),
     ("llama", "clover2", False, 5), ("gemma", None, True, 6), ("gpt2", None, False, 1)])
@@ -648,7 +664,8 @@ def test_two_processes_may_build_at_once(tmp_path):
     assert len(list((tmp_path / "clover").iterdir())) == 1
 
 
-FUNCTIONS = "product or row_without or rounded or attention or argmax or same_bits or in_c or commit or slots"
+FUNCTIONS = (
+    "product or row_without or rounded or attention or argmax or same_bits or in_c or verify or commit or slots")
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
