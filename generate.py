@@ -125,7 +125,7 @@ LAUNCH_SECONDS = 12 * 2e-6
 
 
 class Policy:
-    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens per second
+    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens a second
 
         (1 + sum of the acceptance probabilities of the T - 1 likeliest nodes) / seconds(T)
 
@@ -229,7 +229,8 @@ class Policy:
         surprise = math.log(seconds / self.seconds(rows, depths))
         change = PACE * max(min(surprise, 1.0), -1.0)
         self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change
+        for step in range(-3, 4):  # near row counts take about as long
+            self.log_ratio[bucket(rows) + step] += change * 0.5 ** abs(step)
         if depths:
             self.log_ratio["heads"] += change
 
@@ -253,8 +254,8 @@ def non_increasing(x):
 
 def tree_options(device_type, heads, lookup):
     """The (T, whether heads draft) among which a policy chooses before a step."""
-    return [(1, False)] + [(T, with_heads) for with_heads, drafts in ((True, heads), (False, lookup))
-                           if drafts for T in SIZES[device_type][1:]]
+    drafters = [drafts for drafts, is_there in ((True, heads), (False, lookup)) if is_there]
+    return [(1, False), *((T, drafts) for drafts in drafters for T in SIZES[device_type][1:])]
 
 
 def known_counts(heads):

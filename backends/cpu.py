@@ -576,45 +576,42 @@ class CompiledDecoder(Decoder):
     @torch.inference_mode()
     def __init__(self, model, **options):
         super().__init__(model, **options)
-        slots, B, T = self.slots, self.batch_size, self.policy.largest
-        C, P = model.config.n_embd, self.path_limit(T)
-        slots.heads_cache = KVCache(slots.heads_cache.kv, torch.zeros_like(slots.cache.lengths))
-        integers = lambda *shape: torch.zeros(shape, dtype=torch.int64)
+        B = self.batch_size
+        rows = B * self.policy.largest
+        P = self.path_limit(self.policy.largest)
+        cache = self.slots.heads_cache
+        self.slots.heads_cache = KVCache(cache.kv, torch.zeros_like(cache.lengths))
         self.slot_ids = (c_int32 * B)(*range(B))
         self.running = list(range(B))
-        self.columns = integers(5 * B * T)  # of trees
-        self.probabilities = torch.zeros(B * T)
-        self.chain = integers(B, 1 + MAX_CHAIN)
-        self.node_positions = integers(B * T)
-        self.target = integers(B * T)
-        self.accepted = integers(B * (3 * P + 2))
-        self.stream = torch.zeros(B * T * C)
-        self.normed = torch.zeros(B * T * C)
-        self.hidden = self.stream
+        integers = partial(torch.zeros, dtype=torch.int64)
+        self.results = dict(
+            tree=integers(5 * rows), probabilities=torch.zeros(rows),
+            chain=integers(B * (1 + MAX_CHAIN)), positions=integers(rows), target=integers(rows),
+            accepted=integers(B * (3 * P + 2)), x=torch.zeros(rows * model.config.n_embd),
+            normed=torch.zeros(rows * model.config.n_embd))
         if model.dtype == torch.bfloat16:
-            self.hidden = torch.zeros(B * T * C, dtype=model.dtype)
-        self.hidden_rows = None
-        self.views = {}  # (B, T) -> tensors of a step's results
+            self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
+        self.views = {}    # (B, T) -> `StepViews` of the results
         self.tensors = []  # that the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
         self.struct = self.step_struct()
 
     def step_struct(self):
         """The `Step` of these tensors."""
-        model, slots, policy = self.model, self.slots, self.policy
-        pointers = dict(
+        model = self.model
+        slots = self.slots
+        policy = self.policy
+        tensors = self.results | dict(
             chances=policy.chances, prices=policy.prices, counts=policy.counts,
             lengths=slots.cache.lengths, heads_lengths=slots.heads_cache.lengths,
             history=slots.history, active=slots.active, root=slots.root, sequence=slots.sequence,
             seed=slots.sampling["seed"], temperature=slots.sampling["temperature"],
-            state=slots.state, tree=self.columns, probabilities=self.probabilities,
-            chain=self.chain, positions=self.node_positions, target=self.target,
-            accepted=self.accepted, x=self.stream, normed=self.normed,
-            hidden=None if self.hidden is self.stream else self.hidden)
+            state=slots.state)
         struct = Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
                       looks_up=policy.lookup, history_stride=slots.history.stride(0),
-                      trees=self.slot_pass(slots.cache), **dict(map_pointers(pointers)))
+                      trees=self.slot_pass(slots.cache),
+                      **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
             struct.embed = model.embed.table.packed.linear
             if model.embed_scale is not None:
@@ -626,20 +623,21 @@ class CompiledDecoder(Decoder):
         return struct
 
     def add_heads(self, struct):
-        heads, slots = self.heads, self.slots
+        heads = self.heads
         if heads.heads.vocabulary is not heads.vocabulary:
             heads.heads.set_vocabulary(heads.vocabulary)
-        rows = slots.cache.kv.shape[4]
-        self.hidden_rows = slots.state.new_zeros(self.batch_size, rows, slots.state.shape[1])
-        ones = torch.ones(slots.state.shape[1])
-        self.tensors.append(ones)
+        cache = self.slots.cache.kv
+        C = self.model.config.n_embd
+        ones = torch.ones(C)
+        hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
+        self.tensors += ones, hidden_rows
         struct.heads = ctypes.pointer(heads.heads.struct)
         struct.state_norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
-        struct.paths = self.slot_pass(slots.heads_cache)
+        struct.paths = self.slot_pass(self.slots.heads_cache)
         struct.augment = getattr(heads.augment_blocks, "structs", None)
         struct.n_augment = len(heads.augment_blocks)
-        struct.hidden_rows = self.hidden_rows.data_ptr()
-        struct.hidden_stride = self.hidden_rows.stride(0)
+        struct.hidden_rows = hidden_rows.data_ptr()
+        struct.hidden_stride = hidden_rows.stride(0)
         struct.gains = (c_float * MAX_DRAFT)(*[0.5] * MAX_DRAFT)
 
     def slot_pass(self, cache):
@@ -672,13 +670,12 @@ class CompiledDecoder(Decoder):
 
     def step_views(self, B, T):
         P = self.path_limit(T)
-        shape = lambda x, *sizes: x[:math.prod(sizes)].view(sizes)
-        tree = Tree(*shape(self.columns, 5, B, T).unbind(), shape(self.probabilities, B, T))
+        view = lambda name, *shape: self.results[name][:math.prod(shape)].view(shape)
         C = self.model.config.n_embd
-        return StepViews(tree, shape(self.node_positions, B, T), shape(self.stream, B, T, C),
-                         shape(self.normed, B, T, C), shape(self.hidden, B, T, C),
-                         shape(self.target, B, T),
-                         Accepted(shape(self.accepted, B, 3 * P + 2), P))
+        tree = Tree(*view("tree", 5, B, T), view("probabilities", B, T))
+        return StepViews(tree, view("positions", B, T), view("x", B, T, C), view("normed", B, T, C),
+                         view("hidden" if "hidden" in self.results else "x", B, T, C),
+                         view("target", B, T), Accepted(view("accepted", B, 3 * P + 2), P))
 
     def positions(self, tree):
         return self.view.positions
@@ -687,7 +684,7 @@ class CompiledDecoder(Decoder):
         if not self.embeds:
             if self.model.embed_positions is not None:
                 positions = positions.clamp(max=self.model.config.block_size - 1)
-            self.view.stream.copy_(self.model.embeddings(tree.tokens, positions))
+            self.view.x.copy_(self.model.embeddings(tree.tokens, positions))
         check_room(library().step_verify(self.struct), self.struct.trees)
         return self.view.normed, self.view.hidden
 
@@ -731,12 +728,9 @@ class StepViews(NamedTuple):
     """A step's results, as `CompiledDecoder.step_views` shapes them."""
     tree: Tree
     positions: torch.Tensor
-    stream: torch.Tensor
+    x: torch.Tensor
     normed: torch.Tensor
     hidden: torch.Tensor
     target: torch.Tensor
     accepted: Accepted
 
-
-def map_pointers(tensors):
-    return ((name, pointer(x)) for name, x in tensors.items())

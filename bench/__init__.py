@@ -18,6 +18,7 @@ QWEN = LLAMA | dict(qkv_bias=True, family="qwen2")
 SIZES = {  # name: its FIELDS, and the rest of its GPTConfig
     "135m": ((49152, 30, 9, 3, 64, 576, 1536), SMOL),             # SmolLM2
     "360m": ((49152, 32, 15, 5, 64, 960, 2560), SMOL),
+    "1.2b": ((128256, 16, 32, 8, 64, 2048, 8192), SMOL),          # Llama 3.2
     "8b": ((128256, 32, 32, 8, 128, 4096, 14336), LLAMA),         # Llama 3
     "32b": ((152064, 64, 40, 8, 128, 5120, 27648), QWEN),         # Qwen2.5
     "70b": ((128256, 80, 64, 8, 128, 8192, 28672), LLAMA),

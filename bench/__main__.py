@@ -31,14 +31,16 @@ def add_decode_flags(parser):
     add_data_flag(input_of)
     input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
                           "bench/prompts.jsonl; default: continue held-out texts of --data")
-    input_of.add_argument("--random-weights", choices=SIZES, help="time steps of this size instead")
+    input_of.add_argument("--random-weights", nargs="+", choices=SIZES, metavar="SIZE",
+                          help="time the steps of each tree size instead, at the sizes of real "
+                          f"models: {', '.join(SIZES)}")
     parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
                         "lookup, or both: DIR+lookup; default: the model's own heads, and lookup")
     several = dict(nargs="+", metavar="N")
     count = flags.at_least(1)
     add = parser.add_argument
-    add("--tree-sizes", type=flags.at_least(1, auto=True), default=[5, 17, None], **several,
-        help="nodes of a drafted tree, or auto; default: 5 17 auto")
+    add("--tree-sizes", type=flags.at_least(1, auto=True), **several, help="nodes of a drafted "
+        "tree, or auto; default: 5 17 auto, with --random-weights 2 4 8 16")
     add("--batch-sizes", type=count, default=[1], **several, help="sequences together; default: 1")
     add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
     add("--prompts", type=count, metavar="N",
@@ -51,15 +53,14 @@ def add_decode_flags(parser):
 
 
 def check_decode_flags(parser, args):
-    """Checks what argparse cannot know, and sets the default of --drafters."""
+    """Checks what argparse cannot know, and sets defaults that depend on other flags."""
+    args.tree_sizes = args.tree_sizes or ([2, 4, 8, 16] if args.random_weights else [5, 17, None])
     if args.drafters is None:
         own = default_heads(args.model)
         args.drafters = [str(own), "lookup", f"{own}+lookup"] if own else ["lookup"]
     names = [Path(drafter).name for drafter in args.drafters]
     if len({*names}) < len(names):
         parser.error("two of the --drafters have the same name; rename a folder")
-    if args.random_weights and args.quantize:
-        parser.error("--random-weights are not quantized; give --dtype")
     if args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
         parser.error("--llama-cpp decodes a GGUF file, one prompt at a time; give one as --model, "
                      "and --batch-sizes 1")
@@ -79,12 +80,13 @@ def add_gpu_flags(parser):
 
 def main(args):
     from bench import decoding, draw, finish, gpu, operations
-    from generate import Sampling, fixed_plan
+    from generate import Sampling
+    from model import MAX_TREE, check
     if args.command == "decode":
         for temperature in args.temperatures:  # bad values are refused before others are measured
             Sampling(temperature)
         for size in filter(None, args.tree_sizes):
-            fixed_plan(size, heads=None, lookup=True)
+            check("tree size", size, 1, MAX_TREE, whole=True)
         finish(args, (operations if args.random_weights else decoding).bench(args))
     else:
         dict(gpu=gpu, draw=draw)[args.command].bench(args)

@@ -11,11 +11,10 @@ from statistics import fmean, median
 from bench import Measured, Table
 from bench.llama_cpp import PLAIN, llama_cpp_ways
 from clover import CloverHeads
-from generate import DraftPlan, FixedPolicy, prepare
+from generate import Policy, prepare
 from hf.chat import stop_tokens
 from model import InputError
 from tools.load import load_model, read_file
-from tools.policy import pick_policy
 from training.data import load_tokens, prompts
 
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
@@ -30,10 +29,9 @@ def bench(args):
     if max(args.batch_sizes) > fewest:
         raise InputError(f"there are {fewest} prompts of a kind, fewer than a batch has; give "
                          f"--batch-sizes up to {fewest}")
-    options = {("plain", 1): dict(tree_size=1)}
-    for (name, drafter), T in product(drafters.items(), args.tree_sizes):
-        if T is None or T > bool(drafter["heads"]) + drafter["lookup"]:  # has a guess of each
-            options[name, T or "auto"] = dict(tree_size=T, **drafter)
+    options = {("plain", 1): dict(tree_size=1)} | {
+        (name, T or "auto"): dict(tree_size=T, **drafter)
+        for (name, drafter), T in product(drafters.items(), args.tree_sizes) if T != 1}
     longest = max(len(prompt) for group in groups.values() for prompt in group)
     table = Table()
     for temperature, B in product(args.temperatures, args.batch_sizes):
@@ -81,16 +79,16 @@ def load_prompts(args, encoding):
     return groups, stop_tokens(args.model, encoding)
 
 
-def decode_once(model, texts, new, stop=(), policy=None, **options):
+def decode_once(model, texts, new, stop=(), **options):
     """The `Measured` of an engine of its own, warmed up, whose policy learnt nothing from that.
-    policy: default that of the options, as `pick_policy` and `prepare` take them."""
-    policy = policy or pick_policy(model, texts, **options)
-    engine = prepare(model, texts, new, policy=policy, **options)
+    options: as `prepare` takes them."""
+    engine = prepare(model, texts, new, **options)
+    policy = engine.policy
 
     def forget(step):
         """Lets every prompt be read as a whole."""
         engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
-    engine.policy = FixedPolicy(DraftPlan())
+    engine.policy = Policy(model)  # of plain decoding
     engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)  # compiles the plain step
     engine.clear()
     engine.decoder.warm_up()

@@ -69,10 +69,8 @@ def draw_text(run):
 
 def draw_tokens_per_step(result):
     """Bars: the model's own token of each step in grey, and what was guessed right."""
-    values = {"plain": 1.0}
-    for row in result["decoding"]:
-        if [row[key] for key in ("kind", "temperature", "tree_size")] == ["all", 0, 17]:
-            values[row["drafted_by"]] = row["tokens_per_step"]
+    values = {row["drafted_by"]: row["tokens_per_step"] for row in result["decoding"]
+              if row["kind"] == "all" and row["temperature"] == 0 and row["tree_size"] in (1, 17)}
     names = [name for name in DRAFTERS if name in values]
     unit = 590 / max(values[name] for name in names)
     title = ("Tokens per step with 16 guesses: one is the model's own (grey), the others were "

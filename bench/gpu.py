@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -26,10 +25,11 @@ from bench import ROOT, machine, size_config
 from bench import operations as ops
 from bench.decoding import alternate, compare, decode_once, load_prompts
 from clover import CloverHeads, preset
-from generate import DraftPlan, FixedPolicy, Sampling, generate
+from generate import Sampling, generate
+from hf.families import hf_config
 from hf.paths import default_heads
 from kernels import add_norm
-from model import GPT, GPTConfig, InputError
+from model import GPT, GPTConfig, InputError, expect
 from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.load import load_model
@@ -77,20 +77,17 @@ def ceilings(run):
 
 
 def steps(run, size):
-    """Steps of a model's size, by stage. over_plain: how many tokens a step must emit to pay; over
-    the plain step of the same batch, prefix and sampling, which comes first."""
+    """Steps of a model's size, by stage."""
     name = getattr(run.sizes, size)
     prefixes = run.sizes.prefixes if size == "large" else run.sizes.prefixes[:1]
     model, heads = ops.random_model(name, run.device, torch.bfloat16)
-    shapes = [(B, T, prefix, Sampling()) for prefix in prefixes for T in run.sizes.tree_sizes
-              for B in run.sizes.batch_sizes]
-    shapes += [(B, T, prefixes[0], sampling) for sampling in (NOISE, TOP_P)
-               for T in run.sizes.tree_sizes[:2] for B in run.sizes.batch_sizes]
-    plain = {}
-    for row in ops.step_rows(model, heads, shapes, copy_bandwidth(run.device)):
-        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
-        plain.setdefault(case, row["step_ms"])
-        yield dict(model=name) | row | dict(over_plain=row["step_ms"] / plain[case])
+    cases = [*product(prefixes, [Sampling()], run.sizes.tree_sizes),
+             *product(prefixes[:1], [NOISE, TOP_P], run.sizes.tree_sizes[:2])]
+    shapes = [("heads" if T > 1 else "plain", B, T, prefix, sampling)
+              for prefix, sampling, T in cases for B in run.sizes.batch_sizes]
+    rows = ops.step_rows(model, heads, shapes, copy_bandwidth(run.device))
+    for row in ops.over_plain(rows):
+        yield dict(model=name) | row
 
 
 def demo(run):
@@ -102,8 +99,7 @@ def demo(run):
 
 def chats(run):
     """The chats of bench/prompts.jsonl, answered by the model of --model."""
-    if run.model is None:
-        raise InputError("no --model was given")
+    expect(run.model, "no --model was given")
     yield from decoded(run, model=run.model, dtype=None, chats=ROOT / "bench" / "prompts.jsonl",
                        prompts=None)
 
@@ -116,26 +112,25 @@ def decoded(run, **flags):
     heads = heads and CloverHeads.from_pretrained(heads, model, encoding.hash)
     groups, stop = load_prompts(args, encoding)
     prompts = [prompt for row in zip(*groups.values()) for prompt in row]  # kinds alternate
-    plans = [DraftPlan(), DraftPlan(0, 7)]
-    plans += [DraftPlan(3), DraftPlan(7), DraftPlan(15), DraftPlan(8, 7)] if heads else []
+    drafted = [("plain", 1), ("lookup", 8), *product(["heads"], (4, 8, 16) if heads else ()),
+               *product(["heads + lookup" if heads else "lookup"], (16, None))]
     new = run.sizes.new_tokens
-    prefix = max(map(len, prompts)) + new // 2  # about the mean
     for B in run.sizes.batch_sizes:
-        once = partial(decode_once, model, heads=heads, batch_size=B, stop=stop)
-        ways = {(str(plan), plan.tree_size): partial(once, policy=FixedPolicy(plan))
-                for plan in plans} | {("auto", "auto"): partial(once, lookup=True)}
         # the last prompts leave slots idle, which costs as much as busy ones
         group = prompts[:max(4 * B, 16)]
+        prefix = sum(map(len, group)) // len(group) + new // 2  # about the mean
+        options = {(name, T or "auto"): dict(tree_size=T, batch_size=B, **ops.drafters(name, heads))
+                   for name, T in drafted}
+        ways = {way: partial(decode_once, model, stop=stop, **own) for way, own in options.items()}
         (_, runs), = alternate(ways, dict(text=group), new, rounds=1)
-        graphs = {str(plan): 1e3 * step_time(timing_decoder(
-            model, heads if plan.head_nodes else None, plan, prefix, batch_size=B))
-            for plan in plans}
         plain, = runs["plain", 1]
         for (name, T), row in compare(runs).items():
             out, = runs[name, T]
             row |= differences(model, group, out, plain)
             row["engine_ms"] = 1e3 * out.decode_seconds / max(out.batch_steps, 1)
-            row["graph_ms"] = graphs.get(name)
+            if T != "auto":
+                decoder = timing_decoder(model, prefix=prefix, **options[name, T])
+                row["graph_ms"] = 1e3 * step_time(decoder)
             yield dict(model=Path(args.model).name, dtype=str(model.dtype), drafter=name,
                        batch_size=B, tree_size=T) | row
 
@@ -177,6 +172,19 @@ def tests(run):
         yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
 
 
+def sanitizer(run):
+    """compute-sanitizer, of the CUDA toolkit, on `toy`: accesses out of bounds, then data races."""
+    for tool in ("memcheck", "racecheck"):
+        half = max(run.deadline - time.perf_counter(), 2) / 2
+        output, code = run_process(
+            run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
+            "bench", "gpu", "--out", run.out / tool, "--parts", "toy", "--seconds", str(int(half)))
+        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
+        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
+        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
+                   different=cases["false"], exit_code=code)
+
+
 def run_process(run, log, *command):
     """(what a command printed, also into a log, and its exit code; None where it was killed at the
     part's deadline)"""
@@ -194,10 +202,10 @@ def run_process(run, log, *command):
         return file.read(), code
 
 
-def kernels(run, make_cases):
+def kernels(run):
     """Kernels beside their bounds and the same work by torch."""
     bandwidth = copy_bandwidth(run.device)
-    for case in make_cases(size_config(run.sizes.large), run.device, run.sizes):
+    for case in ops.kernel_cases(size_config(run.sizes.large), run.device, run.sizes):
         yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
@@ -206,10 +214,7 @@ def transformer_steps(run):
     """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
     from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
     c = size_config(run.sizes.large)
-    config = LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, head_dim=c.head_size,
-        num_key_value_heads=c.n_kv_head, max_position_embeddings=c.block_size)
+    config = LlamaConfig(**hf_config(c, torch.bfloat16))
     with run.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prefix = run.sizes.prefixes[0]
@@ -229,27 +234,12 @@ def transformer_steps(run):
         yield row | dict(graph_ms=1e3 * seconds(ops.in_graph(step, run.device), run.device))
 
 
-def sanitizer(run):
-    """compute-sanitizer, of the CUDA toolkit, on `toy`: accesses out of bounds, then data races."""
-    for tool in ("memcheck", "racecheck"):
-        half = max(run.deadline - time.perf_counter(), 2) / 2
-        with tempfile.TemporaryDirectory() as folder:
-            output, code = run_process(
-                run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
-                "bench", "gpu", "--out", folder, "--parts", "toy", "--seconds", str(int(half)))
-        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
-        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
-        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
-                   different=cases["false"], exit_code=code)
-
-
 PARTS = {  # name: (function, its share of --seconds, relative to the others')
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
     "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
-    "kernels": (partial(kernels, make_cases=ops.kernel_cases), 0.08),
-    "transformers": (transformer_steps, 0.05),
-    "flex": (partial(kernels, make_cases=ops.flex_cases), 0.08), "sanitizer": (sanitizer, 0.2)}
+    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05),
+    "sanitizer": (sanitizer, 0.2)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,7 +255,7 @@ def bench(args):
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = SimpleNamespace(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
                           sizes=TINY if args.dry_run else FULL, model=args.model,
-                          out=Path(args.out))
+                          out=Path(args.out).absolute())
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
     shares = [PARTS[name][1] for name in parts]

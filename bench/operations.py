@@ -3,18 +3,19 @@
 
 import math
 from functools import partial
-from itertools import islice, product
+from itertools import product
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import kernels
-from backends import cpu
+from backends import cpu, quantized
 from bench import Table, size_config
 from clover import CloverHeads, preset
-from generate import DraftPlan, Sampling, capture
-from model import GPT, check_memory, free_memory, pick_device
+from generate import Sampling, capture
+from hf.checkpoint import put_packed
+from model import GPT, check_memory, expect, free_memory, pick_device
 from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
 DRAFT_VOCABULARY = 8192  # of heads with random weights
@@ -26,19 +27,13 @@ random = partial(torch.randn, dtype=torch.bfloat16)
 # torch's). c: the GPTConfig that they are parts of.
 
 def kernel_cases(c, device, sizes):
-    yield from attention_cases(c, device, sizes, sizes.tree_sizes[:4], "tree_attention", sdpa)
+    yield from attention_cases(c, device, sizes)
     yield from lm_head_cases(c, device, sizes.rows)
     yield from commit_cases(c, device, sizes.batch_sizes)
 
 
-def flex_cases(c, device, sizes):
-    """Three shapes of FlexAttention, which takes long to compile."""
-    return islice(attention_cases(c, device, sizes, sizes.tree_sizes[1:4], "flex_attention",
-                                  compiled_flex), 3)
-
-
-def attention_cases(c, device, sizes, tree_sizes, name, make_other):
-    for prefix, T, B in product(sizes.prefixes[::-1], tree_sizes, sizes.batch_sizes):
+def attention_cases(c, device, sizes):
+    for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
@@ -46,14 +41,8 @@ def attention_cases(c, device, sizes, tree_sizes, name, make_other):
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
                         *random(2, B, c.n_kv_head, S, c.head_size, device=device),
                         lengths, ancestors)
-        yield (name, dict(batch=B, prefix=prefix, T=T), size, make, kernels.tree_attention,
-               make_other(*make()))
-
-
-def visible(lengths, ancestors, b, head, node, row):
-    """Whether a node of sequence b sees a row of the cache."""
-    own = (row - lengths[b]).clamp(0, 63)
-    return (row < lengths[b]) | ((ancestors[b, node] >> own) & 1 == 1)
+        yield ("tree_attention", dict(batch=B, prefix=prefix, T=T), size, make,
+               kernels.tree_attention, sdpa(*make()))
 
 
 def sdpa(q, k, v, lengths, ancestors):
@@ -62,9 +51,9 @@ def sdpa(q, k, v, lengths, ancestors):
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]
-    rows = math.ceil(S / 8) * 8
-    seen = create_mask(partial(visible, lengths, ancestors), B, 1, T, rows, device=q.device)
-    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 2)
+    own = torch.arange(math.ceil(S / 8) * 8, device=q.device) - lengths[:, None]  # (B, rows)
+    seen = (own < 0)[:, None] | (ancestors[..., None] >> own[:, None].clamp(0, 63) & 1 == 1)
+    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 1)[:, None]
     mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
 
     def attend(q, k, v, *_):
@@ -72,17 +61,6 @@ def sdpa(q, k, v, lengths, ancestors):
         out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
         return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return attend
-
-
-def compiled_flex(q, k, v, lengths, ancestors):
-    """As sdpa, by FlexAttention."""
-    torch._dynamo.reset()  # otherwise it falls back to its slow form after a few shapes
-    compiled = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
-    B, T, *_ = q.shape
-    S = int(lengths.max()) + T
-    mask = create_block_mask(partial(visible, lengths, ancestors), B, None, T, S, device=q.device)
-    return lambda q, k, v, *_: compiled(q.transpose(1, 2), k[:, :, :S], v[:, :, :S],
-                                        block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def lm_head_cases(c, device, rows):
@@ -149,11 +127,13 @@ def in_graph(body, device):
 # --------------------------------------------------------------------------------------------------
 # Steps
 
-def random_model(name, device, dtype):
+def random_model(name, device, dtype, quantize=None):
     """A GPT of a real model's sizes, and Clover heads that draft among DRAFT_VOCABULARY token ids,
-    with random weights. InputError where memory has no room."""
+    with random weights. quantize: as in `checkpoint.load`. InputError where memory has no room."""
+    config = size_config(name)
+    config.tied &= not quantize  # the LM head gets a table of its own
     with torch.device("meta"):
-        model = GPT(size_config(name)).to(dtype)
+        model = GPT(config).to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
                  model.weight_bytes(), free_memory(device), device,
                  "take another size or --dtype bfloat16")
@@ -161,43 +141,69 @@ def random_model(name, device, dtype):
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
     # logits of deviation 4: a nucleus of some hundred tokens, as trained models have
-    model.head.weight.normal_(0, 4 / model.config.n_embd ** 0.5)
+    model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
-    heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, model.config.vocab_size)))
+    heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, config.vocab_size)))
+    rounding = quantized.rounding(model, quantize) if quantize else {}
+    for weight, how in rounding.items():
+        put_packed(model, weight.removesuffix(".weight"),
+                   [quantized.round_weight(model.get_parameter(weight), *how)])
     return model, heads
 
 
+def drafters(name, heads):
+    """Arguments of a `Policy` by a name: plain, lookup, heads or heads + lookup."""
+    return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
+
+
 def step_rows(model, heads, shapes, bandwidth):
-    """A row for each (batch size, tree size, prefix, sampling): the time of a step and of its
-    stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
+    """A row for each (drafters, batch size, tree size, prefix, sampling): the time of a step and of
+    its stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
     weights -= 0 if c.tied else model.embed.weight.nbytes
-    for B, T, prefix, sampling in shapes:
-        decoder = timing_decoder(model, heads if T > 1 else None, DraftPlan(T - 1), prefix,
-                                 batch_size=B, sampling=sampling)
+    for name, B, T, prefix, sampling in shapes:
+        decoder = timing_decoder(model, tree_size=T, prefix=prefix, batch_size=B,
+                                 sampling=sampling, **drafters(name, heads))
         ms = 1e3 * step_time(decoder)
         floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
-        row = dict(batch_size=B, tree_size=T, prefix=prefix, temperature=sampling.temperature,
-                   top_p=sampling.top_p, step_ms=ms, floor_ms=floor, share=floor / ms)
-        yield row | {f"{name}_ms": 1e3 * time for name, time in stage_times(decoder).items()}
+        row = dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
+                   temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
+                   floor_ms=floor, share=floor / ms)
+        yield row | {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+
+
+def over_plain(rows):
+    """Adds to rows of steps over_plain: the time relative to a plain step's of the same batch,
+    prefix and sampling, which comes first. A step pays that emits more tokens than this."""
+    plain = {}
+    for row in rows:
+        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
+        ms = plain.setdefault(case, row["step_ms"])
+        yield row | dict(over_plain=row["step_ms"] / ms)
 
 
 def bench(args):
     """`bench decode --random-weights`: prints the time of a step of each shape -> the result."""
     device = pick_device(args.device)
+    expect(not args.quantize or cpu.is_usable(device), "--quantize needs a CPU with a C compiler; "
+           "leave it out")
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
-    model, heads = random_model(args.random_weights, device, dtype)
-    cpu.apply(model, heads)
-    sizes = [T for T in args.tree_sizes if T]  # "auto" selects by what is accepted
+    sizes = [T for T in args.tree_sizes if T not in (1, None)]  # auto depends on what is accepted
+    ways = [("plain", 1), *product(("lookup", "heads"), sizes)]
     table = Table()
-    for temperature in args.temperatures:
-        shapes = product(args.batch_sizes, sizes, [PREFIX], [Sampling(temperature)])
-        for row in step_rows(model, heads, shapes, bandwidth):
-            table.add(row)
-    return dict(model=args.random_weights, drafters=["clover"], device=str(device),
-                dtype=str(dtype), draft_vocabulary=heads.config.vocabulary,
+    for size in args.random_weights:
+        model, heads = random_model(size, device, dtype, args.quantize)
+        cpu.apply(model, heads)
+        shapes = [(name, B, T, PREFIX, Sampling(t)) for t, B, (name, T) in product(
+            args.temperatures, args.batch_sizes, ways)]
+        # rounds alternate, so that other work on the machine slows all steps alike
+        rounds = [[*step_rows(model, heads, shapes, bandwidth)] for _ in range(args.runs)]
+        for row in over_plain(min(runs, key=itemgetter("step_ms")) for runs in zip(*rounds)):
+            table.add(dict(model=size) | row)
+    return dict(model=args.random_weights, drafters=["lookup", "heads"], device=str(device),
+                dtype=str(dtype), draft_vocabulary=DRAFT_VOCABULARY,
                 copy_gb_per_s=bandwidth / 1e9, steps=table)

