@@ -485,7 +485,7 @@ class Decoder:
         if self.heads or self.policy.lookup:
             positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
         last = accepted.last[:, None]
-        if tree.tokens.shape[1] > 1:
+        if self.heads and tree.tokens.shape[1] > 1:  # lookup's chain is in place
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
