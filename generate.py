@@ -226,16 +226,16 @@ class Policy:
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
-        """Half of a surprise says something of these rows and heads, half of the machine."""
+        """Most of a surprise says something of the machine, a fifth of these rows and heads."""
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
-        change = PACE * max(min(surprise, 1.0), -1.0)
+        change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
         self.unit *= math.exp(change)
         for step in range(-3, 4):  # near row counts take about as long
-            self.log_ratio[bucket(rows) + step] += change * 0.5 ** abs(step)
+            self.log_ratio[bucket(rows) + step] += change / 4 * 0.5 ** abs(step)
         if depths:
-            self.log_ratio["heads"] += change
+            self.log_ratio["heads"] += change / 4
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""
