@@ -446,10 +446,14 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
     }
     vf largest = fold_max(part);
     vi usable = (largest > 1e-30f) & (largest < INFINITY);
-    vf inverse = select_lanes(usable, 127.0f / largest, splat(0)), scale = largest / 127.0f;
+    vf inverse = 127.0f / largest, scale = largest / 127.0f;
     for (int i = 0; i < LANES; i++)
         part[i] = splat(0);
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
+        if (!usable[i]) {  // the scale is 0, or no number
+            memset(group[i * stride].words, 0, sizeof group->words);
+            continue;
+        }
         vf low = load_n(x + i * GROUP, n - i * GROUP);
         vf high = load_n(x + i * GROUP + LANES, n - i * GROUP - LANES);
         vi q = (vi)(low * inverse[i] + 12582912.0f) - 0x4b400000;  // rounded, ties to even
@@ -789,7 +793,7 @@ static void read_ancestor(const Call *a, int b, int head, int row, float *keys, 
     size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
     for (int d = 0; d < D; d += LANES) {
         vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D - d, LANES); i++)
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // as above
             keys[(d + i) * SPLIT] = v[i];
     }
     for (int d = 0; d < padded; d += LANES)
