@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels import BINS, Candidates, add_norm, cosine_mix, select_candidates
 from model import (
+    MAX_TREE,
     Block,
     Blocks,
     InputError,
@@ -195,8 +196,9 @@ class DraftHeads(nn.ModuleList):
         """As `CloverHeads.draft`; clover: the one that these are of."""
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
-        # the n best of each depth: no more can be in the tree; the first W are the beams that go on
-        candidates = Candidates.empty(root, K, max(min(W * W, tree_size - 1), W))
+        # as many for each T, so that a smaller tree is the front of a larger one; the first W of a
+        # depth are the beams that go on
+        candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
         states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
         guessed = root[:, None]  # (B, w)
         for depth in range(K):  # 0: the root's children, whose depth in the tree is 1

@@ -226,16 +226,16 @@ class Policy:
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
-        """Half of a surprise says something of these rows and heads, half of the machine."""
+        """Most of a surprise says something of the machine, a fifth of these rows and heads."""
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
-        change = PACE * max(min(surprise, 1.0), -1.0)
+        change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
         self.unit *= math.exp(change)
         for step in range(-3, 4):  # near row counts take about as long
-            self.log_ratio[bucket(rows) + step] += change * 0.5 ** abs(step)
+            self.log_ratio[bucket(rows) + step] += change / 4 * 0.5 ** abs(step)
         if depths:
-            self.log_ratio["heads"] += change
+            self.log_ratio["heads"] += change / 4
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""
@@ -485,7 +485,7 @@ class Decoder:
         if self.heads or self.policy.lookup:
             positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
         last = accepted.last[:, None]
-        if tree.tokens.shape[1] > 1:
+        if self.heads and tree.tokens.shape[1] > 1:  # lookup's chain is in place
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:

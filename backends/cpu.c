@@ -1412,7 +1412,7 @@ static int is_worth(Draft *d) {
     if (s->skipped < s->patience)
         return worth;
     s->skipped = 0;
-    s->patience *= 4;  // what was read without them is to be read by the augmenting blocks
+    s->patience *= 2;  // the augmenting blocks are to read what was decoded without them
     return 1;
 }
 

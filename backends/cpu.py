@@ -76,7 +76,7 @@ def is_usable(device):
 
 def pack(module):
     """Puts packed layers and blocks in the place of a module's: of a `GPT` in its weights' dtype,
-    of `CloverHeads` in 8 bits, which can change no text."""
+    of `CloverHeads` in 4 bits, which can change no text."""
     is_heads = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
@@ -308,13 +308,14 @@ def pack_floats(weight, bias=None):
 
 
 def pack_rounded(weight, bias=None):
-    """A weight float [n, k] -> `PackedWeight` of 8 bits, each GROUP of inputs rounded to its own
-    scale."""
+    """A weight float [n, k] -> `PackedWeight` of 4 bits, each GROUP of inputs rounded between its
+    own least and largest number."""
     groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 127).half()  # (n, G)
-    q = (groups / scales.float().clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
-    q = q.flatten(1)[:, :weight.shape[1]].to(torch.int8)
-    return pack_quantized(q, scales.T, None, bias)
+    minimums = groups.amin(-1).half()  # (n, G)
+    scales = ((groups.amax(-1) - minimums.float()) / 15).half()
+    q = (groups - minimums.float()[..., None]) / scales.float().clamp(min=1e-30)[..., None]
+    q = q.round().clamp(0, 15).flatten(1)[:, :weight.shape[1]].to(torch.uint8)
+    return pack_quantized(q, scales.T, minimums.T, bias)
 
 
 def pack_quantized(q, scales, minimums=None, bias=None):

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from clover import CloverHeads
-from generate import Decoder, fixed_plan
+from generate import Decoder, Policy
 from model import GPT, InputError
 from tools.errors import command
 from tools.flags import DEMO, Parser
@@ -87,11 +87,12 @@ class Launches(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def step_launches(model, heads=None, **options):
+def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     """Counter of the launches of a Decoder's step, by operation; its modules must be on meta."""
+    policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = Decoder(model, heads, graph=False, **options)
-        step = partial(decoder.step, *decoder.plans)
+        decoder = Decoder(model, policy=policy, graph=False, **options)
+        step = partial(decoder.step, *policy.select(1))
         step()  # with what only the first one does
         launches.clear()
         with Launches() as operations:
@@ -100,19 +101,19 @@ def step_launches(model, heads=None, **options):
 
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
-    """Prints a row for each tree size and drafter of demo/ in bfloat16, the default on CUDA -> [(plan, Counter)]."""
+    """Prints a row for each tree size and drafter of demo/ in bfloat16, the default on CUDA -> {row: Counter}."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model).to("meta")
     model.to("meta")
-    rows = []
-    print("| tree size | drafted by | launches | most of them |\n| --- | --- | --- | --- |")
-    for size in tree_sizes:
-        for used, lookup in ((heads, False), (None, True), (heads, True))[:3 if size > 2 else 1]:
-            plan = fixed_plan(size, used, lookup)
-            counts = step_launches(model, used if plan.head_nodes else None, plans=(plan,), capacity=512)
-            rows.append((plan, counts))
-            most = ", ".join(f"{n} {name}" for name, n in counts.most_common(6))
-            print(f"| {plan.tree_size} | {plan} | {counts.total()} | {most} |")
+    rows = {}
+    print("| tree size | drafters | launches | most of them |\n| --- | --- | --- | --- |")
+    drafters = {"none": (None, False), "heads": (heads, False), "lookup": (None, True), "heads+lookup": (heads, True)}
+    for tree_size in tree_sizes:
+        for name, used in drafters.items():
+            if (name == "none") == (tree_size == 1):
+                counts = rows[tree_size, name] = step_launches(model, *used, tree_size, capacity=512)
+                most = ", ".join(f"{n} {operation}" for operation, n in counts.most_common(6))
+                print(f"| {tree_size} | {name} | {counts.total()} | {most} |")
     return rows
 
 

@@ -37,7 +37,8 @@ FAMILIES = {
                         embed_scale=8.0, attn_scale=0.25),
     "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False)}
 WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2), dict(tree_size=1, temperature=0.8),
-        dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20)]
+        dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20),
+        dict(heads=True, lookup=True, max_new_tokens=90, batch_size=3)]
 PROMPTS = random_prompts([5, 14, 1])
 
 
@@ -75,8 +76,8 @@ def texts(folder, group):
         model = checkpoint.load(Path(folder) / name, torch.float32, "cpu", group)
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
         for way in WAYS if i < 1 else WAYS[:1]:
-            way = way | dict(heads=heads if "heads" in way else None)
-            found[f"{name} {way['tree_size']}"] = generate(model, PROMPTS, 6, **way).tokens
+            way = dict(max_new_tokens=6) | way | dict(heads=heads if "heads" in way else None)
+            found[f"{name} {way.get('tree_size')}"] = generate(model, PROMPTS, **way).tokens
     return found
 
 

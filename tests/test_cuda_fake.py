@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import generate
 import kernels
 import model as models
 from backends.tensor_parallel import Group
 from clover import CloverHeads, preset
 from conftest import SHAPES
-from generate import Decoder, DraftPlan, Engine, Sampling, capture
+from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from model import GPT, GPTConfig
-from test_generate import InTurns
 from tools import timing
 from train_heads import Run
 
@@ -62,9 +62,12 @@ class Indexing(TorchFunctionMode):
         return torch.ops.aten.index(view, tensors) if tensors else view
 
     def set(self, x, index, value):
-        assert isinstance(value, torch.Tensor), "a number from the host, for which the GPU would wait"
+        is_number = not isinstance(value, torch.Tensor)
+        assert not (is_number and x.is_cuda), "a number from the host, for which the GPU would wait"
         view, tensors = self.view(x, index)
-        if tensors:
+        if is_number:
+            view.fill_(value)
+        elif tensors:
             torch.ops.aten.index_put_(view, tensors, value)
         else:
             self.copy(view, value)
@@ -197,7 +200,8 @@ class World:
         """Where the tensors of a step's state are, of each decoder."""
         place = lambda x: (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
         parts = lambda slots: (vars(slots), vars(slots.cache), vars(slots.heads_cache))
-        return [list(map(place, tensors((parts(decoder.slots), decoder.plain_tree)))) for decoder in self.decoders]
+        owned = lambda decoder: (parts(decoder.slots), decoder.root_tree, decoder.policy.counts, decoder.policy.chances)
+        return [list(map(place, tensors(owned(decoder)))) for decoder in self.decoders]
 
     def clear_workspaces(self):
         self.workspaces_cleared = True
@@ -268,7 +272,24 @@ def world():
         yield world
 
 
-MIXED = DraftPlan(), DraftPlan(4), DraftPlan(0, 5), DraftPlan(8, 4)
+MIXED = (1, False), (5, True), (6, False), (13, True)
+
+
+class InTurns(Policy):
+    """Selects each of the options twice, so that some follow themselves, and notes what their steps took."""
+
+    def __init__(self, model, heads, options=MIXED):
+        super().__init__(model, heads, True, max(options)[0])
+        self.options = [option for option in options if heads or not option[1]]
+        self.told = {option: [] for option in self.options}
+
+    def select(self, B):
+        self.steps += 1
+        return self.options[self.steps // 2 % len(self.options)]
+
+    def update(self, step, results):
+        super().update(step, results)
+        self.told[step.tree_size, step.depths > 0].append(step.seconds)
 
 
 @pytest.fixture
@@ -290,8 +311,8 @@ def start(request):
 PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
 
 
-def decode(model, heads, plans=MIXED, sampling=Sampling(), graph=True):
-    engine = Engine(model, heads, policy=InTurns(*plans), batch_size=3, capacity=700, sampling=sampling, graph=graph)
+def decode(model, heads, graph=True):
+    engine = Engine(model, policy=InTurns(model, heads), batch_size=3, capacity=700, graph=graph)
     output = engine.generate(PROMPTS, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
     return engine
@@ -308,13 +329,13 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, prefilled):
     """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention by MATH."""
     world, model, heads = start(name, kind, dtype, **switches)
-    plans = MIXED if kind else (DraftPlan(), DraftPlan(0, 5))
-    engine = decode(model, heads, plans)
-    assert len(world.graphs) == len(plans) and all(graph.replays for graph in world.graphs)
+    engine = decode(model, heads)
+    assert [*engine.decoder.graphs] == [(option, GREEDY) for option in engine.policy.options]
+    assert len(world.graphs) == len(engine.policy.options) and all(graph.replays for graph in world.graphs)
     assert prefilled[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts at once, one long one in chunks
     shown = []
     engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # a graph's trees are copied, too
-    assert all(len(column) == step.plan.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
+    assert all(len(column) == step.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
 
 
 def test_decoding_without_graphs_on_a_fake_gpu(start):
@@ -326,19 +347,20 @@ def test_decoding_without_graphs_on_a_fake_gpu(start):
 def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
     """Bug: a graph of another sampling mode, a wait for parameters, filters or noise where no text has any."""
     world, model, heads = start(kind=None)
-    engine = Engine(model, policy=InTurns(DraftPlan(0, 3)), batch_size=2, capacity=100)
+    engine = Engine(model, policy=Policy(model, lookup=True, tree_size=4), batch_size=2, capacity=100)
     for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
         world.launches.clear()
         engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
-        assert engine.decoder.sampling_mode == mode and len(world.graphs) == mode + 1
+        assert [*engine.decoder.graphs] == [((4, False), seen) for seen in range(mode + 1)]
+        assert len(world.graphs) == len(engine.decoder.graphs)
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
 
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     """Bug: an inference tensor filled outside inference mode, or a stage that cannot be captured by itself."""
     world, model, heads = start()
-    for plan in MIXED[::3]:
-        decoder = timing.timing_decoder(model, heads, plan, batch_size=2)
+    for tree_size in (1, 13):
+        decoder = timing.timing_decoder(model, heads, tree_size, lookup=True, batch_size=2)
         assert timing.step_time(decoder) > 0
         assert set(timing.stage_times(decoder)) == set(timing.STAGES)
     assert len(world.graphs) == 2 + 4 + 5
@@ -346,15 +368,33 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
-    """Bug: the duration of a prompt, of another plan's step, of a compilation; what the host took beside."""
+    """Bug: the duration of a prompt, of another size's step, of a compilation; what the host took beside."""
     world, model, heads = start()
-    engine = Engine(model, heads, policy=InTurns(*MIXED), batch_size=3, capacity=700)
+    engine = Engine(model, policy=InTurns(model, heads), batch_size=3, capacity=700)
     if warm:
         engine.decoder.warm_up()
     engine.generate(PROMPTS, 40)
-    for index, plan in enumerate(MIXED):
-        first, *told = engine.policy.seconds[plan]
+    for index, option in enumerate(MIXED):
+        first, *told = engine.policy.told[option]
         assert first == ((1 + index) / 1e3 if warm else None) and told == [(1 + index) / 1e3] * len(told) != []
+
+
+def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start, monkeypatch):
+    """Bug: a step of any size, each of which is captured; a size that is never tried again; a wait for the tables."""
+    world, model, heads = start()
+    engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
+    copied, selected, select = [], [], engine.policy.select
+    monkeypatch.setattr(generate, "copy_to", lambda x, values: copied.append(x) or x.copy_(values, non_blocking=True))
+    monkeypatch.setattr(engine.policy, "select", lambda B: selected.append(select(B)) or selected[-1])
+    engine.generate([[1, 2], [3]], 600)
+    options = {(T, used) for T in generate.SIZES["cuda"] for used in {T > 1, False}}
+    assert {*engine.policy.options} == options and {*selected} <= options and len(selected) == 601
+    assert [*engine.decoder.graphs] == [(option, GREEDY) for option in dict.fromkeys(selected)]
+    assert len(world.graphs) == len(engine.decoder.graphs) > 3
+    assert len(copied) == 600 // generate.PERIOD and all(x is engine.policy.chances for x in copied)
+    quickest = selected[0]  # here a graph takes longer than those before it, and nothing is accepted
+    others = [i for i, option in enumerate(selected, start=1) if option != quickest and i > 50]
+    assert others and {i % generate.TRIAL for i in others} == {0, 1}
 
 
 def cancel_all(engine):
@@ -458,6 +498,7 @@ PLANTED = {
     "nonzero|not linked": lambda decoder, accepted: accepted.count.nonzero(),
     "a number from the host": lambda decoder, accepted: decoder.slots.active.__setitem__(0, 1),
     "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "root", decoder.slots.root.clone()),
+    "on memory that is gone": lambda decoder, accepted: setattr(decoder.policy, "chances", decoder.policy.chances + 0),
     "tensors were": move}
 
 
@@ -466,9 +507,9 @@ def test_defects_of_a_step_are_seen(error, start, monkeypatch):
     world, model, heads = start()
     commit = Decoder.commit
 
-    def planted(decoder, plan, hidden, accepted):
+    def planted(decoder, tree, hidden, accepted):
         PLANTED[error](decoder, accepted)
-        commit(decoder, plan, hidden, accepted)
+        commit(decoder, tree, hidden, accepted)
     monkeypatch.setattr(Decoder, "commit", planted)
     with pytest.raises(Exception, match=error):
         decode(model, heads)

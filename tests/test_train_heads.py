@@ -19,6 +19,7 @@ from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
+from kernels import BINS
 from model import GPT, InputError
 from test_clover import random_heads
 from training import common, data, evaluate, writing
@@ -58,7 +59,7 @@ def write_lines(file, values):
 def measured(heads, *_):
     K = heads.config.n_draft
     return dict(accuracy=[0.5] * K, top_accuracy={n: [0.5] * K for n in (1, 2, 4, 8)}, prompts=1, tokens_per_step=1.0,
-                acceptance={"0": [[0.5] * 63] * K})
+                acceptance=dict.fromkeys(("greedy", "sampled"), [[1, 2]] * BINS))
 
 
 @pytest.fixture
@@ -318,7 +319,7 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
     flags = ["--model", checkpoint, "--data", texts, chats, "--steps", "12", "--dtype", "float32"]
     said, nothing = run_two(tmp_path, *flags, "--out", tmp_path / "two")
-    assert said.count("held-out accuracy") == 1 and not nothing and record(tmp_path / "two")["acceptance"]["1"]
+    assert said.count("held-out accuracy") == 1 and not nothing and record(tmp_path / "two")["acceptance"]["greedy"]
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train(*flags, "--out", tmp_path / "one")
     one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
@@ -381,6 +382,17 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     with pytest.raises(InputError, match="texts.jsonl.* are gone; give --data"):
         evaluated()
     assert evaluated("--data", texts) == want
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_acceptance_counts_the_nodes_of_all_steps(temperature):
+    """Catches nodes that are counted twice or not at all, and those of the other mode."""
+    model = toy_model(scale=2.0)
+    counts, done, tokens_per_step = evaluate.acceptance(random_heads(model), random_prompts([5] * 10), temperature, 9)
+    (accepted, proposed), emitted = map(sum, zip(*counts)), 10 * evaluate.DECODED
+    steps = emitted / tokens_per_step
+    assert done == 10 and len(counts) == BINS and all(0 <= right <= n for right, n in counts)
+    assert proposed == pytest.approx(8 * steps) and 0 <= steps + accepted - emitted <= 4 * 10 and accepted > 5
 
 
 def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
